@@ -55,6 +55,18 @@ def meets_limits(record: RequestRecord, limits_s: Mapping[str, float]) -> bool:
     return all(seconds[name] <= limit for name, limit in limits_s.items())
 
 
+def _count_errors(records: Sequence[RequestRecord]) -> dict[str, int]:
+    """The number of requests with each error, the most common first."""
+    return dict(Counter(record.error for record in records if record.error is not None).most_common())
+
+
+def _goodput_figures(
+    records: Sequence[RequestRecord], limits_s: Mapping[str, float], seconds: float
+) -> dict[str, float]:
+    good = sum(meets_limits(record, limits_s) for record in records)
+    return {"request_goodput": round(good / seconds, 4), "goodput_share": round(good / len(records), 4)}
+
+
 def summarise_load(
     load: LoadResult, limits_s: Mapping[str, float] | None = None, percents: Sequence[float] = PERCENTILES
 ) -> dict[str, Any]:
@@ -70,7 +82,7 @@ def summarise_load(
         "duration": round(load.seconds, 4),
         "completed": len(whole),
         "failed": len(records) - len(whole),
-        "errors": dict(Counter(record.error for record in records if record.error is not None).most_common()),
+        "errors": _count_errors(records),
         "short_answers": sum(record.output_tokens < record.requested_tokens for record in whole),
         "total_input_tokens": input_tokens,
         "cached_input_tokens": sum(record.cached_tokens for record in whole),
@@ -83,9 +95,7 @@ def summarise_load(
         "interrupted": load.interrupted,
     }
     if limits_s:
-        good = sum(meets_limits(record, limits_s) for record in records)
-        figures["request_goodput"] = round(good / seconds, 4)
-        figures["goodput_share"] = round(good / len(records), 4)
+        figures |= _goodput_figures(records, limits_s, seconds)
     for name, values in times_s(records).items():
         figures.update(metric_statistics(name, sorted(values), percents))
     return figures | client_figures(load)

@@ -74,10 +74,8 @@ class DeviceResult:
 
 def main(arguments: Namespace) -> int:
     """Measure every kind of GPU of this machine, or its CPU; return 1 if the figures fit too badly to be kept."""
-    here = host.probe_host()
     config = measured_config(arguments)
-    if config.device == "cpu" or not here.gpus:
-        here = msgspec.structs.replace(here, gpus=(), pairs=())
+    here = _measured_host(config)
     measured = [calibrate_device(arguments, config, here, gpu, index) for index, gpu in devices(here, config)]
     bad = [device.result for device in measured if device.result.error > UNRELIABLE_ERROR]
     keep = getattr(arguments, "save", not bad)
@@ -87,10 +85,22 @@ def main(arguments: Namespace) -> int:
     if keep:
         keep_results(results)
     for result in bad:
-        doubt = f"the planner's formulas miss the measurements by {100 * result.error:.0f} %"
-        kept = "" if keep else "No figures are kept (--save keeps them anyway)"
-        print(f"{result.device}: {doubt}: was the machine busy with something else? {kept}", file=sys.stderr)
+        _warn_of_misfit(result, keep=keep)
     return 1 if bad and not keep else 0
+
+
+def _measured_host(config: EngineConfig) -> Host:
+    """This machine with the devices to measure: without GPUs if its CPU is measured."""
+    here = host.probe_host()
+    if config.device == "cpu" or not here.gpus:
+        return msgspec.structs.replace(here, gpus=(), pairs=())
+    return here
+
+
+def _warn_of_misfit(result: Calibration, *, keep: bool) -> None:
+    doubt = f"the planner's formulas miss the measurements by {100 * result.error:.0f} %"
+    kept = "" if keep else "No figures are kept (--save keeps them anyway)"
+    print(f"{result.device}: {doubt}: was the machine busy with something else? {kept}", file=sys.stderr)
 
 
 def print_results(results: Sequence[DeviceResult], *, as_json: bool) -> None:

@@ -60,17 +60,27 @@ def load_points(arguments: Namespace) -> tuple[str, list[LoadPoint]]:
     """The field that varies, `request_rate` or `max_concurrency`, and the loads. Raises UsageError for none or both."""
     given = vars(arguments)
     rates, limits = given.get("request_rate") or (), given.get("max_concurrency") or ()
+    _check_varied(rates, limits)
+    if len(rates) > 1 or not limits:
+        return "request_rate", _points_by_rate(rates, limits, arguments.burstiness)
+    rate = rates[0] if rates else inf
+    return "max_concurrency", [LoadPoint(rate, arguments.burstiness, int(limit)) for limit in limits]
+
+
+def _points_by_rate(rates: Sequence[float], limits: Sequence[float], burstiness: float) -> list[LoadPoint]:
+    """A load for each rate; `limits` are one number of requests at most, or none."""
+    limit = int(limits[0]) if limits else None
+    return [LoadPoint(rate, burstiness, limit) for rate in rates]
+
+
+def _check_varied(rates: Sequence[float], limits: Sequence[float]) -> None:
+    """Raise UsageError if both loads vary, or if there is none."""
     if len(rates) > 1 and len(limits) > 1:
         raise UsageError(
             "--request-rate and --max-concurrency both have several values; vary one of them", code="two-varied-loads"
         )
     if not rates and not limits:
         raise UsageError("which loads? Give --request-rate 1,2,4,8 or --max-concurrency 1,4,16", code="load-missing")
-    if len(rates) > 1 or not limits:
-        limit = int(limits[0]) if limits else None
-        return "request_rate", [LoadPoint(rate, arguments.burstiness, limit) for rate in rates]
-    rate = rates[0] if rates else inf
-    return "max_concurrency", [LoadPoint(rate, arguments.burstiness, int(limit)) for limit in limits]
 
 
 def progress_line(by: str, result: dict[str, Any]) -> str:

@@ -34,10 +34,7 @@ def main(arguments: Namespace) -> int:
     """Print the verdict; return 3 if the claim is impossible."""
     if hasattr(arguments, "html"):
         raise UsageError("--check prints a verdict and --html writes a plan; give one of them", code="check-with-html")
-    twice = [name for name in IN_CLAIM if hasattr(arguments, name)]
-    if twice:
-        flag = "MODEL" if twice[0] == "model" else f"--{twice[0]}"
-        raise UsageError(f"--check has the model and the hardware in its claim; leave {flag} out", code="flag-in-claim")
+    _refuse_flags_of_claim(arguments)
     claim = parse_claim(arguments.check)
     model = lookup.look_up(claim.model, hf_token=getattr(arguments, "hf_token", None))
     cluster, precision = parse_cluster(claim.gpus), canonical(claim.precision)
@@ -50,6 +47,14 @@ def main(arguments: Namespace) -> int:
         engine = "weft (which does not run it yet)" if lacking else arguments.engine
         print(verdict_text(verdict, predicted, claim, engine))
     return 0 if verdict.possible else plan.NOTHING_FITS
+
+
+def _refuse_flags_of_claim(arguments: Namespace) -> None:
+    """Raise UsageError for a flag whose value stands in the claim."""
+    twice = [name for name in IN_CLAIM if hasattr(arguments, name)]
+    if twice:
+        flag = "MODEL" if twice[0] == "model" else f"--{twice[0]}"
+        raise UsageError(f"--check has the model and the hardware in its claim; leave {flag} out", code="flag-in-claim")
 
 
 def predict_claim(

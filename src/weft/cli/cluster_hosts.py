@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from weft.cli import hints
 from weft.cli.commands import COMMANDS
@@ -21,16 +21,20 @@ FOLDER = "--download-dir="
 SECRETS = {"api-key": "VLLM_API_KEY", "hf-token": "HF_TOKEN"}
 
 
+def _check_words(command: str, words: Sequence[str]) -> None:
+    """Raise UsageError unless there is one hosts file; `cluster pull` takes a model in its place, or none."""
+    pulls = command == "cluster pull"
+    if len(words) > 1 or not (words or pulls):
+        raise UsageError(
+            f"weft {command} takes one {'model' if pulls else 'hosts file'}; for example: {COMMANDS[command].example}",
+            code="hosts-missing",
+        )
+
+
 def main(arguments: Namespace) -> int:
     """Run one of the commands."""
     words: list[str] = list(arguments.argument or [])
-    pulls = arguments.command == "cluster pull"
-    if len(words) > 1 or not (words or pulls):
-        raise UsageError(
-            f"weft {arguments.command} takes one {'model' if pulls else 'hosts file'}; for example: "
-            f"{COMMANDS[arguments.command].example}",
-            code="hosts-missing",
-        )
+    _check_words(arguments.command, words)
     match arguments.command:
         case "cluster up":
             return up(read_hosts(words[0]), arguments, words[0])

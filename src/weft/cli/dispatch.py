@@ -49,6 +49,13 @@ def dispatch(words: Sequence[str]) -> int:
         return fail(f"internal error, {what}; please report it with {logs.VARIABLE}=DEBUG", 1)
 
 
+def _family_asked_about(words: list[str]) -> list[Command]:
+    """The commands below a first word, such as `cluster`, whose help is asked for; [] for other words."""
+    if words[1:] not in (["-h"], ["--help"]):
+        return []
+    return [command for command in COMMANDS.values() if command.name.startswith(f"{words[0]} ")]
+
+
 def run_command(words: list[str]) -> int:
     """Run `weft WORDS`; return the exit status."""
     if not words or words[0] in ("-h", "--help") or words == ["help"]:
@@ -59,8 +66,8 @@ def run_command(words: list[str]) -> int:
     if words[0] in ("-v", "-V", "--version", "version"):
         print(f"weft {__version__}")
         return 0
-    family = [command for command in COMMANDS.values() if command.name.startswith(f"{words[0]} ")]
-    if family and words[1:] in (["-h"], ["--help"]):
+    family = _family_asked_about(words)
+    if family:
         print(overview(family))
         return 0
     command, flags = find_command(words)

@@ -29,12 +29,17 @@ DESCRIBED = ("gpus", "nodes")  # flags for hardware that may be elsewhere
 EMIT_FLAGS = ("emit_to", "force", "port", "served_model_name", "infernet_config")  # only for --emit
 
 
+def _refuse_flags_of_emit(arguments: Namespace) -> None:
+    """Raise UsageError for a flag that needs --emit, which is not given."""
+    alone = next((name for name in EMIT_FLAGS if hasattr(arguments, name)), None)
+    if alone:
+        raise UsageError(f"--{alone.replace('_', '-')} works only with --emit TARGET", code="emit-missing")
+
+
 def check_emit_flags(arguments: Namespace) -> None:
     """Raise UsageError for flags that contradict each other, or that need --emit."""
     if not hasattr(arguments, "emit"):
-        alone = next((name for name in EMIT_FLAGS if hasattr(arguments, name)), None)
-        if alone:
-            raise UsageError(f"--{alone.replace('_', '-')} works only with --emit TARGET", code="emit-missing")
+        _refuse_flags_of_emit(arguments)
         return
     other = next((name for name in ("check", "json", "html") if getattr(arguments, name, False)), None)
     if other:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from weft.cli.tables import console, figures_table
 from weft.formatting import format_bytes
-from weft.hardware.cpu import CpuSpeed
+from weft.hardware.cpu import Cpu, CpuSpeed
 from weft.hardware.host import Host
 from weft.hardware.topology import Gpu, GpuPair
 from weft.monitor.topology import link_name
@@ -45,18 +45,22 @@ def print_machine(here: Host, speeds: Speeds) -> None:
             out.print(line, soft_wrap=True)
 
 
+def _processor(cpu: Cpu, available: int) -> str:
+    """A CPU's name, and the numbers of its sockets, cores and threads; `available` threads are there for Weft."""
+    sockets = f"{cpu.sockets} x " if cpu.sockets > 1 else ""
+    cores = f"{cpu.cores} core{'s' * (cpu.cores > 1)}"
+    threads = f", {cpu.threads} threads" if cpu.threads != cpu.cores else ""
+    fewer = f", {available} of them available to Weft" if available < cpu.threads else ""
+    return f"{sockets}{short_cpu_name(cpu.model)}, {cores}{threads}{fewer}"
+
+
 def cpu_lines(here: Host, speeds: Speeds) -> Iterator[str]:
     """The CPU, its memory, and the measured speeds of both."""
-    cpu, available = here.cpu, len(here.compute_cores)
-    if cpu:
-        sockets = f"{cpu.sockets} x " if cpu.sockets > 1 else ""
-        cores = f"{cpu.cores} core{'s' * (cpu.cores > 1)}"
-        threads = f", {cpu.threads} threads" if cpu.threads != cpu.cores else ""
-        fewer = f", {available} of them available to Weft" if available < cpu.threads else ""
-        yield f"{here.hostname}: {sockets}{short_cpu_name(cpu.model)}, {cores}{threads}{fewer}"
-        if cpu.features:
-            yield f"  instructions: {', '.join(cpu.features)}"
-        for node in cpu.nodes if len(cpu.nodes) > 1 else ():
+    if here.cpu:
+        yield f"{here.hostname}: {_processor(here.cpu, len(here.compute_cores))}"
+        if here.cpu.features:
+            yield f"  instructions: {', '.join(here.cpu.features)}"
+        for node in here.cpu.nodes if len(here.cpu.nodes) > 1 else ():
             yield f"  NUMA node {node.number}: {len(node.cores)} threads, {format_bytes(node.memory_total_bytes)}"
     yield f"  memory: {format_bytes(here.memory_free_bytes)} free of {format_bytes(here.memory_total_bytes)}"
     if speeds.cpu:
@@ -145,17 +149,27 @@ def clocks(gpu: Gpu) -> list[str]:
     return [f"up to {gpu.clocks.cores_hz / 1e6:.0f} MHz{now}"]
 
 
+def _link_names(pairs: Iterable[GpuPair]) -> dict[tuple[int, int], str]:
+    """The name of the link between two GPUs, for both orders of each pair."""
+    names: dict[tuple[int, int], str] = {}
+    for pair in pairs:
+        names[pair.first, pair.second] = names[pair.second, pair.first] = link_name(pair) or UNKNOWN
+    return names
+
+
+def _link_legend(names: Iterable[str]) -> str:
+    used = {name.rstrip("0123456789") for name in names}
+    return "; ".join(f"{name} {meaning}" for name, meaning in LEGEND.items() if name in used)
+
+
 def link_matrix(here: Host) -> Table:
     """A table with the link between every two GPUs."""
-    names = {}
-    for pair in here.pairs:
-        names[pair.first, pair.second] = names[pair.second, pair.first] = link_name(pair) or UNKNOWN
+    names = _link_names(here.pairs)
     numbers = [gpu.index for gpu in here.gpus]
     table = figures_table("", *(f"GPU {number}" for number in numbers))
     for row in numbers:
         table.add_row(f"GPU {row}", *(names.get((row, column), "·") for column in numbers))
-    used = {name.rstrip("0123456789") for name in names.values()}
-    table.caption = "; ".join(f"{name} {meaning}" for name, meaning in LEGEND.items() if name in used) or None
+    table.caption = _link_legend(names.values()) or None
     table.caption_justify = "left"
     return table
 

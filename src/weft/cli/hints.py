@@ -116,6 +116,10 @@ def _key_of(name: str, names: Mapping[str, str]) -> str:
     return next((key for key, listed in names.items() if name in listed.split()), "")
 
 
+def _commands_with_flag(name: str) -> list[str]:
+    return [command.name for command in COMMANDS.values() if any(flag.name == name for flag in command.flags)]
+
+
 def _in_other_commands(command: Command, name: str, subject: str = "it") -> str:
     """The hint for a flag that only other commands have; "" if none has the flag."""
     if ENGINE[0] in command.groups and name in IN_ENGINE_COMMANDS:
@@ -123,7 +127,7 @@ def _in_other_commands(command: Command, name: str, subject: str = "it") -> str:
     if command.name == "serve" and name in SAMPLING_NAMES:
         return IN_REQUESTS
     bare = name.removeprefix("no-")
-    having = [other.name for other in COMMANDS.values() if any(flag.name == bare for flag in other.flags)]
+    having = _commands_with_flag(bare)
     if len(having) > 3:
         having = [*having[:3], "others"]
     if len(having) > 1:

@@ -110,26 +110,29 @@ def expert_parts(given: dict[str, Any], model: Model, tensor: int | None, replic
     Raises UsageError without --enable-expert-parallel, and for parts that the model or the other sizes do not allow.
     """
     parts: int | None = given.get("expert_parallel_size")
-    if not given.get("enable_expert_parallel"):
-        if parts is not None:
-            raise UsageError(
-                f"--expert-parallel-size {parts} takes --enable-expert-parallel as well: add it, or leave the size out",
-                code="expert-size-without-expert-parallel",
-            )
-        return None
-    experts = model.shape.experts
-    assert experts is not None, "expert_parallel checks it"
-    ranks = (tensor or 1) * (replicas or 1)
-    if parts is None and not (tensor and replicas):
-        return None  # the search decides the number of ranks
+    if given.get("enable_expert_parallel"):
+        experts = model.shape.experts
+        assert experts is not None, "expert_parallel checks it"
+        _check_expert_parts(parts, experts.count, tensor, replicas)
+        return parts
+    if parts is not None:
+        raise UsageError(
+            f"--expert-parallel-size {parts} takes --enable-expert-parallel as well: add it, or leave the size out",
+            code="expert-size-without-expert-parallel",
+        )
+    return None
+
+
+def _check_expert_parts(parts: int | None, experts: int, tensor: int | None, replicas: int | None) -> None:
+    """Raise UsageError for parts that do not fit the ranks, or without a number of ranks the experts alone."""
     try:
         if tensor and replicas:
-            check_expert_parallel_size(parts or ranks, ranks, experts.count)
-        elif parts is not None and parts > experts.count:
-            check_expert_parallel_size(parts, parts * experts.count, experts.count)
+            ranks = tensor * replicas
+            check_expert_parallel_size(parts or ranks, ranks, experts)
+        elif parts is not None and parts > experts:
+            check_expert_parallel_size(parts, parts * experts, experts)
     except PlanError as error:
         raise UsageError(str(error), code=error.code) from None
-    return parts
 
 
 def parse_device_map(given: dict[str, Any], cluster: Cluster, model: Model, precision: str) -> LayoutConstraints:

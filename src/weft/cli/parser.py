@@ -208,6 +208,11 @@ def full_spelling(word: str) -> str:
     return hints.ALIASES.get(name, name) + equals + value
 
 
+def _flags_by_key(command: Command) -> dict[str, Flag]:
+    """The flags of a command by the names that a --config file may give them."""
+    return {name: flag for flag in command.flags for name in (flag.name, flag.dest.replace("_", "-"))}
+
+
 def with_config_file(command: Command, argv: list[str]) -> list[str]:
     """`argv` after the flags of its --config file; a flag that `argv` has itself is left out of the file's."""
     finder = Parser(prog=f"weft {command.name}", add_help=False, allow_abbrev=False)
@@ -215,7 +220,7 @@ def with_config_file(command: Command, argv: list[str]) -> list[str]:
     path = finder.parse_known_args(argv)[0].config
     if path is None:
         return argv
-    flags = {name: flag for flag in command.flags for name in (flag.name, flag.dest.replace("_", "-"))}
+    flags = _flags_by_key(command)
     given = {word.partition("=")[0] for word in argv if word.startswith("-")}
     from_file: list[str] = []
     keys: dict[Flag, Any] = {}
@@ -230,7 +235,7 @@ def with_config_file(command: Command, argv: list[str]) -> list[str]:
                 f"{path} has {keys[flag]!r} and {key!r}, which are the same flag; give one of them",
                 code="flag-twice-in-config",
             )
-        if value is not None and not given & {flag.long, flag.short, f"--no-{flag.name}"}:
+        if value is not None and given.isdisjoint({flag.long, flag.short, f"--no-{flag.name}"}):
             from_file += typed_words(flag, value, path)
     return from_file + argv
 

@@ -49,6 +49,12 @@ def main(arguments: Namespace) -> int:
 
         plan_promise.check_promise_flags(arguments)
     emit.check_emit_flags(arguments)
+    status = _answer_other_question(arguments)
+    return _plan_model(arguments, promised=promised) if status is None else status
+
+
+def _answer_other_question(arguments: Namespace) -> int | None:
+    """Answer a question that is not about the best layout of one model, and return the exit status; else None."""
     if hasattr(arguments, "check"):
         from weft.cli import check
 
@@ -65,6 +71,11 @@ def main(arguments: Namespace) -> int:
         return plan_models.main(arguments)
     if hasattr(arguments, "emit"):
         return emit.main(arguments)
+    return None
+
+
+def _plan_model(arguments: Namespace, *, promised: bool) -> int:
+    """Print the plan of one model. `promised`: with a promise of times, which a simulation checks."""
     plan_outputs.check_outputs(arguments)
     try:
         model = find_model(arguments)

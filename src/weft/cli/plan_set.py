@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from weft.cli import plan_flags
 from weft.cli.parser import UsageError
@@ -49,12 +49,17 @@ def check_flags(arguments: Namespace, source: str) -> None:
         )
 
 
+def _table_lines(cells: Sequence[Sequence[str]]) -> list[str]:
+    """A line for each row, with the cells of a column below each other."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
 def plan_text(models: ModelSet, plan: SetPlan) -> str:
     """The plan as a table, with a line per device and the warnings about the file."""
     head = ("MODEL", "DEVICES", "AWAKE", "ASLEEP", "WAKES IN", "STAYS AWAKE", "PRIORITY")
     cells = [head, *map(_cells, plan.models)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
-    lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    lines = _table_lines(cells)
     residency = plan.residency()
     lines.append("")
     for device, room in residency.rooms.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from weft.cli import plan_text, tables
@@ -100,8 +100,13 @@ def draw(console: Console, racks: Sequence[Rack]) -> None:
     hidden = sum(len(rack.bars) for rack in racks) - MOST_BARS
     if hidden > 0:
         drawn.append(plain(f"and {hidden} more that hold other parts; --html and --json have all of them"))
+    _print_lines(console, drawn)
+
+
+def _print_lines(console: Console, lines: Iterable[Text]) -> None:
+    """Print lines, in ASCII on a console that shows nothing else."""
     readable = can_draw(console)
-    for line in drawn:
+    for line in lines:
         if not readable:
             line.plain = line.plain.translate(ASCII)
         console.print(line, soft_wrap=True)

@@ -7,7 +7,7 @@ import json
 import os
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,16 +146,28 @@ def share_table(ranks: list[dict[str, Any]], predicted: dict[str, float] | None)
     """Shares of the traced time of each rank beside those that the planner predicts for a step."""
     table = figures_table("share of the time", *(f"rank {row['rank']}" for row in ranks), "planner")
     for kind in KINDS:
-        expected = "" if predicted is None or kind not in predicted else f"{predicted[kind]:.0%}"
-        table.add_row(kind, *(f"{row['shares'][kind]:.1%}" for row in ranks), expected)
+        table.add_row(kind, *_percentages(row["shares"][kind] for row in ranks), _expected_share(kind, predicted))
     if predicted is not None:
-        together = [sum(row["shares"][kind] for kind in OVERHEAD) for row in ranks]
-        table.add_row(", ".join(OVERHEAD), *(f"{share:.1%}" for share in together), f"{predicted['overhead']:.0%}")
-    waits = [row["waiting_s"] for row in ranks]
-    if all(wait is not None for wait in waits):
-        shares = (wait / row["seconds"] if row["seconds"] else 0.0 for wait, row in zip(waits, ranks, strict=True))
-        table.add_row("waiting for other ranks", *(f"{share:.1%}" for share in shares), "")
+        table.add_row(", ".join(OVERHEAD), *_percentages(map(_overhead_share, ranks)), f"{predicted['overhead']:.0%}")
+    if all(row["waiting_s"] is not None for row in ranks):
+        table.add_row("waiting for other ranks", *_percentages(map(_waiting_share, ranks)), "")
     return table
+
+
+def _expected_share(kind: str, predicted: dict[str, float] | None) -> str:
+    return "" if predicted is None or kind not in predicted else f"{predicted[kind]:.0%}"
+
+
+def _percentages(shares: Iterable[float]) -> list[str]:
+    return [f"{share:.1%}" for share in shares]
+
+
+def _overhead_share(row: dict[str, Any]) -> float:
+    return sum(float(row["shares"][kind]) for kind in OVERHEAD)
+
+
+def _waiting_share(row: dict[str, Any]) -> float:
+    return float(row["waiting_s"] / row["seconds"]) if row["seconds"] else 0.0
 
 
 def _ms(seconds: float) -> str:

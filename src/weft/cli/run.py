@@ -36,17 +36,19 @@ def main(arguments: Namespace) -> int:
         params = llm.sampling_params(**options)
         raw = getattr(arguments, "raw", False)
         prompt = text if raw else conversation(text, getattr(arguments, "system_prompt", None))
-        verbose, as_json = (getattr(arguments, name, False) for name in ("verbose", "json"))
+        verbose, as_json = getattr(arguments, "verbose", False), getattr(arguments, "json", False)
         answer: RequestOutput | None
         if as_json:
             *_, answer = llm.stream(prompt, params)
         else:
             answer = print_answer(llm.stream(prompt, params))
-        expected = predict_engine(llm) if verbose or as_json else None
-        if as_json and answer is not None:
+        if answer is None or not (verbose or as_json):
+            return 0
+        expected = predict_engine(llm)
+        if as_json:
             layout = llm.layout()
             print(json.dumps(report(answer, load_s=loaded - started, layout=layout, expected=expected)))
-        if verbose and answer is not None and expected is not None:
+        if verbose and expected is not None:
             print("\n".join(compared_lines(llm, expected, answer)), file=sys.stderr)
     return 0
 

@@ -85,33 +85,14 @@ def _listed_models(content: Mapping[Any, Any], path: str) -> ModelSet:
 def _entry(row: object, number: int, common: Mapping[Flag, Any], path: str) -> ModelEntry:
     """One model of the list. Raises ConfigError and UsageError."""
     where = f"model {number} of {path}"
-    if not isinstance(row, dict):
-        raise ConfigError(
-            f"{where} is {row!r:.60}; it must be a mapping, as in {{name: small, model: demo}}",
-            code="model-not-mapping",
-        )
-    fields = {key if key in OWN else _name(key): value for key, value in row.items()}
+    fields = _fields(row, where)
     model = fields.get("model")
     if not isinstance(model, str) or not model:
         raise ConfigError(f"{where} has no model; give one, as in model: demo", code="model-missing")
-    flags, front = _by_name(MODEL_FLAGS), _by_name(SERVER)
-    for key in fields:
-        if key not in OWN and key not in flags:
-            if key in front:
-                raise ConfigError(
-                    f"{where} has {key!r}, which is about the address of all models; put it beside the list",
-                    code="address-flag-of-model",
-                )
-            near = nearest_name(str(key), [*OWN, *flags], {"keepalive": "keep-alive", "names": "name"})
-            raise ConfigError(f"{where} has the unknown field {key!r}{near}", code="unknown-field")
-    given = {**common, **{flags[key]: value for key, value in fields.items() if key not in OWN}}
+    given = {**common, **_flags_of_fields(fields, where)}
     words = [word for flag, value in given.items() if value is not None for word in typed_words(flag, value, where)]
     keep_alive = fields.get("keep-alive")
-    priority = fields.get("priority", 0)
-    if type(priority) is not int:
-        raise ConfigError(
-            f"priority of {where} is {priority!r:.60}; it must be a whole number", code="invalid-priority"
-        )
+    priority = _priority(fields.get("priority", 0), where)
     return ModelEntry(
         names=_names(fields.get("name"), model, where),
         config=config_of_words(model, words, where),
@@ -120,6 +101,42 @@ def _entry(row: object, number: int, common: Mapping[Flag, Any], path: str) -> M
         priority=priority,
         always=_loads_at_start(fields.get("load", "start"), where),
     )
+
+
+def _fields(row: object, where: str) -> dict[Any, Any]:
+    """The fields of a model, each by its name in OWN or that of its flag."""
+    if not isinstance(row, dict):
+        raise ConfigError(
+            f"{where} is {row!r:.60}; it must be a mapping, as in {{name: small, model: demo}}",
+            code="model-not-mapping",
+        )
+    return {key if key in OWN else _name(key): value for key, value in row.items()}
+
+
+def _flags_of_fields(fields: Mapping[Any, Any], where: str) -> dict[Flag, Any]:
+    """The values of the fields that are flags. Raises ConfigError for one that is no flag of a model."""
+    flags = _by_name(MODEL_FLAGS)
+    values = {key: value for key, value in fields.items() if key not in OWN}
+    for key in values:
+        if key not in flags:
+            raise _unknown_field(key, flags, where)
+    return {flags[key]: value for key, value in values.items()}
+
+
+def _unknown_field(key: object, flags: Iterable[str], where: str) -> ConfigError:
+    if key in _by_name(SERVER):
+        return ConfigError(
+            f"{where} has {key!r}, which is about the address of all models; put it beside the list",
+            code="address-flag-of-model",
+        )
+    near = nearest_name(str(key), [*OWN, *flags], {"keepalive": "keep-alive", "names": "name"})
+    return ConfigError(f"{where} has the unknown field {key!r}{near}", code="unknown-field")
+
+
+def _priority(value: object, where: str) -> int:
+    if type(value) is not int:
+        raise ConfigError(f"priority of {where} is {value!r:.60}; it must be a whole number", code="invalid-priority")
+    return value
 
 
 def _loads_at_start(value: object, where: str) -> bool:

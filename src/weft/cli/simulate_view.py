@@ -154,6 +154,15 @@ def verdict(study: Study, found: CapacityResult) -> list[str]:
     return [f"found: up to {found.value:.4g} requests/s keep the promise ({each}search accuracy {100 * CLOSE:.0f} %)"]
 
 
+def _sampled_lines(runs: Sequence[Report]) -> list[str]:
+    """A line for each run that simulated only a part of its replicas."""
+    return [sampled_text(run) for run in runs if run.sampled < run.replicas]
+
+
+def _has_intervals(report: Report) -> bool:
+    return any(target.plus_minus_s is not None for target in report.objective)
+
+
 def confidence(study: Study, load: SimulatedLoad, runs: Sequence[Report], report: Report | None) -> list[str]:
     """The amount that was simulated, and notes on how far to trust the figures."""
     lines = [measured_text(study, load, runs, report), *growing_text(study, report or runs[-1])]
@@ -162,9 +171,9 @@ def confidence(study: Study, load: SimulatedLoad, runs: Sequence[Report], report
             "all answers have the same length, so requests start and end in groups, which makes waits look worse; "
             "lengths that vary (--output-len 512:1536) are closer to real use"
         )
-    lines += [sampled_text(run) for run in ([report] if report else runs) if run.sampled < run.replicas][-1:]
+    lines += _sampled_lines([report] if report else runs)[-1:]
     # Only a single run is printed with its targets.
-    if report and any(target.plus_minus_s is not None for target in report.objective):
+    if report and _has_intervals(report):
         lines.append("± is the 95 % confidence interval (the time cut into ten blocks)")
     return lines
 

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from weft.cli.parser import UsageError
@@ -35,9 +35,7 @@ def main(arguments: Namespace) -> int:
     given = vars(arguments)
     form = "json" if given.get("json", False) else given.get("format", "table")
     once = given.get("once", False) or given.get("json", False)
-    interval_s = given.get("interval", 2.0)
-    if interval_s <= 0:
-        raise UsageError(f"--interval is {interval_s:g}; give seconds above 0", code="invalid-flag-value")
+    interval_s = _interval_s(given)
     urls = tuple(given.get("url") or ())
     api_key = given.get("api_key") or os.environ.get("VLLM_API_KEY")
     watch = Watch(urls, api_key, os.environ.get("WEFT_ADMIN_KEY"))
@@ -47,7 +45,19 @@ def main(arguments: Namespace) -> int:
     finally:
         if machine is not None:
             machine.close()
-    return 1 if urls and last is not None and not last.servers else 0
+    return 1 if urls and _none_answered(last) else 0
+
+
+def _interval_s(given: Mapping[str, Any]) -> float:
+    """Seconds from one look to the next. Raises UsageError."""
+    interval_s: float = given.get("interval", 2.0)
+    if interval_s <= 0:
+        raise UsageError(f"--interval is {interval_s:g}; give seconds above 0", code="invalid-flag-value")
+    return interval_s
+
+
+def _none_answered(last: Look | None) -> bool:
+    return last is not None and not last.servers
 
 
 async def show(watch: Watch, machine: Machine | None, form: str, interval_s: float, *, once: bool) -> Look | None:

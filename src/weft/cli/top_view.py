@@ -6,7 +6,7 @@ import asyncio
 import signal
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -44,24 +44,37 @@ class Sparks:
 
 def page(look: Look, sparks: Sparks) -> RenderableType:
     """Everything that is known now."""
-    parts: list[RenderableType] = []
-    if gpus := list(each_gpu(look.figures)):
-        parts.append(gpu_table(gpus, sparks))
+    return Group(*_tables(look, sparks), *_remarks(look))
+
+
+def _tables(look: Look, sparks: Sparks) -> Iterator[RenderableType]:
+    gpus = list(each_gpu(look.figures))
+    if gpus:
+        yield gpu_table(gpus, sparks)
     elif look.cores:
-        parts.append(core_line(look.cores))
-    rows = [(url, row) for url, figures in look.servers for row in figures["models"]]
-    if rows:
-        parts.append(model_table(rows, sparks))
-    ranks = [(url, row) for url, figures in look.servers for row in figures["ranks"]]
+        yield core_line(look.cores)
+    models, ranks = _rows_of_servers(look, "models"), _rows_of_servers(look, "ranks")
+    if models:
+        yield model_table(models, sparks)
     if ranks:
-        parts.append(rank_table(ranks))
+        yield rank_table(ranks)
+
+
+def _rows_of_servers(look: Look, key: str) -> list[tuple[str, dict[str, Any]]]:
+    """The rows under `key` of all servers, each with the URL of its server."""
+    return [(url, row) for url, figures in look.servers for row in figures[key]]
+
+
+def _remarks(look: Look) -> Iterator[Text]:
+    """The lines below the tables: findings of the diagnosis, and servers that do not answer."""
     if not look.servers and not look.problems:
-        parts.append(Text("No server of this user runs here; --url names others."))
-    parts += [Text(line, style="yellow") for line in finding_lines(look.servers)]
+        yield Text("No server of this user runs here; --url names others.")
+    for line in finding_lines(look.servers):
+        yield Text(line, style="yellow")
     if look.servers and not look.figures["diagnosis"]:
-        parts.append(Text("Diagnosis: nothing found."))
-    parts += [Text(problem, style="red") for problem in look.problems]
-    return Group(*parts)
+        yield Text("Diagnosis: nothing found.")
+    for problem in look.problems:
+        yield Text(problem, style="red")
 
 
 def finding_lines(servers: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:

@@ -85,22 +85,26 @@ class GroupedScheduler:
 
     def schedule(self) -> LockStep | None:
         """Return the next step of all groups, or None if no group can run anything."""
-        decoding = [group.decodes for group in self.groups]
-        for number, group in enumerate(self.groups):
-            group.others_decode = any(decoding[:number] + decoding[number + 1 :])
+        self._tell_of_other_groups()
         plans = [group.schedule() for group in self.groups]
         if not any(plans):
             return None
         self.started = [id for group in self.groups for id in group.started]
-        self.prompt_tokens = max(
-            group.prompt_tokens for group, plan in zip(self.groups, plans, strict=True) if plan is not None
-        )
+        self.prompt_tokens = self._most_prompt_tokens(plans)
         step = LockStep([plan or empty_plan() for plan in plans])
-        tokens = [len(plan.tokens) for plan in step.plans]
-        for plan in step.plans:
-            plan.group_tokens = tokens
+        _set_group_tokens(step)
         self._in_flight.append(step)
         return step
+
+    def _most_prompt_tokens(self, plans: Sequence[StepPlan | None]) -> int:
+        """Tokens of prompts in the plan that has the most."""
+        return max(group.prompt_tokens for group, plan in zip(self.groups, plans, strict=True) if plan is not None)
+
+    def _tell_of_other_groups(self) -> None:
+        """Tell each group if another one decodes."""
+        decoding = [group.decodes for group in self.groups]
+        for number, group in enumerate(self.groups):
+            group.others_decode = any(decoding[:number] + decoding[number + 1 :])
 
     def apply(self, result: LockStepResult) -> list[Output]:
         """Apply the results of the oldest step in flight."""
@@ -161,6 +165,13 @@ class GroupedScheduler:
     def stats(self) -> Stats:
         """The sums over all groups. A step of all groups is one step, of the tokens of all of them."""
         return sum_groups([group.stats() for group in self.groups], self._counters)
+
+
+def _set_group_tokens(step: LockStep) -> None:
+    """Set in each group's plan the numbers of tokens of all groups."""
+    tokens = [len(plan.tokens) for plan in step.plans]
+    for plan in step.plans:
+        plan.group_tokens = tokens
 
 
 def empty_plan() -> StepPlan:

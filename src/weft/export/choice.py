@@ -104,13 +104,18 @@ def translate_question(question: Question, target: ExportTarget) -> tuple[Questi
     if question.kv_dtype and number_bytes(question.kv_dtype) < 2 and not engines.narrow_cache(translated):
         gaps.append(create_note("kv_cache_widened", target=target.title, kv_dtype=question.kv_dtype))
         translated = msgspec.structs.replace(translated, kv_dtype=None)
-    if question.speculation and engine != "weft":
-        gaps.append(create_note("speculation_left_out", engine=engine))
-        translated = msgspec.structs.replace(translated, speculation=None)
-    if question.deterministic and engine != "weft":
-        gaps.append(create_note("deterministic_left_out", engine=engine))
-        translated = msgspec.structs.replace(translated, deterministic=False)
+    if engine != "weft":
+        gaps += _weft_features(question, engine)
+        translated = msgspec.structs.replace(translated, speculation=None, deterministic=False)
     return translated, gaps
+
+
+def _weft_features(question: Question, engine: str) -> Iterator[Note]:
+    """Notes on what a question asks for and other engines do not have here."""
+    if question.speculation:
+        yield create_note("speculation_left_out", engine=engine)
+    if question.deterministic:
+        yield create_note("deterministic_left_out", engine=engine)
 
 
 def alternatives(answer: SearchResult) -> Iterator[tuple[Question, Candidate]]:

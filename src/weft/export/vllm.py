@@ -56,14 +56,29 @@ def node_script(deployment: Deployment, node: int) -> ExportFile:
         demanded += [*dict.fromkeys([node_address(node), node_address(head)]), INTERFACE]
         body += [*network_lines(deployment, node), ""]
     commands = [serve_command(deployment, server, node) for server in _servers_started_on(deployment, node)]
-    over_ray = [server for server in spanning if node in server.nodes]
-    if over_ray and not has_shared_experts(deployment):
-        gpus = sum(len(server.gpus(used)) for server in spanning for used in server.nodes)
-        names = ",".join(gpu for server in over_ray for gpu in server.gpus(node))
-        visible = {hosts.gpu_vendor(deployment).visible: names}
-        body += [*start_ray_lines(visible, node, spanning[0].node, gpus, stays=not commands), ""]
-    body += run_together(commands) if commands else []
+    body += _ray_lines(deployment, spanning, node, stays=not commands)
+    if commands:
+        body += run_together(commands)
     return _script(deployment, f"node-{node}.sh", body, demanded)
+
+
+def _count_gpus(server: ReplicaServer) -> int:
+    """The GPUs of a server on all of its nodes."""
+    return sum(len(server.gpus(node)) for node in server.nodes)
+
+
+def _ray_lines(deployment: Deployment, spanning: Sequence[ReplicaServer], node: int, *, stays: bool) -> list[str]:
+    """Lines that start Ray on a node for the servers over several nodes; none if it has no part of them.
+
+    Replicas that share experts run without Ray.
+    """
+    here = [server for server in spanning if node in server.nodes]
+    if not here or has_shared_experts(deployment):
+        return []
+    gpus = sum(map(_count_gpus, spanning))
+    names = ",".join(gpu for server in here for gpu in server.gpus(node))
+    visible = {hosts.gpu_vendor(deployment).visible: names}
+    return [*start_ray_lines(visible, node, spanning[0].node, gpus, stays=stays), ""]
 
 
 def _servers_started_on(deployment: Deployment, node: int) -> list[ReplicaServer]:

@@ -17,7 +17,7 @@ functional.QuantState. Matrices of 8 bits are in `formats.signed`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Literal
 
@@ -62,26 +62,35 @@ def join_tables(index: Mapping[str, TensorInfo], published: PublishedQuantizatio
     Raises ModelError, naming file and tensor, if the tensors of a matrix do not fit together.
     """
     joined = {name: info for name, info in index.items() if not name.endswith(PARTS) and STATE not in name}
-    names = {
-        re.sub(r"\.(absmax|quant_state\.\w+)$", "", name) for name in index if STATE in name or name.endswith(".absmax")
-    }
-    for name in sorted(names):
-        if not name.endswith(".nested_absmax"):
-            joined[name] = _join(index, name, published)
+    for name in _matrix_names(index):
+        joined[name] = _join(index, name, published)
     for name, info in joined.items():
         if info.type == "U8" and name.endswith(".weight"):
             raise _misfit(info, name, "has no .absmax and no .quant_state beside it", code="matrix-without-scales")
     return joined
 
 
-def _join(index: Mapping[str, TensorInfo], name: str, published: PublishedQuantization) -> TablePacked:
-    states = [name + STATE + kind for kind in ("nf4", "fp4") if name + STATE + kind in index]
-    values = index.get(name) or next(info for own, info in index.items() if own.startswith(name + "."))
+def _matrix_names(index: Iterable[str]) -> list[str]:
+    """The names of the matrices that scales or states in an index belong to, sorted."""
+    beside = (name for name in index if STATE in name or name.endswith(".absmax"))
+    names = {re.sub(r"\.(absmax|quant_state\.\w+)$", "", name) for name in beside}
+    return sorted(name for name in names if not name.endswith(".nested_absmax"))
+
+
+def _numbers_and_state(index: Mapping[str, TensorInfo], name: str) -> tuple[TensorInfo, QuantState]:
+    """The tensor with the numbers of a matrix, and the matrix's state."""
     if name not in index:
-        raise _misfit(values, name, "is missing, though its scales are there", code="missing-tensor")
+        scales = next(info for own, info in index.items() if own.startswith(name + "."))
+        raise _misfit(scales, name, "is missing, though its scales are there", code="missing-tensor")
+    values = index[name]
+    states = [name + STATE + kind for kind in ("nf4", "fp4") if name + STATE + kind in index]
     if not states:
         raise _misfit(values, name, f"has no {name}{STATE}nf4 or fp4 beside it", code="matrix-without-quant-state")
-    state = read_state(index[states[0]], name)
+    return values, read_state(index[states[0]], name)
+
+
+def _join(index: Mapping[str, TensorInfo], name: str, published: PublishedQuantization) -> TablePacked:
+    values, state = _numbers_and_state(index, name)
     rows, cols = state.shape
     if values.nbytes * 2 != rows * cols:
         raise _misfit(

@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -71,6 +71,15 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
         return locate_tensors(self.path, self.format, self.shape)
 
 
+class _Contents(NamedTuple):
+    """Facts that the files of a checkpoint give. `tensors` is empty for a directory whose weights are not read."""
+
+    shape: ModelShape
+    generation: dict[str, float | int | bool]
+    tensors: dict[str, TensorInfo]
+    metadata: Mapping[str, Any] | None  # of a GGUF file
+
+
 def resolve(
     model: str,
     *,
@@ -93,54 +102,79 @@ def resolve(
         path = _locate(full, revision, hf_token, download_dir, weights=load_format != "dummy")
     except (OSError, RuntimeError) as error:  # an unreadable directory, a name too long, the ~ of an unknown user
         raise ModelError(f"cannot read {model}: {error_reason(error)}", code="cannot-read-model") from error
-    if path.is_dir() and sharded.is_sharded(path) and load_format in ("auto", "sharded_state"):
+    if load_format in ("auto", "sharded_state") and path.is_dir() and sharded.is_sharded(path):
         return _sharded_checkpoint(model, path, model_impl, task)
+    format = _file_format(path, load_format)
+    dummy = load_format == "dummy"
+    contents = _read_gguf(path, model_impl) if format == "gguf" else _read_directory(path, model_impl, dummy=dummy)
+    _check_shape(contents.shape, str(path))
+    shape, pooled = _with_pooling(path, contents, task)
+    if dummy:
+        format, quantised = "dummy", packed.stored_types(shape)
+    else:
+        shape, quantised = _with_stored_tensors(shape, contents.tensors, path, format)
+    return Checkpoint(
+        model=model,
+        path=str(path),
+        format=format,
+        shape=shape,
+        generation=contents.generation,
+        quantised=quantised,
+        pooling=pooled,
+    )
+
+
+def _file_format(path: Path, load_format: str) -> FileFormat:
+    """The format of the files at `path`. Raises ModelError if it is not the one that was asked for."""
     format: FileFormat = "safetensors" if path.is_dir() else "gguf"
     if load_format not in ("auto", "dummy", format):
         raise ModelError(
             f"{path} is {format}, not {load_format}; leave --load-format out, or give another model",
             code="other-load-format",
         )
-    dummy, metadata = load_format == "dummy", None
-    if format == "gguf":
-        if model_impl == "transformers":
-            raise ModelError(
-                f"{path} is a GGUF file, and Transformers' classes run safetensors alone; leave --model-impl out",
-                code="gguf-through-transformers",
-            )
-        header = gguf.read_gguf(path)
-        metadata = header.metadata
-        shape, generation = gguf_shape.shape_from_gguf(header), gguf_shape.recommended_sampling(header)
-        index = _translate_names(header, shape)
-    else:
-        index = {} if dummy else safetensors.read_directory(path)
-        shape = config_json.read_shape(path, main_dtype(index), model_impl=model_impl)
-        generation = config_json.recommended_sampling(path)
-        index = _translate_layout(index, shape)
-    _check_shape(shape, str(path))
-    pooled = pooling.read_pooling(path, shape, task, metadata)
-    if pooled is not None and pooled.task == "embed" and index:
-        shape, pooled = _without_head(shape, pooled, index)
-    if dummy:
-        format, quantised = "dummy", packed.stored_types(shape)
-    else:
-        tensors = _select_tensors(index, shape, str(path), format)
-        if find_architecture(shape.architecture).config.inner:
-            unread = len(index) - len(tensors)
-            logger.info("%s: its language model is read, %d tensors of its vision part are not", path, unread)
-        for layer in drafting_layers(index, len(shape.layers)):
-            logger.info("%s: layer %d, which predicts a further token (MTP), is not read", path, layer)
-        shape = packed.with_stored_types(shape, tensors)
-        quantised = {name: info.type for name, info in tensors.items() if _is_quantised(info)}
-    return Checkpoint(
-        model=model,
-        path=str(path),
-        format=format,
-        shape=shape,
-        generation=generation,
-        quantised=quantised,
-        pooling=pooled,
-    )
+    return format
+
+
+def _read_gguf(path: Path, model_impl: str) -> _Contents:
+    if model_impl == "transformers":
+        raise ModelError(
+            f"{path} is a GGUF file, and Transformers' classes run safetensors alone; leave --model-impl out",
+            code="gguf-through-transformers",
+        )
+    header = gguf.read_gguf(path)
+    shape, generation = gguf_shape.shape_from_gguf(header), gguf_shape.recommended_sampling(header)
+    return _Contents(shape, generation, _translate_names(header, shape), header.metadata)
+
+
+def _read_directory(path: Path, model_impl: str, *, dummy: bool) -> _Contents:
+    index = {} if dummy else safetensors.read_directory(path)
+    shape = config_json.read_shape(path, main_dtype(index), model_impl=model_impl)
+    generation = config_json.recommended_sampling(path)
+    return _Contents(shape, generation, _translate_layout(index, shape), None)
+
+
+def _with_pooling(
+    path: Path, contents: _Contents, task: pooling.PoolingTask
+) -> tuple[ModelShape, pooling.PoolingSettings | None]:
+    """The shape, and what the model makes of prompts as a whole; an embedding model may be without its head."""
+    shape, pooled = contents.shape, pooling.read_pooling(path, contents.shape, task, contents.metadata)
+    if pooled is not None and pooled.task == "embed" and contents.tensors:
+        return _without_head(shape, pooled, contents.tensors)
+    return shape, pooled
+
+
+def _with_stored_tensors(
+    shape: ModelShape, index: Mapping[str, TensorInfo], path: Path, format: FileFormat
+) -> tuple[ModelShape, dict[str, str]]:
+    """The shape with the types that its tensors are stored in, and the types of those that are quantised."""
+    tensors = _select_tensors(index, shape, str(path), format)
+    if find_architecture(shape.architecture).config.inner:
+        unread = len(index) - len(tensors)
+        logger.info("%s: its language model is read, %d tensors of its vision part are not", path, unread)
+    for layer in drafting_layers(index, len(shape.layers)):
+        logger.info("%s: layer %d, which predicts a further token (MTP), is not read", path, layer)
+    quantised = {name: info.type for name, info in tensors.items() if _is_quantised(info)}
+    return packed.with_stored_types(shape, tensors), quantised
 
 
 def _without_head(

@@ -68,11 +68,12 @@ def parse_tag(name: str) -> GgufReference | None:
     family, _, tag = name.lower().removeprefix("library/").partition(":")
     rows = [row for row in listed() if row.tag.partition(":")[0] == family]
     if tag in ("", "latest"):
-        row = next((row for row in rows if row.latest), None)
-        return GgufReference(row.name, row.quantization) if row else None
+        return _latest_of(rows)
     match = _TAG.fullmatch(tag)
-    row = next((row for row in rows if match and row.tag == f"{family}:{match['size']}"), None)
-    if row is None or match is None:
+    if match is None:
+        return None
+    row = next((row for row in rows if row.tag == f"{family}:{match['size']}"), None)
+    if row is None:
         return None
     return GgufReference(row.name, _default(match["quantization"], row.quantization).upper())
 
@@ -102,24 +103,32 @@ def short_name(reference: GgufReference) -> str:
     return row.tag if row.quantization == reference.quantization else f"{row.tag}-{reference.quantization.lower()}"
 
 
+def _latest_of(rows: Sequence[Listed]) -> GgufReference | None:
+    row = next((row for row in rows if row.latest), None)
+    return None if row is None else GgufReference(row.name, row.quantization)
+
+
 def choose_files(names: Sequence[str], reference: GgufReference) -> list[str]:
     """The GGUF file of a reference among a repository's, or all parts of it, in order. Raises ModelError."""
     found = sorted(name for name in names if reference.quantization in quantizations(name))
     whole = [name for name in found if not _PART.search(name)]
-    parts = [name for name in found if _PART.search(name)]
     if whole:
         return [min(whole, key=len)]
-    if parts and len(parts) == int(_PART.search(parts[0])[2]):  # type: ignore[index]
-        return parts
-    if parts:
+    if not found:
+        raise _no_such_file(names, reference)
+    if len(found) != int(_PART.search(found[0])[2]):  # type: ignore[index]
         raise ModelError(
-            f"{reference.repository} has {len(parts)} of the parts of {reference.quantization}: {parts[0]}; give "
+            f"{reference.repository} has {len(found)} of the parts of {reference.quantization}: {found[0]}; give "
             "another quantisation",
             code="gguf-parts-missing",
         )
+    return found
+
+
+def _no_such_file(names: Sequence[str], reference: GgufReference) -> ModelError:
     others = sorted({max(quantizations(name), key=len) for name in names if quantizations(name)})
     offered = f"it has {', '.join(others)}" if others else "it has no GGUF files"
-    raise ModelError(
+    return ModelError(
         f"{reference.repository} has no file in {reference.quantization}; {offered}", code="no-such-quantization"
     )
 

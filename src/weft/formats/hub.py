@@ -156,6 +156,23 @@ def _failure(name: str, revision: str | None, error: Exception) -> ModelError:
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(cause, errors.HfHubHTTPError):
         error = cause  # the hub has answered, and the library has looked for a copy of the model here
     where = f"{name} at revision {revision}" if revision else name
+    known = _known_failure(name, revision, where, error)
+    if known is not None:
+        return known
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None:
+        return _refusal(name, status, error)
+    reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    return ModelError(
+        f"cannot fetch {where} from {constants.ENDPOINT}: {reason}; run this again to continue, or {WAYS_OUT}",
+        code="cannot-fetch-model",
+    )
+
+
+def _known_failure(name: str, revision: str | None, where: str, error: Exception) -> ModelError | None:
+    """The refusal for an error of the hub's library or of the disk that has a way out of its own; else None."""
+    from huggingface_hub import constants, errors
+
     match error:
         case errors.GatedRepoError():
             return ModelError(
@@ -189,14 +206,7 @@ def _failure(name: str, revision: str | None, error: Exception) -> ModelError:
                 f"the disk is full while {name} is fetched; make room, or give --download-dir or HF_HOME",
                 code="disk-full",
             )
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if status is not None:
-        return _refusal(name, status, error)
-    reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-    return ModelError(
-        f"cannot fetch {where} from {constants.ENDPOINT}: {reason}; run this again to continue, or {WAYS_OUT}",
-        code="cannot-fetch-model",
-    )
+    return None
 
 
 def _refusal(name: str, status: int, error: Any) -> ModelError:

@@ -52,11 +52,16 @@ def look_up(
     found_here = _without_hub(model, known, ask_hub=ask_hub)
     if found_here is not None:
         return found_here
+    _check_hub_name(model, known)
+    return _from_hub(known.name if known else model, revision, hf_token, patience)
+
+
+def _check_hub_name(model: str, known: Model | None) -> None:
+    """Raise ModelError for a name that the hub need not be asked about; `known` is the catalogue's model."""
     if "/" not in model and known is None and not model.endswith(hub.FILES):
-        return catalogue.find(model)  # raises: for an unknown bare name, near names help more than the hub does
+        catalogue.find(model)  # raises: for an unknown bare name, near names help more than the hub does
     if not hub.is_name(model):
         raise ModelError(f"there is no file or directory {model}; {hub.ways_out(model)}", code="no-such-model")
-    return _from_hub(known.name if known else model, revision, hf_token, patience)
 
 
 def _fetched(reference: gguf_reference.GgufReference) -> Path:

@@ -182,19 +182,24 @@ def estimate_kv(fields: Fields, layers: int) -> KVEstimate:
     if width is None:
         reason = "the config tells no width of heads: KV bytes are unknown"
         return KVEstimate(low=0, high=0, state=state, reason=reason, known=False)
-    each = [2 * count * width * KV_NUMBER for count in kv_heads]
-    low, reasons = sum(each), ["every layer caches keys and values of every token"]
+    high = sum(2 * count * width * KV_NUMBER for count in kv_heads)
+    low, reasons = _least_kv_bytes(fields, layers, high)
+    if state:
+        low = low if _full_layers(fields, layers) is not None else 0
+        reasons.append("some layers have a state per sequence instead")
+    return KVEstimate(low=low, high=high, state=state, reason=", ".join(reasons))
+
+
+def _least_kv_bytes(fields: Fields, layers: int, high: int) -> tuple[int, list[str]]:
+    """The fewest bytes per token, if `high` are those of keys and values in every layer, and the reasons for both."""
+    every = "every layer caches keys and values of every token"
     latent, full = _number(fields, LATENT), _full_layers(fields, layers)
     if latent is not None:
         low = layers * (latent + (_number(fields, ROPE) or 0)) * KV_NUMBER
-        reasons.append("or a compressed form of them (kv_lora_rank)")
-    elif full is not None:
-        low = sum(each) * full[0] // layers
-        reasons.append(full[1])
-    if state:
-        low = low if full is not None else 0
-        reasons.append("some layers have a state per sequence instead")
-    return KVEstimate(low=low, high=sum(each), state=state, reason=", ".join(reasons))
+        return low, [every, "or a compressed form of them (kv_lora_rank)"]
+    if full is not None:
+        return high * full[0] // layers, [every, full[1]]
+    return high, [every]
 
 
 def _full_layers(fields: Fields, layers: int) -> tuple[int, str] | None:

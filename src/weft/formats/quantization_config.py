@@ -8,7 +8,7 @@ writes them into `quantization_config`. `formats.packed` reads the tensors thems
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from weft.architectures.published import ROW, PublishedQuantization
 from weft.errors import ModelError
@@ -43,6 +43,10 @@ def unsupported_quantization(config: Fields) -> str | None:
     packings = PACKINGS.get(method or "")
     if packings is None:
         return method or "an unknown method (there is no quant_method)"
+    return _unsupported_packing(config, method or "", packings)
+
+
+def _unsupported_packing(config: Fields, method: str, packings: Collection[str]) -> str | None:
     bits, packing = _bits(config), _packing(config)
     if bits not in BITS or (method == "awq" and bits != 4):
         return f"{method} in {bits} bits"

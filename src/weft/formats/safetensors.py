@@ -162,29 +162,9 @@ def read_directory(folder: Path) -> dict[str, TensorInfo]:
 
 def _read_indexed(folder: Path) -> dict[str, TensorInfo]:
     index = folder / INDEX
-    try:
-        limits.check_file(index, limits.CONFIG_BYTES)
-        text = index.read_bytes()
-        weight_map = msgspec.json.decode(text, type=_Index).weight_map
-        limits.check_unique(text, str(index))
-    except OSError as error:
-        raise ModelError(f"cannot read {index}: {error_reason(error)}", code="cannot-read-index") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{index} is damaged ({error}); fetch it again", code="damaged-index") from error
-    names, files = sorted(set(weight_map.values())), {}
-    for name in names:
-        if Path(name).name != name:
-            raise ModelError(
-                f"{index} names {name!r}, which is not a file beside it; fetch it again", code="index-names-no-file"
-            )
-        if not (folder / name).exists():
-            tensor = next(tensor for tensor, file in weight_map.items() if file == name)
-            raise ModelError(
-                f"{folder} lacks {name}, one of the {len(names)} files of its index, with tensor {tensor!r:.80}; fetch "
-                "it again",
-                code="missing-weight-file",
-            )
-        files[name] = read_safetensors(folder / name)
+    weight_map = _read_weight_map(index)
+    names = sorted(set(weight_map.values()))
+    files = {name: _read_listed_file(folder, name, weight_map, len(names)) for name in names}
     missing = next((tensor for tensor, file in weight_map.items() if tensor not in files[file]), None)
     if missing is not None:
         raise ModelError(
@@ -192,6 +172,36 @@ def _read_indexed(folder: Path) -> dict[str, TensorInfo]:
             code="missing-indexed-tensor",
         )
     return {tensor: files[file][tensor] for tensor, file in weight_map.items()}
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor, from an index. Raises ModelError."""
+    try:
+        limits.check_file(index, limits.CONFIG_BYTES)
+        text = index.read_bytes()
+        weight_map = msgspec.json.decode(text, type=_Index).weight_map
+        limits.check_unique(text, str(index))
+        return weight_map
+    except OSError as error:
+        raise ModelError(f"cannot read {index}: {error_reason(error)}", code="cannot-read-index") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{index} is damaged ({error}); fetch it again", code="damaged-index") from error
+
+
+def _read_listed_file(folder: Path, name: str, weight_map: Mapping[str, str], count: int) -> dict[str, TensorInfo]:
+    """The tensors of one of the `count` files of a directory's index. Raises ModelError."""
+    if Path(name).name != name:
+        raise ModelError(
+            f"{folder / INDEX} names {name!r}, which is not a file beside it; fetch it again",
+            code="index-names-no-file",
+        )
+    if not (folder / name).exists():
+        tensor = next(tensor for tensor, file in weight_map.items() if file == name)
+        raise ModelError(
+            f"{folder} lacks {name}, one of the {count} files of its index, with tensor {tensor!r:.80}; fetch it again",
+            code="missing-weight-file",
+        )
+    return read_safetensors(folder / name)
 
 
 def _no_weights(folder: Path) -> ModelError:

@@ -15,7 +15,14 @@ import msgspec
 from weft.architectures.axes import axis_length
 from weft.architectures.parameters import Parameter
 from weft.architectures.place import Span
-from weft.architectures.published import ROW, Method, fp8_scheme_name, scheme_name, wide_scheme_name
+from weft.architectures.published import (
+    ROW,
+    Method,
+    PublishedQuantization,
+    fp8_scheme_name,
+    scheme_name,
+    wide_scheme_name,
+)
 from weft.architectures.shape import ModelShape
 from weft.formats import gguf_types
 from weft.formats.quantization_config import BITS, FP8_COLUMNS, GROUPS
@@ -138,6 +145,8 @@ ONLINE_QUANTIZATIONS = {
     "q4_1": "q4_1+q8_0",
     "q8_0": "q8_0",
 }
+# Roles of the parameters that --quantization of these precisions rounds; the other precisions are GGUF mixes.
+ONLINE_ROLES = {"int8": ("linear",), "fp8": ("linear", "expert")}
 # vLLM's --quantization values for published checkpoints. Weft uses its own kernels for all of them.
 METHODS: dict[str, Method] = {
     "gptq": "gptq",
@@ -190,6 +199,17 @@ def _smallest_holding(stored: Sequence[Scheme]) -> str | None:
     return min(candidates, key=lambda name: SCHEMES[name].nbytes(1, Span(0, 256)), default=None)
 
 
+def _published_scheme(published: PublishedQuantization, parameter: Parameter, layer: int) -> str | None:
+    names = (part.source.format(layer=layer, expert=0) for part in parameter.parts)
+    return scheme_for_types(published.stored_as(name, parameter.role) for name in names)
+
+
+def _online_scheme(shape: ModelShape, precision: str, role: str) -> str | None:
+    if role not in ONLINE_ROLES[precision]:
+        return None
+    return "INT8" if precision == "int8" else fp8_scheme(shape)
+
+
 def scheme_for_parameter(shape: ModelShape, precision: str, parameter: Parameter, layer: int = 0) -> str | None:
     """Scheme of a parameter whose weights are in this precision; None if the parameter stays in 16 bits.
 
@@ -200,12 +220,9 @@ def scheme_for_parameter(shape: ModelShape, precision: str, parameter: Parameter
     if cols is None or axis_length(shape, cols) % UNIT or parameter.role == "expansion":
         return None
     if shape.published and precision == shape.published.precision:
-        names = (part.source.format(layer=layer, expert=0) for part in parameter.parts)
-        return scheme_for_types(shape.published.stored_as(name, parameter.role) for name in names)
-    if precision == "int8":
-        return "INT8" if parameter.role == "linear" else None
-    if precision == "fp8":
-        return fp8_scheme(shape) if parameter.role in ("linear", "expert") else None
+        return _published_scheme(shape.published, parameter, layer)
+    if precision in ONLINE_ROLES:
+        return _online_scheme(shape, precision, parameter.role)
     return scheme_for_types(gguf_types.gguf_type(shape, precision, parameter, part, layer) for part in parameter.parts)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -134,19 +134,30 @@ def probe_cpu(root: Path = Path("/")) -> Cpu:
     """Read the CPU from the kernel's files below `root`, or from Python on other systems."""
     entries = _cpuinfo(root)
     first = entries[0] if entries else {}
-    flags = set((first.get("flags") or first.get("Features") or "").split())
     threads = len(entries) or os.cpu_count() or 1
     # On Arm the file lists neither sockets nor cores.
-    sockets = {entry["physical id"] for entry in entries if "physical id" in entry}
-    cores = {(entry.get("physical id"), entry["core id"]) for entry in entries if "core id" in entry}
     return Cpu(
         model=_model_name(first),
-        sockets=len(sockets) or 1,
-        cores=len(cores) or threads,
+        sockets=_count_sockets(entries) or 1,
+        cores=_count_cores(entries) or threads,
         threads=threads,
-        features=tuple(name for name in MATRIX_FEATURES if name in flags),
+        features=_matrix_features(first),
         nodes=numa_nodes(root),
     )
+
+
+def _count_sockets(entries: Sequence[Mapping[str, str]]) -> int:
+    return len({entry["physical id"] for entry in entries if "physical id" in entry})
+
+
+def _count_cores(entries: Sequence[Mapping[str, str]]) -> int:
+    return len({(entry.get("physical id"), entry["core id"]) for entry in entries if "core id" in entry})
+
+
+def _matrix_features(entry: Mapping[str, str]) -> tuple[str, ...]:
+    """The names in MATRIX_FEATURES that the CPU of this entry has."""
+    flags = (entry.get("flags") or entry.get("Features") or "").split()
+    return tuple(name for name in MATRIX_FEATURES if name in flags)
 
 
 def _cpuinfo(root: Path) -> list[dict[str, str]]:

@@ -203,11 +203,7 @@ class _Node(_Fields, frozen=True, kw_only=True):
                 code="bad-bridge-numbers",
             )
         for group in self.bridged:
-            joined = [number for number in group if gpus[number].nvlink_Bps]
-            if len(group) < 2 or len(joined) < len(group):
-                raise ConfigError(
-                    f"bridged: {list(group)} must be two or more GPUs with NVLink", code="bad-bridge-group"
-                )
+            _check_bridge(group, gpus)
 
 
 class _File(_Fields, frozen=True, kw_only=True):
@@ -221,6 +217,14 @@ class _File(_Fields, frozen=True, kw_only=True):
 
     def cluster(self) -> Cluster:
         nodes = [node for entry in self.nodes for node in [entry.node()] * entry.count]
+        self._check_nodes(nodes)
+        network = network_bytes(NETWORK) if isinstance(self.network, UnsetType) else self.network
+        latency = None if self.network_latency_us is None else self.network_latency_us * 1e-6
+        cluster, cpu = Cluster(tuple(nodes), network, self.price, network_s=latency), self.nodes[0].cpu
+        return cluster.beside(cpu.spec()) if cpu and len(nodes) == 1 and self.nodes[0].gpus else cluster
+
+    def _check_nodes(self, nodes: Sequence[Node]) -> None:
+        """Raise ConfigError for too many GPUs, or a node without GPUs among others."""
         if sum(len(node.gpus) for node in nodes) > MAX_GPUS:
             raise ConfigError(f"the nodes have more than {MAX_GPUS:,} GPUs in all", code="too-many-gpus")
         if len(nodes) > 1 and any(node.link == "memory" for node in nodes):
@@ -228,10 +232,6 @@ class _File(_Fields, frozen=True, kw_only=True):
                 "a machine without GPUs cannot be combined with others; describe one node only",
                 code="cpu-node-among-others",
             )
-        network = network_bytes(NETWORK) if isinstance(self.network, UnsetType) else self.network
-        latency = None if self.network_latency_us is None else self.network_latency_us * 1e-6
-        cluster, cpu = Cluster(tuple(nodes), network, self.price, network_s=latency), self.nodes[0].cpu
-        return cluster.beside(cpu.spec()) if cpu and len(nodes) == 1 and self.nodes[0].gpus else cluster
 
 
 # msgspec's words and a user's, replaced in this order.
@@ -249,6 +249,11 @@ PLAIN_WORDS = {
     "`": "",
 }
 FIELDS = sorted({name for kind in (_Product, _Kernels, _Gpus, _Cpu, _Node, _File) for name in kind.__struct_fields__})
+
+
+def _check_bridge(group: Sequence[int], gpus: Sequence[GpuSpec]) -> None:
+    if len(group) < 2 or not all(gpus[number].nvlink_Bps for number in group):
+        raise ConfigError(f"bridged: {list(group)} must be two or more GPUs with NVLink", code="bad-bridge-group")
 
 
 def is_hardware_file(words: str) -> bool:

@@ -108,12 +108,19 @@ def check_peers(host: Host, speeds: Speeds) -> Check:
 def check_throttling(figures: Sequence[GpuFigures]) -> Check:
     """GPUs whose clock is lowered now, and their temperatures."""
     slow = [f"GPU {gpu.index}: {', '.join(gpu.throttle)}" for gpu in figures if gpu.throttle]
-    temperatures = [gpu.temperature_c for gpu in figures if gpu.temperature_c is not None]
-    hottest = max(temperatures, default=None)
-    value = "; ".join(slow) or "none" + ("" if hottest is None else f", hottest GPU {hottest} °C")
-    too_hot = hottest is not None and hottest >= HOT_C
-    remedy = "better airflow, or a higher limit: nvidia-smi --power-limit" if slow or too_hot else ""
-    return Check("throttling", "warn" if slow or too_hot else "ok", value, limit=f"{HOT_C} °C", remedy=remedy)
+    hottest = _highest_temperature(figures)
+    temperature = "" if hottest is None else f", hottest GPU {hottest} °C"
+    value = "; ".join(slow) or f"none{temperature}"
+    limit = f"{HOT_C} °C"
+    if not slow and (hottest is None or hottest < HOT_C):
+        return Check("throttling", "ok", value, limit=limit, remedy="")
+    remedy = "better airflow, or a higher limit: nvidia-smi --power-limit"
+    return Check("throttling", "warn", value, limit=limit, remedy=remedy)
+
+
+def _highest_temperature(figures: Sequence[GpuFigures]) -> int | None:
+    """The temperature of the hottest GPU in degrees Celsius, None if no GPU reports it."""
+    return max((gpu.temperature_c for gpu in figures if gpu.temperature_c is not None), default=None)
 
 
 def check_lanes(host: Host) -> Check:

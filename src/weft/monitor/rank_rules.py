@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from weft.monitor.finding import Change, Code, Finding, Limits
-from weft.monitor.history import History, RankShares
+from weft.monitor.history import History, RankCounters, RankShares
 from weft.plan.plan import Plan
+
+SLOW_AT_SAME_WORK = "it does the same work more slowly"
 
 
 def stage_ranks(history: History, limits: Limits) -> Iterator[tuple[Plan, list[RankShares]]]:
@@ -44,12 +46,23 @@ def slowness(ranks: Sequence[RankShares]) -> tuple[int, float]:
     return slowest, seconds[slowest] / max(1e-9, median(seconds[:slowest] + seconds[slowest + 1 :]))
 
 
+def _least_exchange(ranks: Sequence[RankShares]) -> float | None:
+    """The smallest share of their steps that ranks spend with each other; None for one rank, or if it is unknown."""
+    shares = [_exchange_share(rank) for rank in ranks]
+    known = [share for share in shares if share is not None]
+    return min(known) if 1 < len(ranks) == len(known) else None
+
+
+def _exchange_share(rank: RankShares) -> float | None:
+    """The share of its steps that a rank spends in exchanges and waits for them."""
+    return None if rank.communication is None else rank.communication + (rank.waiting or 0.0)
+
+
 def allreduce_wait(history: History, limits: Limits) -> Iterator[Finding]:
     """Tensor-parallel ranks that spend their steps with each other: even the one that others wait for."""
     for plan, ranks in stage_ranks(history, limits):
-        spent = [None if rank.communication is None else rank.communication + (rank.waiting or 0.0) for rank in ranks]
-        known = [share for share in spent if share is not None]
-        if len(ranks) < 2 or len(known) < len(ranks) or min(known) <= limits.exchange:
+        share = _least_exchange(ranks)
+        if share is None or share <= limits.exchange:
             continue
         if slowness(ranks)[1] > limits.straggler:  # then the sums are not what is slow
             continue
@@ -58,9 +71,9 @@ def allreduce_wait(history: History, limits: Limits) -> Iterator[Finding]:
         possible = stages <= len(plan.shape.layers) and plan.data_parallel == 1
         yield Finding(
             code=Code.ALLREDUCE_WAIT,
-            text=f"ranks {_names(ranks)} spend {min(known):.0%} of each step in sums over the ranks, each of them at "
+            text=f"ranks {_names(ranks)} spend {share:.0%} of each step in sums over the ranks, each of them at "
             f"least (limit {limits.exchange:.0%})",
-            value=min(known),
+            value=share,
             limit=limits.exchange,
             remedy=f"--pipeline-parallel-size {stages} in place of --tensor-parallel-size {len(ranks)}"
             if possible
@@ -68,6 +81,14 @@ def allreduce_wait(history: History, limits: Limits) -> Iterator[Finding]:
             change=Change(replica=first.replica, as_pipeline=True) if possible else None,
             alternative=f"free the devices of ranks {_names(ranks)} from other work",
         )
+
+
+def _straggler_remedies(rank: RankCounters, split: Sequence[int], uneven_split: bool) -> Iterator[str]:
+    """The split to give, if another one helps, and the rank to free, unless the split alone makes it slow."""
+    if split:
+        yield f"--tensor-split {','.join(map(str, split))}"
+    if not split or not uneven_split:
+        yield f"free the device of rank {rank.rank} on {rank.node} from other work"
 
 
 def straggler(history: History, limits: Limits) -> Iterator[Finding]:
@@ -85,14 +106,10 @@ def straggler(history: History, limits: Limits) -> Iterator[Finding]:
         split = small_ratio(speeds, units=plan.shape.kv_heads)
         uneven = work[at] / median(work[:at] + work[at + 1 :])
         uneven_split = uneven > 1 + (ratio - 1) / 2
-        cause = (
-            f"the split gives it {uneven:.1f} times the work" if uneven_split else "it does the same work more slowly"
-        )
+        cause = f"the split gives it {uneven:.1f} times the work" if uneven_split else SLOW_AT_SAME_WORK
         rank, device = slowest.counters, plan.devices[slowest.counters.local_rank].name
         feasible = len(split) == len(ranks) and split != small_ratio(work, units=plan.shape.kv_heads)
-        remedies = [f"--tensor-split {','.join(map(str, split))}"] if feasible else []
-        if not uneven_split or not feasible:
-            remedies.append(f"free the device of rank {rank.rank} on {rank.node} from other work")
+        remedies = _straggler_remedies(rank, split if feasible else (), uneven_split)
         yield Finding(
             code=Code.STRAGGLER,
             text=f"rank {rank.rank} on {rank.node} ({device}) takes {ratio:.1f} times as long as the other ranks of "

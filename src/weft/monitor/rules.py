@@ -5,9 +5,10 @@ A rule is a pure function. It is silent if the history is too short or has too l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from weft.formatting import format_bytes
+from weft.hardware.gpu_figures import GpuFigures
 from weft.monitor.finding import LIMITS, Change, Code, Finding, Limits
 from weft.monitor.history import GpuMoment, History
 from weft.monitor.rank_rules import allreduce_wait, stage_imbalance, straggler
@@ -40,24 +41,37 @@ def throttled(history: History, limits: Limits) -> Iterator[Finding]:
     """A GPU whose clock is lowered at every moment but the first."""
     for gpu in history.last.gpus:
         moments = moments_of(history, gpu.figures.index)
-        reasons = [moment.figures.throttle for moment in moments]
-        clocks = [moment.figures.sm_clock_mhz for moment in moments]
-        if len(moments) < 2 or not all(reasons) or gpu.most_clock_mhz is None or None in clocks:
+        if len(moments) < 2 or not all(moment.figures.throttle for moment in moments):
             continue
-        share = max(clock or 0 for clock in clocks) / gpu.most_clock_mhz
-        if share >= limits.clock:
+        share = _clock_share(gpu.most_clock_mhz, moments)
+        if share is None or share >= limits.clock:
             continue
         why = ", ".join(gpu.figures.throttle)
-        limit_w = gpu.figures.power_limit_w
-        power = f"a higher limit: nvidia-smi --power-limit, now {limit_w:.0f} W" if limit_w else "a higher power limit"
         yield Finding(
             code=Code.THROTTLED,
             text=f"GPU {gpu.figures.index} runs at {share:.0%} of its clock: {why} (limit {limits.clock:.0%})",
             value=share,
             limit=limits.clock,
-            remedy=power if "power cap" in gpu.figures.throttle else "better airflow, or fewer watts to its neighbours",
+            remedy=_throttle_remedy(gpu.figures),
             change=Change(speeds=(share,)),
         )
+
+
+def _clock_share(most_mhz: int | None, moments: Sequence[GpuMoment]) -> float | None:
+    """The highest share of its clock that a GPU reaches; None if the driver does not report clocks at all moments."""
+    clocks = [moment.figures.sm_clock_mhz for moment in moments]
+    known = [clock for clock in clocks if clock is not None]
+    if most_mhz is None or len(known) < len(clocks):
+        return None
+    return max(known) / most_mhz
+
+
+def _throttle_remedy(figures: GpuFigures) -> str:
+    if "power cap" not in figures.throttle:
+        return "better airflow, or fewer watts to its neighbours"
+    if figures.power_limit_w:
+        return f"a higher limit: nvidia-smi --power-limit, now {figures.power_limit_w:.0f} W"
+    return "a higher power limit"
 
 
 def moments_of(history: History, index: int) -> list[GpuMoment]:

@@ -154,13 +154,17 @@ def _faults(host: Host, links: Sequence[DeviceLink], states: Sequence[NvLinkStat
     for gpu in host.gpus:
         if gpu.pcie and gpu.pcie.lanes < gpu.pcie.most_lanes:
             yield create_note("topo_narrow_slot", gpu=gpu.index, lanes=gpu.pcie.lanes, most=gpu.pcie.most_lanes)
-        own = [state for state in states if state.gpu == gpu.index]
-        down = [state.link for state in own if not state.active]
-        if down and len(down) < len(own):
-            yield create_note("topo_links_down", gpu=gpu.index, down=down, count=len(own))
-        for state in own:
-            if any(state.errors.values()):
-                yield create_note("topo_link_errors", gpu=gpu.index, link=state.link, errors=sum(state.errors.values()))
+        yield from _nvlink_faults(gpu.index, [state for state in states if state.gpu == gpu.index])
+
+
+def _nvlink_faults(gpu: int, states: Sequence[NvLinkState]) -> Iterator[Note]:
+    """Advice about the NVLinks of a GPU that are down or have errors."""
+    down = [state.link for state in states if not state.active]
+    if down and len(down) < len(states):
+        yield create_note("topo_links_down", gpu=gpu, down=down, count=len(states))
+    for state in states:
+        if any(state.errors.values()):
+            yield create_note("topo_link_errors", gpu=gpu, link=state.link, errors=sum(state.errors.values()))
 
 
 def _gpu_advice(cluster: Cluster) -> Iterator[Note]:

@@ -128,9 +128,9 @@ def kernel_times(events: Sequence[Event]) -> Iterator[tuple[str, float]]:
     if on_gpu:
         yield from ((event["name"], _seconds(event)) for event in on_gpu)
         return
-    yield from own_times([event for event in events if event.get("cat") == "cpu_op"])
-    for event in events:
-        if event.get("cat") == OWN and event["name"] in PHASE_KINDS:
+    yield from own_times(_of_category(events, "cpu_op"))
+    for event in _of_category(events, OWN):
+        if event["name"] in PHASE_KINDS:
             yield f"C++: {event['name']}", _seconds(event)
 
 
@@ -165,31 +165,46 @@ def layer_times(events: Iterable[Event]) -> Iterator[tuple[int, str, float]]:
 
 def rank_times(events: Sequence[Event]) -> Iterator[RankTime]:
     """The time of each rank that a trace has."""
-    own: dict[int, list[Event]] = defaultdict(list)
-    for event in events:
-        if event.get("cat") == OWN:
-            own[int(event["args"]["rank"])].append(event)
-    kernels = [event for event in events if event.get("cat") == "kernel"]
-    for rank, spans in own.items():
-        steps = [span for span in spans if span["name"] == "step"]
-        if not steps:
-            continue
-        begin = min(float(step["ts"]) for step in steps)
-        window_s = max(float(step["ts"]) + float(step["dur"]) for step in steps) / 1e6 - begin / 1e6
-        exchanges: Mapping[str, Any] = next((span["args"] for span in spans if span["name"] == "exchanges"), {})
-        # Ranks that are threads of one process have their operations together: they are told apart by phases only.
-        operations = [event for event in events if event.get("cat") == "cpu_op"] if len(own) == 1 else []
-        seconds = gpu_kinds(kernels, spans) if kernels else cpu_kinds(spans, operations, exchanges)
-        busy_s = union_s(kernels) if kernels else sum(map(_seconds, steps))
-        seconds["idle"] = max(0.0, window_s - busy_s)
-        yield RankTime(
-            rank=rank,
-            steps=len(steps),
-            seconds=window_s,
-            shares={kind: seconds.get(kind, 0.0) / window_s if window_s else 0.0 for kind in KINDS},
-            communication_s=exchanges.get("communication_s"),
-            waiting_s=exchanges.get("waiting_s"),
-        )
+    spans_of_rank: dict[int, list[Event]] = defaultdict(list)
+    for event in _of_category(events, OWN):
+        spans_of_rank[int(event["args"]["rank"])].append(event)
+    kernels = _of_category(events, "kernel")
+    # Ranks that are threads of one process have their operations together: they are told apart by phases only.
+    operations = _of_category(events, "cpu_op") if len(spans_of_rank) == 1 else []
+    for rank, spans in spans_of_rank.items():
+        if any(span["name"] == "step" for span in spans):
+            yield _rank_time(rank, spans, kernels, operations)
+
+
+def _of_category(events: Iterable[Event], category: str) -> list[Event]:
+    return [event for event in events if event.get("cat") == category]
+
+
+def _rank_time(rank: int, spans: Sequence[Event], kernels: Sequence[Event], operations: Sequence[Event]) -> RankTime:
+    """The time of a rank with these spans, which have a step at least."""
+    steps = [span for span in spans if span["name"] == "step"]
+    window_s = _window_s(steps)
+    exchanges: Mapping[str, Any] = next((span["args"] for span in spans if span["name"] == "exchanges"), {})
+    if kernels:
+        seconds, busy_s = gpu_kinds(kernels, spans), union_s(kernels)
+    else:
+        seconds, busy_s = cpu_kinds(spans, operations, exchanges), sum(map(_seconds, steps))
+    seconds["idle"] = max(0.0, window_s - busy_s)
+    return RankTime(
+        rank=rank,
+        steps=len(steps),
+        seconds=window_s,
+        shares={kind: seconds.get(kind, 0.0) / window_s if window_s else 0.0 for kind in KINDS},
+        communication_s=exchanges.get("communication_s"),
+        waiting_s=exchanges.get("waiting_s"),
+    )
+
+
+def _window_s(steps: Sequence[Event]) -> float:
+    """Seconds from the begin of the first step to the end of the last."""
+    begin = min(float(step["ts"]) for step in steps)
+    end = max(float(step["ts"]) + float(step["dur"]) for step in steps)
+    return end / 1e6 - begin / 1e6
 
 
 def cpu_kinds(spans: Sequence[Event], operations: Sequence[Event], exchanges: Mapping[str, Any]) -> dict[str, float]:

@@ -102,15 +102,21 @@ class AttentionBackend:
     def _against_device(self, device: KernelDevice) -> Iterator[str | None]:
         if device.cards and self.runs_on == "cpu":
             yield "they run on a CPU, not on GPUs"
-        if not device.cards and self.runs_on == "gpu" and not (self.interpreted and device.interpreted):
-            hint = " (TRITON_INTERPRET=1 interprets them, for tests)" if self.interpreted else ""
-            yield f"they run on GPUs, not on a CPU{hint}"
+        if not device.cards and self.runs_on == "gpu":
+            yield self._against_cpu(device)
         if self.package and device.packages is not None:
             yield self._against_version(self.package, device.packages.get(self.package))
         for name, capability in device.cards:
             if capability < self.capability:
                 needed = format_version(self.capability)
                 yield f"{name} has compute capability {format_version(capability)}, and they need {needed}"
+
+    def _against_cpu(self, device: KernelDevice) -> str | None:
+        """The reason why kernels for GPUs do not run without one, None if they are interpreted here."""
+        if self.interpreted and device.interpreted:
+            return None
+        hint = " (TRITON_INTERPRET=1 interprets them, for tests)" if self.interpreted else ""
+        return f"they run on GPUs, not on a CPU{hint}"
 
     def _against_version(self, package: str, installed: str | None) -> str | None:
         if installed is None:
@@ -123,21 +129,27 @@ class AttentionBackend:
     def _against_spec(self, spec: AttentionSpec) -> Iterator[str | None]:
         if self.dtypes and spec.dtype not in self.dtypes:
             yield f"they compute in {' and '.join(self.dtypes)}, not in {spec.dtype}"
+        yield from self._against_head_dim(spec)
+        if self.widest_group and spec.group > self.widest_group:
+            yield f"they take up to {self.widest_group} query heads per KV head, and this model has {spec.group}"
+        yield from self._against_latents(spec)
+        if spec.fp8_cache and not self.fp8_cache:
+            yield "they read no FP8 KV cache"
+
+    def _against_head_dim(self, spec: AttentionSpec) -> Iterator[str]:
         if self.head_dims and spec.head_dim not in self.head_dims:
             yield f"their heads have {', '.join(map(str, self.head_dims))} dims, this model's {spec.head_dim}"
         if self.widest_head and (spec.head_dim > self.widest_head or spec.head_dim % self.head_unit):
             unit = f", in multiples of {self.head_unit}" if self.head_unit > 1 else ""
             yield f"their heads have up to {self.widest_head} dims{unit}, this model's {spec.head_dim}"
-        if self.widest_group and spec.group > self.widest_group:
-            yield f"they take up to {self.widest_group} query heads per KV head, and this model has {spec.group}"
+
+    def _against_latents(self, spec: AttentionSpec) -> Iterator[str]:
         if spec.latent_dim and self.widest_latent == 0:
             yield "they have no latent attention"
         if self.widest_latent and spec.latent_dim > self.widest_latent:
             yield f"their latents have up to {self.widest_latent} values, this model's {spec.latent_dim}"
         if spec.latent_dim and spec.fp8_cache:
             yield "they keep no latents in 8 bits"
-        if spec.fp8_cache and not self.fp8_cache:
-            yield "they read no FP8 KV cache"
 
 
 FLASH_DTYPES = ("bfloat16", "float16")  # of FlashAttention 2, in torch and in FlashInfer

@@ -50,15 +50,23 @@ def obstacles(
     config: EngineConfig, shape: ModelShape, spec: AttentionSpec, host: Host, devices: Sequence[str]
 ) -> Iterator[str]:
     """Reasons that an engine cannot be deterministic here, each with a way out if there is one."""
-    if any(name != "cpu" for name in devices):
-        yield ON_GPUS
-    if host.cpu is None or not set(FEATURES) <= set(host.cpu.features):
-        yield f"the order of sums is shown for CPUs with {' and '.join(FEATURES)} only"
+    yield from _against_devices(host, devices)
     if weft_backend(config.attention_backend) not in ("auto", BACKEND):
         yield f"only the compiled CPU kernels are; leave --attention-backend {config.attention_backend} out"
     if against := ATTENTION_BACKENDS[BACKEND].supports(spec, KernelDevice(cards=(), packages=None)):
         yield f"only the compiled CPU kernels are, and {against}"
     yield from against_model(shape)
+    yield from _against_ranks(config)
+
+
+def _against_devices(host: Host, devices: Sequence[str]) -> Iterator[str]:
+    if any(name != "cpu" for name in devices):
+        yield ON_GPUS
+    if host.cpu is None or not set(FEATURES) <= set(host.cpu.features):
+        yield f"the order of sums is shown for CPUs with {' and '.join(FEATURES)} only"
+
+
+def _against_ranks(config: EngineConfig) -> Iterator[str]:
     if config.enable_expert_parallel and (config.data_parallel_size or 1) > 1:
         yield "attention groups that share experts are not; leave --data-parallel-size or --enable-expert-parallel out"
     if config.executor == "ray" or (config.nnodes or 1) > 1:

@@ -158,12 +158,12 @@ def _place_units(shape: ModelShape, devices: Mapping[str, Device]) -> list[Place
         if len(by_device) > 1:
             raise _split_error(unit, by_device)
         placed += [(unit, device) for device in by_device]
-        if missing and by_device:
-            left_out += dict.fromkeys(_enclosing_part(name, unit, by_device.values()) for name in missing)
-        elif missing and unit.kind == "head" and shape.tied and placed:
+        if not missing:
+            continue
+        if placed and _is_unnamed_tied_head(shape, unit, by_device):
             placed.append((unit, placed[-1][1]))
-        elif missing:
-            left_out.append(unit.name)
+        else:
+            left_out += _parts_left_out(unit, by_device, missing)
     if left_out:
         raise ConfigError(
             f'--device-map leaves out {_listed(left_out)}; give every module a device, or "" one, which is for all '
@@ -209,6 +209,18 @@ def _split_error(unit: PipelineUnit, by_device: Mapping[Device, Sequence[str]]) 
     return ConfigError(
         f"--device-map splits {unit.name}: {parts}; all of it has to be on one device", code="map-splits-layer"
     )
+
+
+def _is_unnamed_tied_head(shape: ModelShape, unit: PipelineUnit, by_device: Collection[Device]) -> bool:
+    """Return True for a tied head without a tensor on any device."""
+    return unit.kind == "head" and shape.tied and not by_device
+
+
+def _parts_left_out(unit: PipelineUnit, by_device: Mapping[Device, Sequence[str]], missing: Sequence[str]) -> list[str]:
+    """The largest parts of a unit that have no device: all of it, or those with `missing` tensors."""
+    if not by_device:
+        return [unit.name]
+    return list(dict.fromkeys(_enclosing_part(name, unit, by_device.values()) for name in missing))
 
 
 def _enclosing_part(tensor: str, unit: PipelineUnit, groups: Iterable[Sequence[str]]) -> str:

@@ -18,6 +18,7 @@ from weft.errors import ConfigError, PlanError
 from weft.formatting import format_bytes, format_version
 from weft.hardware.gpus import BF16_CAPABILITY
 from weft.hardware.host import Host
+from weft.hardware.topology import Gpu
 from weft.plan.backends import AttentionSpec, check_backend_name, kv_cache_dtype, with_attention_backend
 from weft.plan.determinism import with_fixed_order
 from weft.plan.devices import check_beside_cpu, device_kind, rank_cores, rank_devices, rank_uuids, utilization
@@ -252,6 +253,26 @@ def stage_layers(shape: ModelShape, stages: int) -> list[int]:
     return layers(min(range(1, len(shape.layers) - stages + 2), key=slowest))
 
 
+def _check_float16_on_cpu(checkpoint: Checkpoint, old: Gpu) -> None:
+    """Raise ConfigError if the CPU cannot compute in float16 beside a GPU that is too old for bfloat16."""
+    published = checkpoint.shape.published
+    if published is not None:
+        raise ConfigError(
+            f"{old.name} (compute capability {format_version(old.capability)}) does not compute in bfloat16, and the "
+            f"CPU does not multiply {published.precision} weights in float16; leave the CPU out, or load a checkpoint "
+            "in 16 bits",
+            code="gpu-without-bfloat16",
+        )
+
+
+def _dtype_beside_old_gpus(checkpoint: Checkpoint, old: Sequence[Gpu], *, on_cpu: bool) -> DType:
+    """The dtype for "auto", where the GPUs `old` do not compute in bfloat16."""
+    dtype = _auto_dtype(checkpoint, on_cpu=on_cpu)
+    if old and on_cpu:
+        _check_float16_on_cpu(checkpoint, old[0])
+    return "float16" if old and dtype == "bfloat16" else dtype
+
+
 def compute_dtype(config: EngineConfig, checkpoint: Checkpoint, host: Host, devices: Sequence[str]) -> DType:
     """The dtype that the model computes in. Raises ConfigError for bfloat16 on a GPU that is too old.
 
@@ -266,15 +287,7 @@ def compute_dtype(config: EngineConfig, checkpoint: Checkpoint, host: Host, devi
     old = [gpu for gpu in host.gpus_of(devices) if gpu.capability < BF16_CAPABILITY]
     if config.dtype == "auto":
         on_cpu = "cpu" in devices or device_kind(config, host) == "cpu"
-        dtype = _auto_dtype(checkpoint, on_cpu=on_cpu)
-        if on_cpu and old and checkpoint.shape.published is not None:
-            raise ConfigError(
-                f"{old[0].name} (compute capability {format_version(old[0].capability)}) does not compute in bfloat16, "
-                f"and the CPU does not multiply {checkpoint.shape.published.precision} weights in float16; leave the "
-                "CPU out, or load a checkpoint in 16 bits",
-                code="gpu-without-bfloat16",
-            )
-        return "float16" if old and dtype == "bfloat16" else dtype
+        return _dtype_beside_old_gpus(checkpoint, old, on_cpu=on_cpu)
     dtype = DTYPES[config.dtype]
     if old and dtype == "bfloat16":
         raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -111,21 +111,23 @@ def apply_device_map(config: EngineConfig, shape: ModelShape, host: Host, precis
     available = _available_devices(config, gpus, lambda unit: unit_bytes(shape, precision, unit))
     stages = map_to_stages(shape, module_devices(config.device_map), available)
     check_stages(stages, vars(config))
-    numbers = tuple(device for device in stages.devices if isinstance(device, int))
-    if not numbers and config.device == "cuda":
+    return _config_of_stages(config, stages)
+
+
+def _config_of_stages(config: EngineConfig, stages: Stages) -> EngineConfig:
+    """The config with these stages in place of its device map."""
+    config = replace(config, device_map=None, pipeline_split=stages.layers)
+    ids: tuple[int | Literal["cpu"], ...] = tuple(
+        device if isinstance(device, int) else "cpu" for device in stages.devices
+    )
+    if any(device != "cpu" for device in ids):
+        return replace(config, device="cuda", device_ids=ids)
+    if config.device == "cuda":
         raise ConfigError(
             "--device-map puts the whole model on cpu, and --device is cuda: leave one of them out",
             code="device-map-on-cpu-with-cuda",
         )
-    return replace(
-        config,
-        device_map=None,
-        device="cuda" if numbers else "cpu",
-        device_ids=tuple(device if isinstance(device, int) else "cpu" for device in stages.devices)
-        if numbers
-        else None,
-        pipeline_split=stages.layers,
-    )
+    return replace(config, device="cpu", device_ids=None)
 
 
 def _available_devices(

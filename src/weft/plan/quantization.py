@@ -133,11 +133,16 @@ def _log_changed(types: Mapping[str, str], schemes: Mapping[str, str]) -> None:
         logger.info("%d of %d quantised tensors are held in another type: %s", count, len(types), listed)
 
 
+def _matrix_types(checkpoint: Checkpoint) -> dict[str, str]:
+    """The types of the quantised tensors that are matrices, by name."""
+    sources = {name for matrix in _matrices(checkpoint.shape) for name in matrix.sources}
+    return {name: type for name, type in checkpoint.quantised.items() if name in sources}
+
+
 def _log_lost(config: EngineConfig, checkpoint: Checkpoint, dtype: DType, schemes: Mapping[str, str]) -> None:
     """Log the tensors that are held in `dtype`; the first expert stands for all."""
     shape = checkpoint.shape
-    sources = {name for matrix in _matrices(shape) for name in matrix.sources}
-    types = {name: type for name, type in checkpoint.quantised.items() if name in sources}
+    types = _matrix_types(checkpoint)
     lost = {name: type for name, type in types.items() if name not in schemes}
     on_torch = config.attention_backend == "torch"
     if not on_torch and (schemes or not held_tensors(shape, lost)):

@@ -5,6 +5,7 @@ A token of a request takes one round through all stages, plus its share of the p
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import inf
 from typing import Literal, NamedTuple
 
@@ -77,9 +78,7 @@ def predict(
     replicas = build_replicas(shape, layout, cluster, profile)
     limits = _limits(memory, profile, workload)
     full = [room for room, _ in limits]
-    # Least-connections routing gives every replica an equal number, whatever its speed: a faster one answers more.
-    share = inf if workload.concurrency is None else max(1.0, workload.concurrency / len(replicas))
-    batches = [min(room, share) for room in full]
+    batches = _running_batches(full, workload)
     steps = [replica.batched_tokens for replica in memory.replicas]
     running, saturated = _loads(replicas, batches, steps), _loads(replicas, full, steps)
     tpots = {load: load.tpot_s(workload) for load in set(running)}
@@ -88,14 +87,14 @@ def predict(
     # With fewer requests than replicas some replicas have none.
     concurrency = min(sum(batches), workload.concurrency or inf)
     error = profile.error_for(shape, layout.precision)
-    slowest = max(tpots, key=lambda load: (tpots[load], -replicas.index(load.replica)))
+    slowest = _slowest(tpots, replicas)
     return Prediction(
         single_tok_s=1 / round_s,
         ttft_s=replicas[fastest].prompt_s(workload, steps[fastest]),
-        tpot_s=sum(batches) / sum(load.batch / tpots[load] for load in running),
+        tpot_s=sum(batches) / _tokens_per_second(running, tpots),
         concurrency=concurrency,
-        output_tok_s=sum(rates[load] for load in running) * (concurrency / sum(batches)),
-        saturated_tok_s=sum(rates[load] for load in saturated),
+        output_tok_s=_total_rate(running, rates) * (concurrency / sum(batches)),
+        saturated_tok_s=_total_rate(saturated, rates),
         saturated_concurrency=sum(full),
         limit=limits[0][1] if batches == full else "concurrency",
         step=slowest.replica.round_s(slowest.batch, workload),
@@ -107,6 +106,31 @@ def predict(
 
 def _loads(replicas: list[Replica], batches: list[float], steps: list[int]) -> list[_Load]:
     return [_Load(*load) for load in zip(replicas, batches, steps, strict=True)]
+
+
+def _running_batches(full: list[float], workload: Workload) -> list[float]:
+    """Requests that each replica runs at once, at most as many as it has room for.
+
+    Least-connections routing gives every replica an equal number, whatever its speed: a faster one answers more.
+    """
+    if workload.concurrency is None:
+        return full
+    share = max(1.0, workload.concurrency / len(full))
+    return [min(room, share) for room in full]
+
+
+def _tokens_per_second(loads: list[_Load], tpots: Mapping[_Load, float]) -> float:
+    """Output tokens per second of all requests while they decode."""
+    return sum(load.batch / tpots[load] for load in loads)
+
+
+def _total_rate(loads: list[_Load], rates: Mapping[_Load, float]) -> float:
+    return sum(rates[load] for load in loads)
+
+
+def _slowest(tpots: Mapping[_Load, float], replicas: list[Replica]) -> _Load:
+    """The load with the longest time per token, and among equal ones the load of the first replica."""
+    return max(tpots, key=lambda load: (tpots[load], -replicas.index(load.replica)))
 
 
 def _fastest_alone(replicas: list[Replica], workload: Workload) -> tuple[int, float]:

@@ -223,6 +223,11 @@ def config_of_best(
     return configs_of_best(config, checkpoint, host, cluster, speculative)[0]
 
 
+def _gpu_numbers(config: EngineConfig, host: Host) -> tuple[int, ...]:
+    """The host's numbers of the GPUs that the config may use."""
+    return tuple(number for number in config.device_ids or range(len(host.gpus)) if number != "cpu")
+
+
 def configs_of_best(
     config: EngineConfig,
     checkpoint: Checkpoint,
@@ -236,7 +241,7 @@ def configs_of_best(
     """
     from weft.planner.search import search
 
-    numbers = tuple(number for number in config.device_ids or range(len(host.gpus)) if number != "cpu")
+    numbers = _gpu_numbers(config, host)
     caps = None if config.max_memory is None else parse_max_memory(config.max_memory)
     if caps is not None:
         device_caps(config.max_memory, len(host.gpus), on_cpu=False, ids=config.device_ids)  # or ConfigError
@@ -330,24 +335,35 @@ def layout_constraints(config: EngineConfig) -> LayoutConstraints:
     """The parts of a layout that a config decides."""
     from weft.planner.question import LayoutConstraints
 
-    dealt = config.enable_expert_parallel
     if config.tensor_parallel_size or config.pipeline_parallel_size:
-        return LayoutConstraints(
-            tensor_parallel=config.tensor_parallel_size or 1,
-            pipeline_parallel=config.pipeline_parallel_size or 1,
-            data_parallel=1 if dealt else config.data_parallel_size,
-            expert_parallel=dealt,
-            expert_parts=config.expert_parallel_size,
-        )
+        return _constraints_of_sizes(config)
     strategy = spread_word(config.device_map) if config.device_map else None
-    if strategy is None:
-        replicas = None if dealt else config.data_parallel_size
+    if strategy is not None:
         return LayoutConstraints(
-            data_parallel=replicas,
-            expert_parallel=dealt or (None if (replicas or 1) == 1 else False),  # replicas share no experts
-            expert_parts=config.expert_parallel_size,
+            tensor_parallel=1, data_parallel=1, expert_parallel=False, device_map_strategy=strategy
         )
-    return LayoutConstraints(tensor_parallel=1, data_parallel=1, expert_parallel=False, device_map_strategy=strategy)
+    dealt = config.enable_expert_parallel
+    replicas = None if dealt else config.data_parallel_size
+    several = (replicas or 1) > 1
+    return LayoutConstraints(
+        data_parallel=replicas,
+        expert_parallel=False if several else dealt or None,  # replicas share no experts
+        expert_parts=config.expert_parallel_size,
+    )
+
+
+def _constraints_of_sizes(config: EngineConfig) -> LayoutConstraints:
+    """The constraints of tensor and pipeline parallel sizes: one that is not given is 1."""
+    from weft.planner.question import LayoutConstraints
+
+    dealt = config.enable_expert_parallel
+    return LayoutConstraints(
+        tensor_parallel=config.tensor_parallel_size or 1,
+        pipeline_parallel=config.pipeline_parallel_size or 1,
+        data_parallel=1 if dealt else config.data_parallel_size,
+        expert_parallel=dealt,
+        expert_parts=config.expert_parallel_size,
+    )
 
 
 def part_of(cluster: Cluster, numbers: Sequence[int]) -> Cluster:

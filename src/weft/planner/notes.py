@@ -243,12 +243,16 @@ def _ffn_widths(question: Question, best: Candidate) -> dict[str, int]:
     return {"MLP": shape.ffn, "experts": 0 if whole_experts else experts.width}
 
 
+def _max_memory_of_unused_cpu(question: Question, best: Candidate | None) -> Iterator[Note]:
+    cpu = question.cluster.cpu
+    used = best is not None and uses_cpu(question, best)
+    if cpu is not None and cpu.limit_bytes and not used:
+        yield create_note("max_memory_without_effect", device="cpu", limit=f"{cpu.limit_bytes / 1e9:g}GB")
+
+
 def _max_memory(question: Question, best: Candidate | None) -> Iterator[Note]:
     """The part of the GPUs that --max-memory leaves, and a CPU beside them that gets no layers."""
-    cpu = question.cluster.cpu
-    if cpu is not None and cpu.limit_bytes and not (best and uses_cpu(question, best)):
-        limit = f"{cpu.limit_bytes / 1e9:g}GB"
-        yield create_note("max_memory_without_effect", device="cpu", limit=limit)
+    yield from _max_memory_of_unused_cpu(question, best)
     limits = [(number, gpu.limit_bytes) for number, gpu in enumerate(question.cluster.gpus)]
     given = [_limit(question, number, size) for number, size in limits if size]
     if given:

@@ -7,7 +7,7 @@ memory.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -106,16 +106,31 @@ def shared_plan(plan: Plan, engines: int) -> Plan:
 # On GPUs
 
 
+def _configs_of_replicas(
+    config: EngineConfig, one: EngineConfig, checkpoint: Checkpoint, host: Host, speculative: Speculation | None
+) -> list[EngineConfig]:
+    """A config for each replica: those of the best layout, or for a layout that `one` gives, of GPUs in order."""
+    searched: list[EngineConfig] = []
+    if not is_cut(one, host) or _only_sizes(one, host):
+        searched = _searched(config, checkpoint, host, speculative)
+    return searched or _contiguous(one, checkpoint, host, config.data_parallel_size or 1)
+
+
+def _is_one_engine(config: EngineConfig, one: EngineConfig, host: Host) -> bool:
+    """Return True if the config, or `one`, which is its config of a single replica, decides the layout of an engine."""
+    if config.device_map is not None:
+        return True
+    return is_cut(one, host) and (config.data_parallel_size or 1) == 1
+
+
 def _replicas_on_gpus(config: EngineConfig, checkpoint: Checkpoint, host: Host, whole: bool) -> list[ReplicaPlan]:
     count, one = config.data_parallel_size, replace(config, data_parallel_size=None)
-    cut = is_cut(one, host)
-    if config.device_map is not None or (cut and (count or 1) == 1):
+    if _is_one_engine(config, one, host):
         return [ReplicaPlan(plan_to_run(one, checkpoint, host), host)]
     if count is not None:
         _check_room(one, checkpoint, host, count)
     speculative = speculation_of(config, checkpoint)
-    configs = _searched(config, checkpoint, host, speculative) if not cut or _only_sizes(one, host) else []
-    configs = configs or _contiguous(one, checkpoint, host, count or 1)
+    configs = _configs_of_replicas(config, one, checkpoint, host, speculative)
     if count is None and not whole and len(configs) > 1:
         logger.info("one of %d replicas runs here; data_parallel_size %d runs all", len(configs), len(configs))
         del configs[1:]
@@ -206,6 +221,16 @@ def _contiguous(config: EngineConfig, checkpoint: Checkpoint, host: Host, count:
 # From plan files
 
 
+def _check_seats_free(files: object, shared: Collection[int | Literal["cpu"]]) -> None:
+    """Raise PlanError if several replicas of the plan files have these devices."""
+    if shared:
+        where = "the CPU" if "cpu" in shared else f"GPU {min(map(str, shared))}"
+        raise PlanError(
+            f"{files} puts two replicas on {where}; name a GPU for each rank with --device-ids",
+            code="replicas-share-gpu",
+        )
+
+
 def _replicas_of_files(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> list[ReplicaPlan]:
     """The replicas of all plans of a file, each on its own GPUs."""
     from weft.planner import plan_file, run_plan_file
@@ -218,17 +243,12 @@ def _replicas_of_files(config: EngineConfig, checkpoint: Checkpoint, host: Host)
     one = replace(config, data_parallel_size=None)
     used: set[int | Literal["cpu"]] = set()
     plans = []
-    on_cores = all(engine.on_cpu for engine in engines) and len(engines) > 1
+    on_cores = len(engines) > 1 and all(engine.on_cpu for engine in engines)
     for number, (engine, own) in enumerate(zip(engines, ids, strict=True)):
         part = share_of_host(host, number, len(engines)) if on_cores else host
         applied = run_plan_file.apply_plan_file(engine, replace(one, device_ids=own), checkpoint, part)
         seats = set(applied.device_ids or ())
-        if shared := sorted(map(str, seats & used)):
-            where = "the CPU" if "cpu" in shared else f"GPU {shared[0]}"
-            raise PlanError(
-                f"{config.plan} puts two replicas on {where}; name a GPU for each rank with --device-ids",
-                code="replicas-share-gpu",
-            )
+        _check_seats_free(config.plan, seats & used)
         used |= seats
         plan = plan_of_config(applied, checkpoint, part, speculation_of(applied, checkpoint))
         run_plan_file.check_applied(engine, plan)

@@ -80,13 +80,19 @@ def search(question: Question) -> SearchResult:
     return result
 
 
+def _decides_more_than_stages(wanted: LayoutConstraints) -> bool:
+    """Return True if the user has decided more of the layout than the number and the sizes of pipeline stages."""
+    if wanted.devices or wanted.expert_parallel:
+        return True
+    sizes = (wanted.tensor_parallel, wanted.data_parallel, len(wanted.tensor_split or (1.0,)))
+    return any(size not in (None, 1) for size in sizes)
+
+
 def _with_cpu_stage(question: Question) -> Question | None:
     """The question for a pipeline over the CPU and all GPUs; None without a CPU, or for another layout of the user."""
     wanted, gpus = question.constraints, usable_devices(question.cluster)
-    sizes = (wanted.tensor_parallel, wanted.data_parallel, len(wanted.tensor_split or (1.0,)))
-    decided = wanted.devices or wanted.expert_parallel or any(size not in (None, 1) for size in sizes)
     stages = wanted.pipeline_parallel or len(wanted.pipeline_split or ()) or len(gpus) + 1
-    if question.cluster.cpu is None or decided or not 1 < stages <= len(gpus) + 1:
+    if question.cluster.cpu is None or _decides_more_than_stages(wanted) or not 1 < stages <= len(gpus) + 1:
         return None
     constraints = LayoutConstraints(
         tensor_parallel=1,
@@ -291,6 +297,14 @@ def _deployed(
     )
 
 
+def _weakest_of_positions(stages: Sequence[Sequence[Device]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The least bandwidth and the least usable memory of each position, over all stages."""
+    gpus_of_rank = [[device.gpu for device in position] for position in zip(*stages, strict=True)]
+    bandwidth = tuple(min(gpu.bandwidth_Bps for gpu in gpus) for gpus in gpus_of_rank)
+    memory = tuple(float(min(gpu.usable_bytes(1.0) for gpu in gpus)) for gpus in gpus_of_rank)
+    return bandwidth, memory
+
+
 def _tensor_weights(question: Question, layout: CandidateLayout) -> list[tuple[float, ...]]:
     ranks = layout.cut.tensor_parallel
     if question.constraints.tensor_split:
@@ -300,9 +314,7 @@ def _tensor_weights(question: Question, layout: CandidateLayout) -> list[tuple[f
     stages = [stage for replica in layout.replicas for stage in replica]
     if all(map(same_gpu_type, stages)):
         return [even]
-    gpus_of_rank = [[device.gpu for device in position] for position in zip(*stages, strict=True)]
-    bandwidth = tuple(min(gpu.bandwidth_Bps for gpu in gpus) for gpus in gpus_of_rank)
-    memory = tuple(float(min(gpu.usable_bytes(1.0) for gpu in gpus)) for gpus in gpus_of_rank)
+    bandwidth, memory = _weakest_of_positions(stages)
     choices = [bandwidth, memory, even]
     if any(device.gpu.limit_bytes is not None for device in layout.devices):
         # If only a small part of a GPU may be used, the engine takes much of it: divide what is left for the model.

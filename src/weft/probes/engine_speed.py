@@ -90,6 +90,10 @@ def subjects(gpu: GpuSpec) -> tuple[Subject, ...]:
     return (Subject(TINY), Subject(thin), Subject(wide), *(Subject(wide, kind) for kind in QUANTISED))
 
 
+def _loads_of_kind(loads: Sequence[CalibrationLoad], kind: str) -> list[CalibrationLoad]:
+    return [load for load in loads if load.kind == kind]
+
+
 def loads_of(gpu: GpuSpec, subject: Subject | None) -> tuple[CalibrationLoad, ...]:
     """Loads for a subject, or for the user's own model (None).
 
@@ -98,12 +102,12 @@ def loads_of(gpu: GpuSpec, subject: Subject | None) -> tuple[CalibrationLoad, ..
     all_loads = LOADS[gpu.kind]
     if subject is None or (subject.model != TINY and subject.quantization == "none"):
         return all_loads
-    decodes = [load for load in all_loads if load.kind == "decode"]
+    decodes = _loads_of_kind(all_loads, "decode")
     shortest = min(load.length for load in decodes)
     steps = [load for load in decodes if load.length == shortest]
     if subject.model == TINY:
         return tuple(steps)
-    prompts = [load for load in all_loads if load.kind == "prefill"]
+    prompts = _loads_of_kind(all_loads, "prefill")
     return steps[0], steps[-1], prompts[len(prompts) // 2]
 
 

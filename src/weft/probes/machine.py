@@ -74,16 +74,26 @@ def gpu_node(host: Host, speeds: Speeds) -> Node:
     """
     gpus = host.gpus
     measured = [speeds.pair(gpus[pair.first].uuid, gpus[pair.second].uuid) for pair in host.pairs]
-    has_fault = any(speed and speed.verdict != "works" for speed in measured)
+    has_fault = _has_fault(measured)
     peer = _common_peer(host, measured, has_fault)
     specs = tuple(observed_spec(gpu, speeds, peer) for gpu in gpus)
     if len(gpus) > 1 and not any(map(_is_reported, host.pairs)):
         return Node(specs, default_link(specs))
-    joined = [] if has_fault else [(pair.first, pair.second) for pair in host.pairs if pair.nvlinks]
-    domains = interconnect_domains(len(gpus), joined)
-    if len(domains) == 1 and joined:
+    domains = () if has_fault else _nvlink_domains(host)
+    if len(domains) == 1 and len(domains[0]) == len(gpus):
         return Node(specs, "nvlink")
-    return Node(specs, "pcie", tuple(sorted(domain for domain in domains if len(domain) > 1)))
+    return Node(specs, "pcie", domains)
+
+
+def _has_fault(measured: Sequence[PairSpeed | None]) -> bool:
+    return any(speed is not None and speed.verdict != "works" for speed in measured)
+
+
+def _nvlink_domains(host: Host) -> tuple[tuple[int, ...], ...]:
+    """The groups of two GPUs or more that NVLink joins."""
+    joined = [(pair.first, pair.second) for pair in host.pairs if pair.nvlinks]
+    domains = interconnect_domains(len(host.gpus), joined)
+    return tuple(sorted(domain for domain in domains if len(domain) > 1))
 
 
 def _is_reported(pair: GpuPair) -> bool:

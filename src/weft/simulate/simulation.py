@@ -104,24 +104,35 @@ class Simulation:
     def run_events(self, enough: Callable[[Tally], bool], on_time: Callable[[float], object]) -> tuple[Stats, Stats]:
         """Run until every measured request has ended. Return the counters at the window's begin and end."""
         tally = self._tally
-        window_s = tally.end_s
-        before: Stats | None = None
-        after: Stats | None = None
-        while (now := self.next_s) < inf:
-            if before is None and now >= tally.begin_s:
-                before = self.total_stats()
-            if after is None and now >= window_s:
-                after = self.total_stats()
-            if after and not self.unfinished:
-                break
+        self._run_until(tally.begin_s, on_time, lambda now: False)
+        before = self.total_stats()
+
+        def ends_window(now: float) -> bool:
+            if not enough(tally):
+                return False
+            tally.end_s = now
+            return True
+
+        ended_early = self._run_until(tally.end_s, on_time, ends_window)
+        after = self.total_stats()
+        while not ended_early and self.unfinished and (now := self.next_s) < inf:
             self.process_event(now)
             if self.events % CHECK_EVERY == 0:
                 on_time(now)
-                if before and not after and enough(tally):
-                    tally.end_s = now
-                    break
-        final = self.total_stats()
-        return before or final, after or final
+        return before, after
+
+    def _run_until(self, end_s: float, on_time: Callable[[float], object], stop: Callable[[float], bool]) -> bool:
+        """Process the events before `end_s`. Return True if `stop` ended it earlier.
+
+        Both functions get the time of the event that is over, after every CHECK_EVERY of them.
+        """
+        while (now := self.next_s) < end_s:
+            self.process_event(now)
+            if self.events % CHECK_EVERY == 0:
+                on_time(now)
+                if stop(now):
+                    return True
+        return False
 
     def process_event(self, now: float) -> None:
         """Process the event at `next_s`. The end of a request comes before an arrival at the same time."""

@@ -164,22 +164,28 @@ class GrammarCompiler:
         schema = next((part["json_schema"] for part in parts if "json_schema" in part), None)
         if not isinstance(schema, Mapping):
             return f"the grammar cannot be compiled: {problem}"
-        place, tried = "$", 0
-        part: Any = schema
+        place = "$"
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        while True:
-            for step, inner in sub_schemas(part):
-                tried += 1
-                if tried > MAX_PLACES:
-                    break
-                if found := self._problem({**shared, **inner}):
-                    part, place, problem = inner, place + step, found
-                    break
-            else:
-                break
-            if tried > MAX_PLACES:
-                break
+        tries = iter(range(MAX_PLACES))
+        found = self._problem_inside(schema, shared, tries)
+        while found is not None:
+            step, part, problem = found
+            place += step
+            found = self._problem_inside(part, shared, tries)
         return f"the schema cannot be compiled, at {place}: {problem}"
+
+    def _problem_inside(
+        self, schema: Mapping[str, Any], shared: Mapping[str, Any], tries: Iterator[int]
+    ) -> tuple[str, Mapping[str, Any], str] | None:
+        """The way to the first schema directly inside this one that cannot be compiled, the schema, and its problem.
+
+        None if there is no such schema, or if `tries`, of which each schema takes one, are used up.
+        """
+        for (step, inner), _ in zip(sub_schemas(schema), tries, strict=False):
+            problem = self._problem({**shared, **inner})
+            if problem:
+                return step, inner, problem
+        return None
 
     def _problem(self, schema: Mapping[str, Any]) -> str:
         """Why a schema by itself cannot be compiled; "" if it can."""
@@ -192,15 +198,21 @@ class GrammarCompiler:
 
 def sub_schemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The schemas directly inside a schema, each with the way to it."""
+    yield from ((step, part) for step, part in _parts_of_schema(schema) if isinstance(part, Mapping))
+
+
+def _parts_of_schema(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The values of a schema where others may stand, each with the way to it."""
     for key in ("$defs", "definitions", "properties", "patternProperties"):
-        if isinstance(named := schema.get(key), Mapping):
-            yield from ((f".{key}.{name}", part) for name, part in named.items() if isinstance(part, Mapping))
+        named = schema.get(key)
+        if isinstance(named, Mapping):
+            yield from ((f".{key}.{name}", part) for name, part in named.items())
     for key in ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames"):
-        if isinstance(part := schema.get(key), Mapping):
-            yield f".{key}", part
+        yield f".{key}", schema.get(key)
     for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
-        if isinstance(several := schema.get(key), list):
-            yield from ((f".{key}[{at}]", part) for at, part in enumerate(several) if isinstance(part, Mapping))
+        several = schema.get(key)
+        if isinstance(several, list):
+            yield from ((f".{key}[{at}]", part) for at, part in enumerate(several))
 
 
 def first_line(message: str) -> str:

@@ -34,14 +34,29 @@ UNSUPPORTED = {
     "attn_logit_softcapping": "capped attention scores",
     "alibi": "biased attention scores",
 }
+WHOLE = "replicated_with_grad_allreduce"  # the name in Transformers' plan of a module that is not cut
 # Names in Transformers' plan for the cuts that Weft makes: the dimension that is cut, and if results are gathered.
 STYLES: dict[str, tuple[Literal["", "rows", "cols"], bool]] = {
     "colwise": ("rows", False),
     "colwise_gather_output": ("rows", True),
     "rowwise": ("cols", False),
     "rowwise_split_input": ("cols", False),
-    "replicated_with_grad_allreduce": ("", False),
+    WHOLE: ("", False),
 }
+
+
+class LayerTable(NamedTuple):
+    """The tensors of the layers.
+
+    - `kinds`: the tensors of each kind of layer; `numbers`: the kind of each layer.
+    - `joined`: modules whose results are gathered.
+    - `whole`: the reason not to cut layers, "" if there is none.
+    """
+
+    kinds: tuple[tuple[LibraryTensor, ...], ...]
+    numbers: tuple[int, ...]
+    joined: tuple[str, ...]
+    whole: str
 
 
 class Call(NamedTuple):
@@ -200,7 +215,31 @@ def run_on_meta(model: PreTrainedModel) -> bool:
 
 def describe_tensors(model: PreTrainedModel, text: str, head_dim: int, single: bool) -> LibraryModel:
     """The table of a model's tensors. `single`: each layer hands on its hidden states alone."""
-    prefix, (layers_name, layers) = model.base_model_prefix + ".", layer_list(model)
+    layers_name, _ = layer_list(model)
+    layers = describe_layers(model, head_dim)
+    embedding, head = outer_names(model)
+    outside = list(tensors_outside_layers(model, {embedding, *head}))
+    before = tuple(tensor for tensor, comes_after in outside if not comes_after)
+    after = tuple(tensor for tensor, comes_after in outside if comes_after)
+    return LibraryModel(
+        config=text,
+        layer=f"{model.base_model_prefix}.{layers_name}.{{layer}}.",
+        embedding=embedding,
+        head=head,
+        width=embedding_dims(model)[1],
+        before=before,
+        after=after,
+        kinds=layers.kinds,
+        layers=layers.numbers,
+        joined=layers.joined,
+        whole=layers.whole,
+        one_stage=reason_for_one_stage(model, single, before),
+    )
+
+
+def describe_layers(model: PreTrainedModel, head_dim: int) -> LayerTable:
+    """The tensors of all layers, and how Transformers' plan for tensor parallelism cuts them."""
+    layers_name, layers = layer_list(model)
     plan = getattr(model.config, "base_model_tp_plan", None) or {}
     joined, reasons = dict[str, None](), list[str]()
     if not plan:
@@ -212,35 +251,35 @@ def describe_tensors(model: PreTrainedModel, text: str, head_dim: int, single: b
         if tensors not in kinds:
             kinds.append(tensors)
         numbers.append(kinds.index(tensors))
-    embedding, head = outer_names(model)
+    return LayerTable(tuple(kinds), tuple(numbers), tuple(joined), whole=next(iter(reasons), ""))
+
+
+def tensors_outside_layers(model: PreTrainedModel, outer: Collection[str]) -> Iterator[tuple[LibraryTensor, bool]]:
+    """Yield each tensor outside the layers whose name is not in `outer`, and True if it comes after the layers.
+
+    The order is that of Transformers' plan for pipelines; a tensor that it does not place comes before the layers.
+    """
+    layers_name, _ = layer_list(model)
     stages = list(getattr(model.config, "base_model_pp_plan", None) or {})
-    before, after = list[LibraryTensor](), list[LibraryTensor]()
-    one_stage = "" if stages else f"{type(model).__name__} has no plan for pipelines"
-    if not single:
-        one_stage = one_stage or f"layers of {type(model).__name__} hand on more than hidden states"
     for name, tensor in model.named_parameters():
-        path = name.removeprefix(prefix)
-        if name in (embedding, *head) or path.startswith(layers_name + "."):
+        path = name.removeprefix(model.base_model_prefix + ".")
+        if name in outer or path.startswith(layers_name + "."):
             continue
         part = path.partition(".")[0]
         comes_after = part in stages and stages.index(part) > stages.index(layers_name)
-        if not comes_after:
-            one_stage = one_stage or f"the plan for pipelines of {type(model).__name__} does not place {name}"
-        (after if comes_after else before).append(LibraryTensor(name, tuple(tensor.shape)))
-    return LibraryModel(
-        config=text,
-        layer=f"{prefix}{layers_name}.{{layer}}.",
-        embedding=embedding,
-        head=head,
-        width=embedding_dims(model)[1],
-        before=tuple(before),
-        after=tuple(after),
-        kinds=tuple(kinds),
-        layers=tuple(numbers),
-        joined=tuple(joined),
-        whole=next(iter(reasons), ""),
-        one_stage=one_stage,
-    )
+        yield LibraryTensor(name, tuple(tensor.shape)), comes_after
+
+
+def reason_for_one_stage(model: PreTrainedModel, single: bool, before: Sequence[LibraryTensor]) -> str:
+    """The reason why the model runs in one stage only, "" if there is none; `before` are tensors before the layers."""
+    name = type(model).__name__
+    if not getattr(model.config, "base_model_pp_plan", None):
+        return f"{name} has no plan for pipelines"
+    if not single:
+        return f"layers of {name} hand on more than hidden states"
+    if before:
+        return f"the plan for pipelines of {name} does not place {before[0].name}"
+    return ""
 
 
 def layer_tensors(
@@ -250,16 +289,25 @@ def layer_tensors(
     for name, tensor in layer.named_parameters():
         path, _, kind = name.rpartition(".")
         linear = type(layer.get_submodule(path)) is nn.Linear
-        styles = (plan[key] for key in plan if fnmatchcase(f"{layers_name}.0.{path}", key))
-        style = next(styles, None)
-        cut, gathers = STYLES.get(style or "replicated_with_grad_allreduce", ("", False))
-        if style is not None and (style not in STYLES or (cut and not linear)):
+        style = planned_style(f"{layers_name}.0.{path}", plan)
+        cut, gathers = STYLES.get(style, ("", False))
+        if not can_follow(style, linear=linear):
             reasons.append(f"its plan for tensor parallelism wants {path} {style}")
         if gathers:
             joined[path] = None
         if kind == "bias" and cut == "cols":
             cut = ""
         yield LibraryTensor(name, tuple(tensor.shape), linear and kind == "weight", cut)
+
+
+def can_follow(style: str, *, linear: bool) -> bool:
+    """Return True for a cut that Weft makes: of a linear module, or none at all."""
+    return style in STYLES and (linear or not STYLES[style][0])
+
+
+def planned_style(path: str, plan: Mapping[str, str]) -> str:
+    """The name in Transformers' plan for the cut of a module; WHOLE for a module that the plan does not name."""
+    return next((plan[pattern] for pattern in plan if fnmatchcase(path, pattern)), WHOLE)
 
 
 def head_tensors(tensors: tuple[LibraryTensor, ...], joined: Collection[str], head_dim: int) -> Iterator[str]:
