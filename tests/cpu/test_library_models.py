@@ -196,7 +196,7 @@ def test_refused_classes(tmp_path: Path, golden: Callable[[str, str], None]) -> 
     lines = []
     for name, config in variants():
         (tmp_path / "config.json").write_text(json.dumps(config))
-        lines.append(f"{name}\n  {refusal(resolve_dummy, tmp_path)}")
+        lines.append(f"{name}\n  {refusal(resolve_dummy, tmp_path, transformers.__version__)}")
     golden("library_models.txt", "".join(lines))
 
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,20 @@ ADMIN_KEY = "secret"
 PATIENCE_S = 60.0  # for what must happen some time
 
 
+@contextmanager
+def bound_to(cores: Iterable[int]) -> Iterator[None]:
+    """Bind this thread, and processes that it starts meanwhile, to these cores; none: leave it as it is.
+
+    subprocess's preexec_fn needs a real fork, for which a worker of pytest with much reserved memory may be too large.
+    """
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, set(cores) or before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 class Server:
     """A running `weft serve`. `url` is known once it says so; `lines` are what it has printed."""
 
@@ -42,16 +57,16 @@ class Server:
 
     def __init__(self, *words: str, wait: bool = True, cores: Iterable[int] = ()) -> None:
         """`cores` are those that it may use, though this process may be bound to others."""
-        self.process = subprocess.Popen(
-            [sys.executable, *self.program, *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            # Two threads that wait for each other are slow on a machine that is busy with other tests.
-            env={**os.environ, "OMP_NUM_THREADS": "1", "WEFT_ADMIN_KEY": ADMIN_KEY},
-            preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
-        )
+        with bound_to(cores):
+            self.process = subprocess.Popen(
+                [sys.executable, *self.program, *words],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                # Two threads that wait for each other are slow on a machine that is busy with other tests.
+                env={**os.environ, "OMP_NUM_THREADS": "1", "WEFT_ADMIN_KEY": ADMIN_KEY},
+            )
         self.lines: list[str] = []
         self.url = ""
         self._said = threading.Event()

@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from tests.cpu import tiny
-from tests.cpu.test_serve import ADMIN_KEY, Server
+from tests.cpu.test_serve import ADMIN_KEY, Server, bound_to
 from tests.pure.commands import HERE
 from weft.errors import ModelError
 from weft.formats import demo
@@ -71,10 +71,8 @@ def slowed(server: Server, rank: int) -> Iterator[None]:
     (core,) = bound[rank].cpu_affinity()
     for thread in bound[rank].threads():
         os.setpriority(os.PRIO_PROCESS, thread.id, 10)
-    others = [
-        subprocess.Popen([sys.executable, "-c", "while True: pass"], preexec_fn=lambda: os.sched_setaffinity(0, {core}))
-        for _ in range(2)
-    ]
+    with bound_to([core]):
+        others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     try:
         yield
     finally:
@@ -152,8 +150,10 @@ def test_two_ranks_that_are_well(pair: Server) -> None:
     # Other programs may have a core of this machine, and the rank there is slow in truth.
     assert {*seen} <= {"straggler", "allreduce_wait"}
     for row in figures["ranks"]:
-        parts = [row[name] for name in ("compute", "communication", "waiting")]
-        assert sum(parts) == pytest.approx(1.0) and all(part > 0 for part in parts)
+        assert row["compute"] + row["communication"] + row["waiting"] == pytest.approx(1.0)
+        assert row["compute"] > 0 and row["communication"] > 0 and row["waiting"] >= 0
+    # The slower one of the two need not wait for the other.
+    assert any(row["waiting"] > 0 for row in figures["ranks"])
     (model,) = figures["models"]
     assert model["tok_s"] > 0 and model["running"] > 0 and model["ttft_s"]["p95"] >= model["ttft_s"]["p50"] > 0
 
@@ -238,7 +238,7 @@ def test_a_tiny_cache(folder: Path) -> None:
     with small(folder / "cache", "--kv-cache-memory-bytes", "512k", "--max-num-seqs", "64") as server:
         with Load(server.url, clients=24, tokens=200, prompts=20):
             found = diagnosis(server.url, "kv_starved", "preemption_storm")
-        assert found["kv_starved"]["value"] > LIMITS.kv_usage
+        assert found["kv_starved"]["value"] > LIMITS.starved
         assert "--kv-cache-memory-bytes" in found["kv_starved"]["remedy"]
         assert "--max-num-seqs" in found["preemption_storm"]["remedy"]
 

@@ -114,7 +114,8 @@ class LiveGateway:
 @asynccontextmanager
 async def gateway(*urls: str, admin_key: str | None = None, **config: Any) -> AsyncIterator[LiveGateway]:
     """A gateway in front of these URLs, or of the `upstreams` in `config`."""
-    values = {"upstreams": [{"url": url} for url in urls], "timeouts": {"connect": 1, "first_byte": 5, "idle": 5}}
+    timeouts = dict.fromkeys(("connect", "first_byte", "idle"), PATIENCE_S)
+    values = {"upstreams": [{"url": url} for url in urls], "timeouts": timeouts}
     made = make_config({**values, **config})
     if made.keys is not None:
         Path(made.keys).chmod(0o600)

@@ -63,6 +63,21 @@ def test_chunks_that_go_straight_to_the_connection(state: dict[str, bool], writt
     assert chunks == [b"9\r\ndata: 1\n\n\r\n"] * written
 
 
+@pytest.mark.parametrize("padding", [0, 200_000])
+async def test_a_client_that_leaves_after_its_body(padding: int) -> None:
+    """While the answer is computed the end of the connection is read, although a large body had paused reading."""
+    world = World(FakeEngine(endless))
+    async with weft_server(world) as live, asyncio.timeout(PATIENCE_S):
+        client = await live.connect()
+        await client.send(post(asking() + b" " * padding))
+        while not world.engine.open:
+            await asyncio.sleep(0.01)
+        client.writer.close()
+        while world.engine.open:
+            await asyncio.sleep(0.01)
+    assert world.engine.aborted
+
+
 # One connection
 
 

@@ -22,7 +22,7 @@ from weft.hardware.gpu_figures import GpuFigures, GpuSampler
 from weft.hardware.topology import Holder
 from weft.monitor import gpus
 from weft.monitor.finding import LIMITS, Change, Finding
-from weft.monitor.history import GpuMoment, Histogram, History, RankCounters, Snapshot, growing, weights_of
+from weft.monitor.history import TIMES, GpuMoment, Histogram, History, RankCounters, Snapshot, growing, weights_of
 from weft.monitor.price import add_prices, freed_tokens
 from weft.monitor.rank_rules import balanced_layers, small_ratio
 from weft.monitor.rules import CODES, diagnose
@@ -58,7 +58,7 @@ def history(plan: Plan, *moments: Snapshot, **fields: Any) -> History:
 
 
 def unused(rank: RankCounters) -> RankCounters:
-    return replace(rank, steps=0, compute_s=0.0, communication_s=0.0, waiting_s=0.0, idle_s=0.0)
+    return replace(rank, steps=0, **dict.fromkeys(TIMES, 0.0))
 
 
 def ranks_of(plan: Plan, *ranks: RankCounters) -> list[Finding]:
@@ -92,6 +92,17 @@ def test_a_rank_that_is_slowed() -> None:
     assert "--tensor-split 2,1" in finding.remedy and "free the device of rank 1" in finding.remedy
 
 
+def test_a_rank_whose_core_others_use() -> None:
+    """It computes as fast as the other one whenever it has the core, and then waits for it as long."""
+    well, slow = counters(0, 3.5, 2.0, 4.5), replace(counters(1, 3.1, 2.8, 4.1), delayed_s=4.0)
+    (finding,) = ranks_of(EVEN, well, slow)
+    assert finding.code == "straggler" and finding.value == pytest.approx(0.4)
+    assert "rank 1" in finding.text and finding.remedy == "free the cores of rank 1 on here from other work: 1"
+    both = ranks_of(EVEN, replace(well, delayed_s=3.5), slow)
+    assert codes(both) == ["allreduce_wait"], "the cores of both are in use by others"
+    assert "straggler" not in codes(ranks_of(EVEN, well, replace(slow, delayed_s=2.0)))
+
+
 def test_an_uneven_split_of_equal_ranks() -> None:
     uneven = replace(PLAN, places=tuple(cut_places(SMOLLM2, [1, 2], [30])))
     weights = weights_of((uneven,))[0]
@@ -118,8 +129,16 @@ def test_a_fault_of_one_rank_is_no_fault_of_the_sums() -> None:
 
 def test_stages_of_unequal_time() -> None:
     (finding,) = ranks_of(STAGES, counters(0, 8.0), counters(1, 4.0, waiting_s=4.0))
-    assert finding.code == "stage_imbalance" and finding.remedy == "--pipeline-split 15,15"
-    assert finding.value == pytest.approx(0.25)
+    # SmolLM2's head is as much work as 8 layers: the second stage does 18 units of work in 4 s.
+    assert finding.code == "stage_imbalance" and finding.remedy == "--pipeline-split 13,17"
+    assert finding.value == pytest.approx(1 - (17 + 8) * 4 / 18 / 8, abs=0.01)
+
+
+def test_a_last_stage_that_is_busy_with_the_head() -> None:
+    """26 layers and 4, at the same speed: by the time per layer of each stage, nothing could be gained."""
+    short = replace(PLAN, places=tuple(cut_places(SMOLLM2, [1], [26, 4])))
+    (finding,) = ranks_of(short, counters(0, 2.6), counters(1, 1.2))
+    assert finding.code == "stage_imbalance" and finding.remedy == "--pipeline-split 19,11"
 
 
 def test_ranks_with_little_work_tell_nothing() -> None:
@@ -150,41 +169,51 @@ def test_small_ratios(weights: list[float], units: int, split: tuple[int, ...]) 
 
 
 def test_layers_of_stages() -> None:
-    assert balanced_layers([20, 10], [20.0, 10.0]) == (15, 15)
-    assert balanced_layers([15, 15], [30.0, 15.0]) == (10, 20)
-    assert balanced_layers([2, 1, 1], [2.0, 1.0, 1.0]) in ((2, 1, 1), (1, 2, 1), (1, 1, 2))
+    assert balanced_layers([20, 10], [20.0, 10.0], head=0.0) == ((15, 15), 15.0)
+    assert balanced_layers([15, 15], [30.0, 15.0], head=0.0) == ((10, 20), 20.0)
+    assert balanced_layers([20, 10], [20.0, 14.0], head=4.0) == ((17, 13), 17.0)
+    split, time = balanced_layers([2, 1, 1], [2.0, 1.0, 1.0], head=0.0)
+    assert sorted(split) == [1, 1, 2] and time == 2.0
 
 
 # --- requests ---
 
-FULL = Stats(steps=STEPS, running=3, waiting=5, blocks_used=98, blocks_total=100)
+FULL = Stats(running=3, waiting=5, blocks_used=98, blocks_total=100)
 
 
-def grown(stats: Stats, **fields: Any) -> list[Stats]:
-    """Three moments, of which the counters grow."""
-    return [replace(stats, steps=STEPS * number, **fields) for number in (1, 2, 3)]
+def grown(stats: Stats, starved: float = 0.0, **fields: Any) -> list[Stats]:
+    """Three moments, of which the counters grow; in a share of the steps the cache had no room for the next request."""
+    return [
+        replace(stats, steps=STEPS * number, starved_steps=int(starved * STEPS) * number, **fields)
+        for number in (1, 2, 3)
+    ]
 
 
 def test_a_cache_without_room() -> None:
-    (finding,) = loads(EVEN, *grown(FULL))
-    assert finding.code == "kv_starved" and finding.value == pytest.approx(0.98)
+    (finding,) = loads(EVEN, *grown(FULL, starved=0.9))
+    assert finding.code == "kv_starved" and finding.value == pytest.approx(0.9)
     block = max(EVEN.block_bytes(rank) for rank in range(2))
     assert finding.change == Change(requests=(3, 8))
     (size,) = [int(word) for word in finding.remedy.split() if word.isdigit() and int(word) > block]
     assert size == 33 * 8 * block, "33 blocks for each of eight requests"
 
 
+def test_room_that_is_kept_for_requests_that_run() -> None:
+    (finding,) = loads(EVEN, *grown(replace(FULL, blocks_used=70), starved=0.9))
+    assert finding.code == "kv_starved" and "5 requests wait" in finding.text
+
+
 @pytest.mark.parametrize(
     "changed",
-    [{"waiting": 0}, {"blocks_used": 80}, {"steps": 0}],
+    [{"waiting": 0}, {"starved_steps": 10}, {"steps": 0}],
     ids=["nobody waits", "there is room", "no steps"],
 )
 def test_a_cache_that_is_well_used(changed: dict[str, Any]) -> None:
-    assert loads(EVEN, *(replace(one, **changed) for one in grown(FULL))) == []
+    assert loads(EVEN, *(replace(one, **changed) for one in grown(FULL, starved=0.9))) == []
 
 
 def test_a_moment_is_no_fault() -> None:
-    first, second, third = grown(FULL)
+    first, second, third = grown(FULL, starved=0.9)
     assert loads(EVEN, first, replace(second, waiting=0), third) == []
     assert loads(EVEN, FULL) == [], "of the time before nothing is known"
 

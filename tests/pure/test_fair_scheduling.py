@@ -64,6 +64,20 @@ def test_a_first_token_comes_as_if_nobody_else_were_there(big: dict[str, Any], l
     assert tokens_until_first(engine, "small") <= 2 * tokens_until_first(alone, "small") + (length > 32) * 32
 
 
+@pytest.mark.parametrize("big", [{"requests": 200}, {"requests": 60, "prompt": 120}], ids=str)
+def test_a_short_prompt_in_chunks_takes_no_turns(big: dict[str, Any]) -> None:
+    """Two clients that always wait take turns. One that was quiet has a part in every step until its first token."""
+    engine = busy({"max_num_batched_tokens": 256}, **big)
+    engine.scheduler.step_limit = 20
+    engine.scheduler.add(request("small", [9] * 50, owner=2, max_tokens=4))
+    computed = 0
+    while not engine.tokens("small"):
+        assert step(engine) <= 20
+        sequence = engine.scheduler._running["small"]
+        assert sequence.computed > computed
+        computed = sequence.computed
+
+
 def test_a_newcomer_does_not_wait_for_a_slot_and_its_answer_goes_on() -> None:
     engine = busy({}, 200)
     assert len(engine.scheduler.running) == 32
@@ -91,7 +105,7 @@ def test_owners_with_enough_to_do_are_served_by_their_weights(weight: float) -> 
     for number in range(100):
         item = request(f"other-{number}", [number % 5, number % 13], owner=2, weight=weight, max_tokens=100)
         engine.scheduler.add(item)
-    engine.scheduler.row_limit = 16
+    engine.scheduler.step_limit = 32
     owners = engine.scheduler._queue.owners  # type: ignore[attr-defined]
     before = [owners[number].served * owners[number].weight for number in (1, 2)]
     for _ in range(150):
@@ -152,7 +166,7 @@ def tokens_of(engine: Engine, name: str) -> int:
 def test_rows_take_turns_within_the_limit_of_a_step() -> None:
     engine = busy({}, 32)
     before = [len(engine.tokens(f"big1-{number}")) for number in range(32)]
-    engine.scheduler.row_limit = 10
+    engine.scheduler.step_limit = 20
     assert [step(engine) for _ in range(16)] == [10] * 16
     assert [len(engine.tokens(f"big1-{number}")) - before[number] for number in range(32)] == [5] * 32
 
@@ -255,6 +269,19 @@ def test_the_owner_that_outgrows_its_share_gives_up_its_blocks() -> None:
         step(engine)
     assert engine.scheduler.stats().preemptions > preemptions, "or there was no want of blocks"
     engine.run()
+
+
+def test_blocks_that_are_only_promised_are_given_up_too() -> None:
+    """Eight prompts, of which little is computed yet, are promised nearly all blocks."""
+    engine = Engine(ROOMY | {"num_blocks": 256, "max_num_seqs": 9, "max_num_batched_tokens": 115, "max_model_len": 240})
+    for number in range(10):
+        engine.scheduler.add(request(f"large-{number}", [number, *[5] * 116], owner=1, max_tokens=20))
+    engine.scheduler.step_limit = 2
+    for _ in range(17):
+        step(engine)
+    assert engine.scheduler.stats().blocks_used < 128
+    engine.scheduler.add(request("small", [9] * 60, owner=2, max_tokens=4))
+    assert tokens_until_first(engine, "small") <= 2 * 60 + 2
 
 
 def test_a_request_goes_on_if_the_one_before_it_has_to_give_up_its_blocks() -> None:
@@ -365,10 +392,12 @@ def test_a_newcomer_s_first_token_comes_within_twice_its_time_alone(
     for number in range(count):
         body = [number % 7, number // 7, *([5] * prompt)]
         engine.scheduler.add(request(f"big-{number}", body, owner=1, max_tokens=answer))
-    engine.scheduler.row_limit = min(limit, slots)
+    alone.scheduler.step_limit = engine.scheduler.step_limit = 2 * limit
     for _ in range(warm):
+        assume(len(engine.scheduler._unfinished) > 1)
         step(engine)
     assume(len(engine.scheduler._unfinished) > 1)
     engine.scheduler.add(small)
-    more = budget if length + slots > budget else 0  # if it does not fit into a step: they take turns
+    most = min(budget, 2 * limit)
+    more = most if length + slots > most else 0  # if it does not fit into a step: they take turns
     assert tokens_until_first(engine, "small") <= 2 * tokens_until_first(alone, "small") + more

@@ -68,7 +68,7 @@ async def replicas(*answers: Callable[[Exchange], Awaitable[None]], **config: An
             stub.answer = answer
         live = await stack.enter_async_context(gateway(*(stub.url for stub in stubs), **config))
         for stub in stubs:
-            await read_models(live.replica(stub), live.proxy.timeouts)
+            assert await read_models(live.replica(stub), live.proxy.timeouts)
         live.stubs = stubs
         yield live
 

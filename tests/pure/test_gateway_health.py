@@ -441,6 +441,28 @@ async def test_refusals_are_counted_and_logged(tmp_path: Path) -> None:
         live.assert_idle()
 
 
+async def test_models_that_were_not_told_are_asked_for_at_the_next_check() -> None:
+    broken = True
+
+    async def answer(exchange: Exchange) -> None:
+        if broken and exchange.path == "/v1/models":
+            exchange.hang_up()
+        else:
+            await answer_status("200 OK", body=b'{"data": [{"id": "m"}]}')(exchange)
+
+    async with upstream() as one, gateway(one.url) as live:
+        one.answer = answer
+        due: dict[Any, float] = {}
+        await checks._check_all(live.proxy.fleet, live.proxy.timeouts, None, due)
+        assert live.replica(one).listed is None
+        broken = False
+        asked = len(one.seen)
+        for _ in range(2):
+            await checks._check_all(live.proxy.fleet, live.proxy.timeouts, None, due)
+            assert live.replica(one).listed == {"m": {"id": "m"}}
+        assert [seen.path for seen in one.seen[asked:]] == ["/health", "/v1/models", "/health"]
+
+
 async def test_a_fault_in_a_check_does_not_end_the_checks(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

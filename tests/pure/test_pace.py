@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.pure.scheduling import LIMITS, Engine, request
-from weft.core.pace import CACHED_TOKENS, FIRST_SHARE, LEAST_SHARE, STEP_S, Pace
+from weft.core.pace import CACHED_TOKENS, FAIR_S, FIRST_SHARE, LEAST_SHARE, LEAST_TOKENS, STEP_S, FairPace, Pace
 
 
 class Machine:
@@ -20,7 +20,7 @@ class Machine:
         """Seconds of one step; as many prompt tokens as may be, unless it is said."""
         count = self.pace.tokens if prompt_tokens is None else prompt_tokens
         took_s = self._fixed_s + count * self._token_s
-        self.pace.step_started(count)
+        self.pace.step_started(count, 1)
         self.now_s += took_s
         self.pace.step_finished()
         return took_s
@@ -75,11 +75,54 @@ def test_beside_slow_decode_steps_prompts_may_take_as_long_again() -> None:
 def test_a_step_that_waited_for_another_is_not_slow() -> None:
     times_s = iter([0.0, 0.0, 0.07, 0.14])
     pace = Pace(lambda: next(times_s), 2048)
-    pace.step_started(256)
-    pace.step_started(256)
+    pace.step_started(256, 1)
+    pace.step_started(256, 1)
     pace.step_finished()
     pace.step_finished()
     assert pace.tokens == 512
+
+
+class FairMachine:
+    """A clock, and steps under the policy "fair" that take `fixed_s`, and `token_s` for each token."""
+
+    def __init__(self, token_s: float, fixed_s: float = 0.0) -> None:
+        self.now_s = 0.0
+        self.pace = FairPace(lambda: self.now_s, 2048)
+        self._token_s, self._fixed_s = token_s, fixed_s
+
+    def step(self, prompt_tokens: int, rows: int) -> float:
+        """Seconds of a step of as many of these as may be, of the rows up to half."""
+        most = self.pace.tokens
+        rows = min(rows, most // 2)
+        prompt_tokens = min(prompt_tokens, most - rows)
+        took_s = self._fixed_s + (prompt_tokens + rows) * self._token_s
+        self.pace.step_started(prompt_tokens, rows)
+        self.now_s += took_s
+        self.pace.step_finished()
+        return took_s
+
+
+@pytest.mark.parametrize("work", [(2000, 0), (0, 256), (2000, 256)], ids=str)
+def test_fair_steps_are_short_and_no_shorter_than_need_be(work: tuple[int, int]) -> None:
+    machine = FairMachine(0.002, fixed_s=0.01)
+    machine.step(0, 1)
+    machine.pace.step_started(0, 8)
+    machine.now_s += 5.0  # once, something else had the processor
+    machine.pace.step_finished()
+    assert machine.pace.tokens == LEAST_TOKENS
+    took_s = [machine.step(*work) for _ in range(40)]
+    assert max(took_s) <= FAIR_S
+    # Rows alone fill half a step, so that prompts that come have the other half.
+    assert took_s[-1] > (0.85 if work[0] else 0.4) * FAIR_S
+
+
+def test_fair_steps_of_a_large_model_take_twice_its_smallest_ones() -> None:
+    """0.4 s for the weights alone: of 0.1 s, nothing but the smallest steps would be left."""
+    machine = FairMachine(0.002, fixed_s=0.4)
+    for _ in range(10):
+        machine.step(0, 4)
+    took_s = [machine.step(2000, 64) for _ in range(30)]
+    assert 0.7 <= took_s[-1] <= machine.pace.limit_s == pytest.approx(0.816, rel=0.05)
 
 
 def test_only_who_runs_alone_has_steps_full_of_its_prompt() -> None:

@@ -16,9 +16,9 @@ import pytest
 
 from tests.pure.servers import Exchange, serving
 from tests.refusals import refuses
-from weft.cluster import ray_cluster
+from weft.cluster import ray_bundles, ray_cluster
 from weft.cluster.messages import Facts
-from weft.cluster.ray_bundles import OwnGroup, free_bundles
+from weft.cluster.ray_bundles import OwnGroup, free_bundles, settled_bundles
 from weft.cluster.ray_cluster import Seat, check_seats, uses_ray
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
@@ -296,6 +296,15 @@ def test_bundles_of_the_callers_placement_group() -> None:
     left, taken = own.take({"a": 1, "b": 1})
     assert taken == {"a": (0,), "b": (1,)} and left.bundles == {"a": (2,), "b": (1,)}
     assert left.take({"a": 1})[1] == {"a": (2,)}
+
+
+def test_what_this_process_takes_itself_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray counts it a moment later; and by then, what another actor holds may not be free yet."""
+    monkeypatch.setattr(ray_bundles, "LOOK_S", 0.0)
+    told = [{"a": (0, 1), "b": (2,)}, {"b": (2,)}, {"a": (1,), "b": (2,)}]
+    assert settled_bundles(iter(told).__next__, 2) == told[2]
+    monkeypatch.setattr(ray_bundles, "KNOWN_S", -1.0)
+    assert settled_bundles(iter(told).__next__, 2) == told[0]
 
 
 def test_addresses_are_compared(facts: Callable[..., Facts]) -> None:

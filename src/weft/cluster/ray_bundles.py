@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
-KNOWN_S = 3.0  # after which all of Ray's nodes have told what is free; until then a new bundle may seem taken
+KNOWN_S = 3.0  # after which all of Ray's nodes have told what is free; until then a bundle may seem taken, or free
 LOOK_S = 0.1
 
 
@@ -44,11 +44,22 @@ def own_group(ray: Any, kind: str) -> OwnGroup | None:
     table = placement_group_table(current)
     room = sum(int(bundle.get(kind, 0)) for bundle in table["bundles"].values())
     room -= int(ray.get_runtime_context().get_assigned_resources().get(kind, 0))  # this process's own
+    nodes = table["bundles_to_node_id"]
+    bundles = settled_bundles(lambda: free_bundles(name, kind, nodes, ray.available_resources()), room)
+    return OwnGroup(name, bundles) if bundles else None
+
+
+def settled_bundles(look: Callable[[], dict[str, tuple[int, ...]]], room: int) -> dict[str, tuple[int, ...]]:
+    """The free bundles once they have room for `room` ranks, or as they are after KNOWN_S.
+
+    With more than that, Ray does not yet count what this process itself takes; with less, a new bundle or one that an
+    actor has just given back, or other actors have taken some.
+    """
     deadline = time.monotonic() + KNOWN_S
     while True:
-        bundles = free_bundles(name, kind, table["bundles_to_node_id"], ray.available_resources())
-        if sum(map(len, bundles.values())) >= room or time.monotonic() > deadline:
-            return OwnGroup(name, bundles) if bundles else None
+        bundles = look()
+        if sum(map(len, bundles.values())) == room or time.monotonic() > deadline:
+            return bundles
         time.sleep(LOOK_S)
 
 

@@ -96,6 +96,8 @@ class RankReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     - `waiting_s`: the rest: without a step, or waiting for other ranks within one. Over gloo and NCCL the wait for a
       rank of the same stage counts as communication.
     - `idle_s`: the part of `waiting_s` without a step; None on a GPU.
+    - `delayed_s`: the thread that computes could have run, but its cores had other work; 0 where the system does not
+      tell. It is a part of the times above.
     - `allocated_bytes`: on a GPU, of tensors; on a CPU, the resident memory of the rank's process.
     - `reserved_bytes`: on a GPU, what torch holds of its memory. `driver_bytes`: what is in use of it by the driver's
       count, other processes' memory included. Both are None on a CPU.
@@ -106,6 +108,7 @@ class RankReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     communication_s: float | None
     waiting_s: float
     idle_s: float | None = None
+    delayed_s: float = 0.0
     allocated_bytes: int
     reserved_bytes: int | None = None
     driver_bytes: int | None = None

@@ -15,7 +15,7 @@ from weft.core.fair import FairScheduler
 from weft.core.grammar import Grammars, Matcher
 from weft.core.groups import GroupedScheduler
 from weft.core.kv import KVManager
-from weft.core.pace import Pace
+from weft.core.pace import FairPace, Pace
 from weft.core.request import Output, Request, Stats
 from weft.core.scheduler import Scheduler
 from weft.core.speculation_gate import SpeculationGate
@@ -85,8 +85,8 @@ class EngineCore:
         """
         groups = [create_scheduler(plan, num_blocks, config, group, grammars) for group in range(plan.data_parallel)]
         scheduler = groups[0] if len(groups) == 1 else GroupedScheduler(groups)
-        rows = plan.max_num_seqs if config.scheduling_policy == "fair" else 0
-        pace = Pace(monotonic, plan.max_num_batched_tokens, rows) if paced else None
+        kind = FairPace if config.scheduling_policy == "fair" else Pace
+        pace = kind(monotonic, plan.max_num_batched_tokens) if paced else None
         return cls(scheduler, executor, depth=plan.stages + plan.lookahead, pace=pace, grammars=grammars)
 
     def add(self, request: Request) -> None:
@@ -184,14 +184,12 @@ class EngineCore:
             self._fail(error)
 
     def _next_step(self) -> EngineStep | None:
-        """Schedule the next step: with the pace's limit on prompt tokens, and with drafts if they pay."""
+        """Schedule the next step: with the pace's limits on its tokens, and with drafts if they pay."""
         if self._pace:
-            self.scheduler.prompt_limit = self._pace.tokens
-            if self._pace.rows:
-                self.scheduler.row_limit = self._pace.rows
+            self._pace.set_limits(self.scheduler)
         plan = self._schedule()
         if self._pace and plan:
-            self._pace.step_started(self.scheduler.prompt_tokens, _rows(plan) if self._pace.rows else 0)
+            self._pace.step_started(self.scheduler.prompt_tokens, _rows(plan))
         return plan
 
     def _schedule(self) -> EngineStep | None:

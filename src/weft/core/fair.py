@@ -23,6 +23,9 @@ from weft.core.waiting import FairQueue, Owner
 
 LOST_SHARE = 0.1  # of all tokens, those that steps without some of the owners may lose
 CREDIT_STEPS = 2.0  # of the most tokens: what an owner may lose at once
+# Of the most tokens of a step: what an owner that has asked for less than its share may be served ahead of the others,
+# so that a short prompt need not take turns with theirs.
+AHEAD_SHARE = 0.25
 
 
 class FairScheduler(Scheduler):
@@ -34,8 +37,8 @@ class FairScheduler(Scheduler):
       there is no room for its next request, until the one that passes has been served as much as that request takes.
     - A prompt that beside the rows of more served owners would take twice the tokens of a step, or more, is computed
       without these rows. An owner has a credit for what such steps lose: in all, LOST_SHARE of the tokens.
-    - A step has at most `row_limit` rows, those of the least served owners first; the others take turns. So it stays
-      short, and a prompt that comes during the step does not wait long.
+    - A step has at most `step_limit` tokens, and half as many rows, those of the least served owners first; the others
+      take turns. So the step stays short, and a prompt that comes during it does not wait long.
     - An owner that has more rows or blocks than its share gives them up for one that has less, the youngest first, but
       for its oldest. It also is the first to give up blocks when the running requests need more than there are.
 
@@ -68,7 +71,7 @@ class FairScheduler(Scheduler):
         owner.weight = request.weight
         super().add(request, prepared=prepared)
         if not owner.unfinished:
-            owner.served = max(owner.served, self._floor)
+            self._level(owner)
         owner.unfinished += 1
 
     def _check_queue(self, request: Request) -> None:
@@ -121,10 +124,10 @@ class FairScheduler(Scheduler):
         self._raise_counters(flight)
 
     def _raise_counters(self, flight: Flight) -> None:
-        """Raise the counters of owners that get all that they ask for to the lowest one of those that wait.
+        """Raise the counters of owners that get all that they ask for to about the lowest one of those that wait.
 
-        With a lower one, an owner that has had little to do for hours could keep others from the engine for hours, and
-        so could each newcomer beside it. If nobody waits, all become equal.
+        With a much lower one, an owner that has had little to do for hours could keep others from the engine for hours,
+        and so could each newcomer beside it. If nobody waits, all become about equal.
         """
         taken = set(map(id, flight.rows))
         left = {self._owner(one) for one in self._ready if id(one) not in taken or not _awaits_token(one)}
@@ -132,7 +135,11 @@ class FairScheduler(Scheduler):
         level = min(waiting) if waiting else max(owner.served for owner in self._active)
         self._floor = max(self._floor, level)
         for owner in self._active:
-            owner.served = max(owner.served, self._floor)
+            self._level(owner)
+
+    def _level(self, owner: Owner) -> None:
+        """Raise a counter that is more than AHEAD_SHARE below the lowest one of the owners that have work."""
+        owner.served = max(owner.served, self._floor - AHEAD_SHARE * self.max_num_batched_tokens / owner.weight)
 
     def _credit(self, owner: Owner) -> float:
         """Tokens that steps may lose for an owner's sake."""
@@ -144,6 +151,15 @@ class FairScheduler(Scheduler):
     def _beside_decodes(self, prefills: int) -> bool:
         """Return True if the step's prompts are limited: another owner's may come while it runs."""
         return len(self._owners) > 1 or super()._beside_decodes(prefills)
+
+    @property
+    def _row_limit(self) -> int:
+        """Most rows of a step."""
+        return max(1, min(self.max_num_batched_tokens, self.step_limit // 2))
+
+    def _limit_prompts(self, budget: int, decodes: int) -> int:
+        """The prompt tokens, at most `budget`, that a step may have beside the tokens of so many answers."""
+        return min(budget, max(1, self.step_limit - decodes))
 
     def _find_place(self, admissible: tuple[Sequence, Tables] | None) -> tuple[int, int]:
         """Place of the first owner that has a prompt to compute; the last place if none has.
@@ -157,12 +173,13 @@ class FairScheduler(Scheduler):
             prompts[self._owner(sequence)] += len(sequence.tokens) - len(prefix[0]) * self.kv.block_size
         place = next((number for number, owner in enumerate(self._ranked) if prompts[owner]), len(self._ranked) - 1)
         owner, before, behind = self._ranked[place], self._ranked[: place + 1], self._ranked[place + 1 :]
-        own = min(sum(rows[one] for one in before), self.row_limit)
-        decodes = own + min(sum(rows[one] for one in behind), self.row_limit - own)
+        most = self._row_limit
+        own = min(sum(rows[one] for one in before), most)
+        decodes = own + min(sum(rows[one] for one in behind), most - own)
         prompt = prompts[owner]
         # Most tokens of prompts in a step: without the owners behind, and with them.
-        alone = max(1, min(self.prompt_limit, self.max_num_batched_tokens - own))
-        beside = max(0, min(self.prompt_limit, self.max_num_batched_tokens - decodes))
+        alone = max(1, min(self.step_limit, self.max_num_batched_tokens) - own)
+        beside = max(0, min(self.step_limit, self.max_num_batched_tokens) - decodes)
         together = decodes + min(beside, prompt + sum(prompts[one] + self._admitted_tokens(one) for one in behind))
         doubled = not beside or ceil(prompt / beside) * together > 2 * (ceil(prompt / alone) * own + prompt)
         paid = self._credit(owner) >= together - own - min(prompt, alone)
@@ -190,7 +207,7 @@ class FairScheduler(Scheduler):
         # Again if all that were selected have given up their blocks: others can go on.
         while not selected and (ready := self._ready_by_owner()):
             share = -(-len(self._running) // self.stages)
-            count = min(len(ready), self.max_num_batched_tokens, share, max(1, self.row_limit))
+            count = min(len(ready), share, self._row_limit)
             selected = ready[:count]
             chosen = set(map(id, selected))
             left = [sequence for sequence in self._ready if id(sequence) not in chosen]
@@ -279,7 +296,7 @@ class FairScheduler(Scheduler):
         if not self._slots:
             return None
         prefix = self.kv.match_prefix(sequence)
-        return prefix if self.kv.has_room(sequence, prefix) else None
+        return prefix if self._has_room(sequence, prefix) else None
 
     def _is_entitled(self, owner: Owner, sequence: Sequence) -> bool:
         """Return True if an owner has no more than its share of slots and blocks, this request included."""
@@ -289,10 +306,10 @@ class FairScheduler(Scheduler):
         return self._blocks()[owner] + needed <= self.kv.num_blocks * owner.weight / self._whole
 
     def _blocks(self) -> Counter[Owner]:
-        """Blocks that each owner's running requests have; those that are shared count for each."""
+        """Blocks that each owner's running requests have or are promised; those that are shared count for each."""
         held: Counter[Owner] = Counter()
         for sequence in self._running.values():
-            held[self._owner(sequence)] += sum(map(len, sequence.blocks))
+            held[self._owner(sequence)] += sum(map(len, sequence.blocks)) + sequence.promised
         return held
 
     # Giving way

@@ -148,14 +148,14 @@ class GroupedScheduler:
             group.prompt_limit = value
 
     @property
-    def row_limit(self) -> int:
-        """Limit on the rows of each group's next step under the policy "fair"."""
-        return self.groups[0].row_limit
+    def step_limit(self) -> int:
+        """Limit on the tokens of each group's next step under the policy "fair"."""
+        return self.groups[0].step_limit
 
-    @row_limit.setter
-    def row_limit(self, value: int) -> None:
+    @step_limit.setter
+    def step_limit(self, value: int) -> None:
         for group in self.groups:
-            group.row_limit = value
+            group.step_limit = value
 
     @property
     def active(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 STEP_S = 0.15  # seconds that a step with prompts may take,
 DECODE_STEPS = 2.0  # or this many times a step without: on slow hardware a decode step alone takes longer
@@ -14,9 +15,17 @@ RECENT = 0.1  # weight of the latest decode-only step in their average time
 # took as long as reading 1,800 to 4,300, for a model of 135M on two cores; by FLOPS and bandwidth, it is 400 to 5,000
 # for models of up to 8B on CPUs and GPUs.
 CACHED_TOKENS = 1024
-# Under the policy "fair", seconds that a step of answers may take, and the rows that it may have in any case. 32 rows
-# took 0.09 s for a model of 135M on two cores, 64 rows 0.13 s, and 256 rows 0.7 s, which is no more tokens a second.
-ROWS_S, LEAST_ROWS = 0.075, 8
+# Under the policy "fair", seconds that any step may take, since a newcomer waits for its end, or DECODE_STEPS times the
+# fastest of the LAST steps of at most LEAST_TOKENS, which every step may have. With 0.075 s, chunks of prompts were so
+# small on two cores that they took a third longer; with 0.15 s, a newcomer waited as long as 100 tokens take.
+FAIR_S, LEAST_TOKENS, LAST = 0.1, 16, 8
+
+
+class Limited(Protocol):
+    """A scheduler: its limit on prompt tokens beside answers, and under the policy "fair" on all tokens of a step."""
+
+    prompt_limit: int
+    step_limit: int
 
 
 class Pace:
@@ -24,12 +33,10 @@ class Pace:
 
     The plan chose `most` by predicted times; a busy machine is slower. `tokens` doubles after a step that leaves time
     for twice as many prompt tokens, and shrinks after a step that took longer than the limit. Steps finish in the order
-    in which they start. `rows`, the number of rows that the next step may have, is adapted likewise; 0: it is not.
+    in which they start.
     """
 
-    def __init__(self, clock: Callable[[], float], most: int, most_rows: int = 0) -> None:
-        """`most_rows` is the largest number of rows of a step, if that is to be adapted too."""
-        self.rows = self._most_rows = most_rows
+    def __init__(self, clock: Callable[[], float], most: int) -> None:
         self.tokens, self._least = max(1, most // FIRST_SHARE), max(1, most // LEAST_SHARE)
         self._clock = clock
         self._most = most
@@ -42,20 +49,25 @@ class Pace:
         """Seconds that a step with prompts may take."""
         return max(STEP_S, DECODE_STEPS * self._decode_s)
 
-    def step_started(self, prompt_tokens: int, rows: int = 0) -> None:
-        """Note a step that was submitted with this number of prompt tokens, and of rows if they are adapted."""
+    def set_limits(self, limited: Limited) -> None:
+        """Set the limits of the next step."""
+        limited.prompt_limit = self.tokens
+
+    def step_started(self, prompt_tokens: int, rows: int) -> None:
+        """Note a step that was submitted, with this number of prompt tokens and of rows."""
         self._in_flight.append((self._clock(), prompt_tokens, rows))
 
     def step_finished(self) -> None:
         """Adapt to the time of the oldest step in flight, which begins no earlier than the end of the step before."""
-        started_s, count, rows = self._in_flight.popleft()
+        started_s, prompt_tokens, rows = self._in_flight.popleft()
         now = self._clock()
         step_s = now - max(started_s, self._last_end_s)
         self._last_end_s = now
+        self._adapt(prompt_tokens, rows, step_s)
+
+    def _adapt(self, count: int, rows: int, step_s: float) -> None:
         if not count:
             self._decode_s += (step_s - self._decode_s) * (RECENT if self._decode_s else 1.0)
-            if rows:
-                self._adapt_rows(rows, step_s)
             return
         prompts_s = max(step_s - self._decode_s, 1e-9)  # what the prompts added to a decode step
         room_s = self.limit_s - self._decode_s
@@ -64,9 +76,29 @@ class Pace:
         elif count >= self.tokens and 2 * prompts_s < room_s:
             self.tokens = min(self._most, 2 * self.tokens)
 
-    def _adapt_rows(self, rows: int, step_s: float) -> None:
-        """Halve the rows after a step of answers that took too long; double them after one that leaves time for it."""
-        if step_s > ROWS_S:
-            self.rows = max(LEAST_ROWS, min(self.rows, rows // 2))
-        elif rows >= self.rows and 2 * step_s < ROWS_S:
-            self.rows = min(self._most_rows, 2 * self.rows)
+
+class FairPace(Pace):
+    """The pace under the policy "fair": `tokens` is the limit on all tokens of a step, half of them for rows."""
+
+    def __init__(self, clock: Callable[[], float], most: int) -> None:
+        super().__init__(clock, most)
+        self._small_s: deque[float] = deque(maxlen=LAST)  # times of the last steps of at most LEAST_TOKENS
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds that a step may take."""
+        return max(FAIR_S, DECODE_STEPS * min(self._small_s, default=0.0))
+
+    def set_limits(self, limited: Limited) -> None:
+        """Set the limits of the next step."""
+        limited.step_limit = self.tokens
+
+    def _adapt(self, count: int, rows: int, step_s: float) -> None:
+        count += rows
+        if count <= LEAST_TOKENS:
+            self._small_s.append(step_s)
+        fitting = int(count * self.limit_s / max(step_s, 1e-9))
+        if fitting < count:
+            self.tokens = max(LEAST_TOKENS, min(self.tokens, fitting))
+        elif count >= self.tokens or rows >= self.tokens // 2:
+            self.tokens = max(self.tokens, min(self._most, 2 * self.tokens, fitting))

@@ -74,9 +74,10 @@ class Output(msgspec.Struct, array_like=True):
 class Stats(msgspec.Struct, kw_only=True):
     """Gauges of the core at one moment, and counters since its start, in requests, tokens and blocks.
 
-    `computed_tokens` is the number of tokens of all steps. Of `draft_tokens`, `accepted_tokens` equalled the sampled
-    token. `step_sizes[b]` is the number of steps with more than 2^(b-1) and at most 2^b tokens. `sleep_level` is 0 for
-    an engine that is awake.
+    `computed_tokens` is the number of tokens of all steps. In `starved_steps` of the `steps` a request that had a slot
+    stayed in the queue, since the KV cache had no room for it. Of `draft_tokens`, `accepted_tokens` equalled the
+    sampled token. `step_sizes[b]` is the number of steps with more than 2^(b-1) and at most 2^b tokens. `sleep_level`
+    is 0 for an engine that is awake.
     """
 
     running: int = 0
@@ -90,6 +91,7 @@ class Stats(msgspec.Struct, kw_only=True):
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
+    starved_steps: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
     computed_tokens: int = 0

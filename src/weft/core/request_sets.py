@@ -71,9 +71,12 @@ class RequestSets:
         # those, CACHED_TOKENS of the prefix cache count as one.
         self.prompt_tokens = 0
         self.prompt_limit = max_num_batched_tokens
-        self.row_limit = max_num_seqs  # of a step, which the policy "fair" heeds
+        # Tokens of a step, which the policy "fair" heeds. Half of them is enough for a step as full as can be.
+        self.step_limit = 2 * max_num_batched_tokens
         # True if requests of another attention group, which takes the same steps, await their next token.
         self.others_decode = False
+        # True if the last step left a request in the queue that has a slot, for want of blocks.
+        self._starved = False
         self._counters = Stats(blocks_total=kv.num_blocks)
 
     # Requests in and out

@@ -42,6 +42,7 @@ class Scheduler(RequestSets):
         """Return the next step, or None if nothing can run before a result or a request comes in."""
         flight = Flight(self._steps)
         self.started = []
+        self._starved = False
         selected = self._select_running()
         prefills = []
         budget = self.max_num_batched_tokens
@@ -58,7 +59,7 @@ class Scheduler(RequestSets):
         plan = flight.plan
         beside_decodes = self._beside_decodes(len(prefills))
         if beside_decodes:
-            budget = min(budget, self.prompt_limit)
+            budget = self._limit_prompts(budget, len(plan.slots))
         allowed = budget
         if prefills:
             budget = self._continue_prefills(flight, prefills, budget)
@@ -66,6 +67,7 @@ class Scheduler(RequestSets):
             budget = self._admit(flight, budget, beside_decodes)
         if not plan.slots:
             return None
+        self._counters.starved_steps += self._starved
         self.prompt_tokens = allowed - budget
         flight.plan_blocks(len(self.kv.groups))
         if self.grammars and any(sequence.matcher for sequence in flight.rows):
@@ -82,6 +84,10 @@ class Scheduler(RequestSets):
     def _beside_decodes(self, prefills: int) -> bool:
         """Return True if others await their next token beside the prompts of a step."""
         return self.others_decode or len(self._running) > prefills
+
+    def _limit_prompts(self, budget: int, decodes: int) -> int:
+        """The prompt tokens, at most `budget`, that a step may have beside the tokens of so many answers."""
+        return min(budget, self.prompt_limit)
 
     def _free_pooled(self, flight: Flight) -> None:
         """Release slots and blocks of the requests whose prompts end in this step: later steps may have them at once.
@@ -158,7 +164,13 @@ class Scheduler(RequestSets):
             return None
         sequence.unpack_prompt()
         prefix = self.kv.match_prefix(sequence)
-        return (sequence, prefix) if self.kv.has_room(sequence, prefix) else None
+        return (sequence, prefix) if self._has_room(sequence, prefix) else None
+
+    def _has_room(self, sequence: Sequence, prefix: Tables) -> bool:
+        """Return True if a waiting request can be admitted; if not, note that this step leaves one out."""
+        fits = self.kv.has_room(sequence, prefix)
+        self._starved = self._starved or not fits
+        return fits
 
     def _start_running(self, flight: Flight, sequence: Sequence, prefix: Tables) -> None:
         """Give a sequence a slot, the cached blocks of its `prefix`, and the promise of the others that it needs."""
@@ -338,6 +350,7 @@ class Scheduler(RequestSets):
         groups = self._groups()
         for group in groups:
             counters.steps += rounds
+            counters.starved_steps += rounds * self._starves(len(group))
             counters.step_sizes[(len(group) - 1).bit_length()] += rounds
         counters.generation_tokens += rounds * len(self._running)
         counters.computed_tokens += rounds * len(self._running)
@@ -353,6 +366,12 @@ class Scheduler(RequestSets):
         for sequence in ended:
             self._finish(sequence)
         return [sequence.request.id for sequence in ended]
+
+    def _starves(self, rows: int) -> bool:
+        """Return True if a decoding step of so many rows that admits no request would have a slot for one."""
+        if not self._slots or self._queue.first() is None:
+            return False
+        return rows < min(self.max_num_batched_tokens, -(-self.active // self.stages))
 
     def _groups(self) -> list[list[Sequence]]:
         """The requests of each step of a round, in the order of their turns."""

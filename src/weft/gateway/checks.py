@@ -73,8 +73,8 @@ async def _check(replica: Replica, fleet: Fleet, timeouts: Timeouts, due: dict[R
     was_closed = replica.breaker.closed
     await check_health(replica, fleet, timeouts)
     now = time.monotonic()
-    if replica.breaker.closed and (now >= due.get(replica, 0.0) or not was_closed):
-        await read_models(replica, timeouts)
+    due_now = now >= due.get(replica, 0.0) or not was_closed
+    if replica.breaker.closed and due_now and await read_models(replica, timeouts):
         due[replica] = now + MODELS_EVERY_S
 
 
@@ -102,8 +102,8 @@ async def check_health(replica: Replica, fleet: Fleet, timeouts: Timeouts) -> No
         replica.give_up_movable(UpstreamError(f"it is not healthy: {fault}", code="upstream-unhealthy"))
 
 
-async def read_models(replica: Replica, timeouts: Timeouts) -> None:
-    """GET /v1/models. Without a list, requests for any model may go to the replica."""
+async def read_models(replica: Replica, timeouts: Timeouts) -> bool:
+    """GET /v1/models. Without a list, requests for any model may go to the replica. Return True if it answered."""
     attempt = Attempt(replica, counted=False)
     try:
         status, body = await get_small(attempt, "/v1/models", timeouts)
@@ -114,8 +114,10 @@ async def read_models(replica: Replica, timeouts: Timeouts) -> None:
                 await _read_speed(replica, timeouts)
     except (UpstreamError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         log.debug("no models of %s: %s", replica.name, error)
+        return not isinstance(error, UpstreamError)
     finally:
         attempt.close()
+    return True
 
 
 async def _read_speed(replica: Replica, timeouts: Timeouts) -> None:

@@ -145,6 +145,12 @@ def resident_bytes(root: Path = Path("/")) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def thread_delay_s(root: Path = Path("/")) -> float:
+    """Seconds in which this thread could have run, but its cores had other work; 0 where the system does not tell."""
+    counts = _read_file(root / "proc/thread-self/schedstat").split()
+    return int(counts[1]) / 1e9 if len(counts) > 1 else 0.0
+
+
 def _machine_memory(root: Path) -> tuple[int, int]:
     """(total, free) bytes of the whole machine."""
     lines = (line.split() for line in _read_file(root / "proc/meminfo").splitlines())

@@ -29,8 +29,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     - `steps`, `busy_s`, `seconds`: fewer steps, less time within steps, or a shorter history tell nothing.
     - `exchange`: share of a step that even the slowest rank of a stage spends with the others.
     - `straggler`: a rank's time within steps without waiting, times the median of the others of its stage.
+    - `delayed`: share of a rank's steps in which its core has other work, and `delayed_more` times the median of the
+      others of its stage.
     - `imbalance`: share of the slowest stage's time that another split would save.
-    - `kv_usage`: share of the KV cache in use while requests wait.
+    - `starved`: share of the steps before which a request did not find room in the KV cache.
     - `preemptions`: preempted requests for each that ended or runs. `fewest_preemptions`: fewer are no storm.
     - `prompts`: fewer tell nothing about prefixes; `repeated`: share of them that begin like an earlier one; `hits`:
       share of their common tokens that the cache should have had.
@@ -46,8 +48,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 5.0
     exchange: float = 0.5
     straggler: float = 1.5
+    delayed: float = 0.25
+    delayed_more: float = 2.0
     imbalance: float = 0.15
-    kv_usage: float = 0.9
+    starved: float = 0.5
     preemptions: float = 0.2
     fewest_preemptions: int = 4
     prompts: int = 48

@@ -27,19 +27,25 @@ class RankCounters(msgspec.Struct, frozen=True, kw_only=True):
     communication_s: float | None
     waiting_s: float
     idle_s: float | None
+    delayed_s: float = 0.0
+
+
+TIMES = ("compute_s", "communication_s", "waiting_s", "idle_s", "delayed_s")
 
 
 class RankShares(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of one rank between two moments, and the parts of a step, from 0 to 1.
 
     The parts are of the time within steps. On a GPU they are of all time; `communication` is None if it is not told
-    apart from `compute`. All are None without a step.
+    apart from `compute`. `delayed` is in addition to the others: the part in which the rank's core had other work. All
+    are None without a step.
     """
 
     counters: RankCounters
     compute: float | None = None
     communication: float | None = None
     waiting: float | None = None
+    delayed: float | None = None
 
 
 class GpuMoment(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,7 +167,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 def rank_shares(before: RankCounters, now: RankCounters) -> RankShares:
     """The parts of a rank's time between two moments. A rank that has started again counts from 0."""
     if now.steps < before.steps:
-        before = msgspec.structs.replace(before, steps=0, compute_s=0.0, communication_s=0.0, waiting_s=0.0, idle_s=0.0)
+        before = msgspec.structs.replace(before, steps=0, **dict.fromkeys(TIMES, 0.0))
     passed = msgspec.structs.replace(
         now,
         steps=now.steps - before.steps,
@@ -169,6 +175,7 @@ def rank_shares(before: RankCounters, now: RankCounters) -> RankShares:
         communication_s=_difference(now.communication_s, before.communication_s),
         waiting_s=max(0.0, now.waiting_s - before.waiting_s),
         idle_s=_difference(now.idle_s, before.idle_s),
+        delayed_s=max(0.0, now.delayed_s - before.delayed_s),
     )
     waiting_s = max(0.0, passed.waiting_s - (passed.idle_s or 0.0))
     whole_s = passed.compute_s + (passed.communication_s or 0.0) + waiting_s
@@ -179,6 +186,7 @@ def rank_shares(before: RankCounters, now: RankCounters) -> RankShares:
         compute=passed.compute_s / whole_s,
         communication=None if passed.communication_s is None else passed.communication_s / whole_s,
         waiting=waiting_s / whole_s,
+        delayed=min(1.0, passed.delayed_s / whole_s),
     )
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
+import msgspec
+
 from weft.monitor.finding import Change, Code, Finding, Limits
 from weft.monitor.history import History, RankCounters, RankShares
+from weft.plan.fills import rank_weight_bytes
 from weft.plan.plan import Plan
 
 SLOW_AT_SAME_WORK = "it does the same work more slowly"
@@ -64,7 +67,7 @@ def allreduce_wait(history: History, limits: Limits) -> Iterator[Finding]:
         share = _least_exchange(ranks)
         if share is None or share <= limits.exchange:
             continue
-        if slowness(ranks)[1] > limits.straggler:  # then the sums are not what is slow
+        if slowness(ranks)[1] > limits.straggler or most_delayed(ranks, limits):  # the sums are not what is slow
             continue
         first = ranks[0].counters
         stages = len(ranks) * plan.stages
@@ -81,6 +84,43 @@ def allreduce_wait(history: History, limits: Limits) -> Iterator[Finding]:
             change=Change(replica=first.replica, as_pipeline=True) if possible else None,
             alternative=f"free the devices of ranks {_names(ranks)} from other work",
         )
+
+
+def most_delayed(ranks: Sequence[RankShares], limits: Limits) -> RankShares | None:
+    """The rank of a stage whose core has other work, more of it than the cores of the others; None if there is none."""
+    delays = [rank.delayed or 0.0 for rank in ranks]
+    most = max(delays)
+    at = delays.index(most)
+    others = delays[:at] + delays[at + 1 :]
+    if not others or most <= limits.delayed or most <= limits.delayed_more * median(others):
+        return None
+    return ranks[at]
+
+
+def delayed_straggler(history: History, limits: Limits) -> Iterator[Finding]:
+    """A rank that waits for its core, while the others of its stage wait for the rank.
+
+    It may compute as fast as they do whenever it has the core.
+    """
+    for plan, ranks in stage_ranks(history, limits):
+        slow = most_delayed(ranks, limits)
+        if slow is None:
+            continue
+        rank = slow.counters
+        yield Finding(
+            code=Code.STRAGGLER,
+            text=f"rank {rank.rank} on {rank.node} ({plan.devices[rank.local_rank].name}) waits for its core in "
+            f"{slow.delayed:.0%} of its steps, and the other ranks of its stage for it: other programs have the core "
+            f"(limit {limits.delayed:.0%})",
+            value=slow.delayed or 0.0,
+            limit=limits.delayed,
+            remedy=_core_remedy(rank, plan.cores[rank.local_rank]),
+        )
+
+
+def _core_remedy(rank: RankCounters, cores: Sequence[int]) -> str:
+    remedy = f"free the cores of rank {rank.rank} on {rank.node} from other work"
+    return f"{remedy}: {', '.join(map(str, cores))}" if cores else remedy
 
 
 def _straggler_remedies(rank: RankCounters, split: Sequence[int], uneven_split: bool) -> Iterator[str]:
@@ -136,8 +176,8 @@ def stage_imbalance(history: History, limits: Limits) -> Iterator[Finding]:
             continue
         times = [seconds[stage] for stage in range(plan.stages)]
         layers = [len(plan.places[ranks[0]].layers) for ranks in plan.tensor_groups[: plan.stages]]
-        split = balanced_layers(layers, times)
-        expected = max(new * time / old for new, old, time in zip(split, layers, times, strict=True))
+        head = head_layers(plan, history.weights[replica])
+        split, expected = balanced_layers(layers, times, head)
         gain = 1 - expected / max(times)
         if gain <= limits.imbalance:
             continue
@@ -153,7 +193,7 @@ def stage_imbalance(history: History, limits: Limits) -> Iterator[Finding]:
             change=Change(
                 replica=replica,
                 pipeline_split=split,
-                speeds=stage_speeds(plan, layers, times),
+                speeds=stage_speeds(plan, layers, times, head),
             ),
         )
 
@@ -164,9 +204,24 @@ def all_speeds(plan: Plan, ranks: Sequence[RankShares], speeds: Sequence[float])
     return tuple(known.get(rank, max(speeds)) / max(speeds) for rank in range(len(plan.places)))
 
 
-def stage_speeds(plan: Plan, layers: Sequence[int], times: Sequence[float]) -> tuple[float, ...]:
-    """Speeds of all ranks by the layers per second of their stages, the fastest 1."""
-    by_stage = [count / time for count, time in zip(layers, times, strict=True)]
+def head_layers(plan: Plan, weights: Sequence[int]) -> float:
+    """The number of layers that the model's head is as much work as, by the bytes of the last stage's weights."""
+    rank = plan.tensor_groups[plan.stages - 1][0]
+    place = plan.places[rank]
+    # The same layers, as if another stage followed.
+    inner = msgspec.structs.replace(place, stages=place.stages + 1)
+    layer_bytes = rank_weight_bytes(plan.shape, inner, plan.dtype, plan.schemes)
+    return (weights[rank] - layer_bytes) * len(place.layers) / layer_bytes
+
+
+def stage_work(layers: Sequence[int], head: float) -> list[float]:
+    """Work of each stage in layers: the last one has the head too."""
+    return [*layers[:-1], layers[-1] + head]
+
+
+def stage_speeds(plan: Plan, layers: Sequence[int], times: Sequence[float], head: float) -> tuple[float, ...]:
+    """Speeds of all ranks by the work per second of their stages, the fastest 1."""
+    by_stage = [work / time for work, time in zip(stage_work(layers, head), times, strict=True)]
     return tuple(by_stage[place.stage] / max(by_stage) for place in plan.places)
 
 
@@ -192,15 +247,22 @@ def small_ratio(weights: Sequence[float], *, units: int) -> tuple[int, ...]:
     return next((parts for parts in candidates if error(parts) <= best + 0.01), ())
 
 
-def balanced_layers(layers: Sequence[int], times: Sequence[float]) -> tuple[int, ...]:
-    """Layers per stage that make the slowest stage as fast as possible, at the measured time per layer of each."""
-    each = [time / count for time, count in zip(times, layers, strict=True)]
+def balanced_layers(layers: Sequence[int], times: Sequence[float], head: float) -> tuple[tuple[int, ...], float]:
+    """Layers per stage that make the slowest stage as fast as possible, and its time, in the unit of `times`.
+
+    `times` are measured with `layers`. The last stage also has a head, which is as much work as `head` layers.
+    """
+    each = [time / work for time, work in zip(times, stage_work(layers, head), strict=True)]
     split = [1] * len(layers)
+
+    def time_with(stage: int, more: int) -> float:
+        """Time of a stage that has so many layers more."""
+        return (stage_work(split, head)[stage] + more) * each[stage]
+
     for _ in range(sum(layers) - len(layers)):
-        # One more layer to the stage that is the fastest with it.
-        stage = min(range(len(split)), key=lambda number: (split[number] + 1) * each[number])
+        stage = min(range(len(split)), key=lambda number: time_with(number, 1))
         split[stage] += 1
-    return tuple(split)
+    return tuple(split), max(time_with(stage, 0) for stage in range(len(split)))
 
 
 def _names(ranks: Sequence[RankShares]) -> str:

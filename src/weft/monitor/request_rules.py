@@ -22,28 +22,25 @@ def always_waiting(history: History) -> bool:
     return all(snapshot.total.waiting > 0 for snapshot in history.snapshots[1:])
 
 
-def kv_usage(history: History) -> float:
-    """Smallest share of the KV cache in use, over all moments but the first."""
-    later = [snapshot.total for snapshot in history.snapshots[1:]]
-    return min(total.blocks_used / max(1, total.blocks_total) for total in later)
-
-
 def kv_starved(history: History, limits: Limits) -> Iterator[Finding]:
-    """Requests that wait because the KV cache is full."""
-    usage, total = kv_usage(history), history.last.total
-    most = sum(plan.max_running for plan in history.plans)
-    if not has_served(history, limits) or not always_waiting(history) or total.running >= most:
+    """Requests that wait because the KV cache has no room for them.
+
+    It need not be in use as a whole: room is kept for the growth of the requests that run.
+    """
+    total = history.last.total
+    if not has_served(history, limits) or not always_waiting(history):
         return
-    if usage <= limits.kv_usage:
+    starved = history.counted("starved_steps") / history.counted("steps")
+    if starved <= limits.starved:
         return
-    wanted = min(most, total.running + total.waiting)
+    wanted = min(sum(plan.max_running for plan in history.plans), total.running + total.waiting)
     cache_bytes = needed_cache_bytes(history, wanted)
     yield Finding(
         code=Code.KV_STARVED,
-        text=f"{usage:.0%} of the KV cache is in use, and {total.waiting} requests wait for room beside "
-        f"{total.running} that run (limit {limits.kv_usage:.0%})",
-        value=usage,
-        limit=limits.kv_usage,
+        text=f"{total.waiting} requests wait for room in the KV cache beside {total.running} that run: in "
+        f"{starved:.0%} of the steps it had none for the next (limit {limits.starved:.0%})",
+        value=starved,
+        limit=limits.starved,
         remedy=f"--kv-cache-memory-bytes {cache_bytes} ({format_bytes(cache_bytes)} per rank) for {wanted} at once",
         change=Change(requests=(max(1, total.running), wanted)),
     )

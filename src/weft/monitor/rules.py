@@ -11,7 +11,7 @@ from weft.formatting import format_bytes
 from weft.hardware.gpu_figures import GpuFigures
 from weft.monitor.finding import LIMITS, Change, Code, Finding, Limits
 from weft.monitor.history import GpuMoment, History
-from weft.monitor.rank_rules import allreduce_wait, stage_imbalance, straggler
+from weft.monitor.rank_rules import allreduce_wait, delayed_straggler, stage_imbalance, straggler
 from weft.monitor.request_rules import batch_small, kv_starved, preemption_storm, prefix_unused
 
 Rule = Callable[[History, Limits], Iterator[Finding]]
@@ -118,6 +118,7 @@ def slow_client(history: History, limits: Limits) -> Iterator[Finding]:
 RULES: tuple[Rule, ...] = (
     allreduce_wait,
     straggler,
+    delayed_straggler,
     stage_imbalance,
     kv_starved,
     preemption_storm,

@@ -119,10 +119,14 @@ class Connection(HttpToolsProtocol):
         self._admission.note_unread(self, unread)
 
     def on_leave(self, call: Callable[[], None] | None) -> None:
-        """The LeaveNotice of the request that is being answered."""
+        """The LeaveNotice of the request that is being answered, all of which has been received."""
         self._leave = call
-        if call is not None and self._running is not None and self._running.disconnected:
+        if call is None:
+            return
+        if self._running is not None and self._running.disconnected:
             call()
+        # A large body paused reading; the end of the connection would not be seen.
+        self.flow.resume_reading()
 
     @property
     def unsent_bytes(self) -> int:

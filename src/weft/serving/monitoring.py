@@ -97,6 +97,7 @@ class ServerMonitor(PrometheusCollector):
     @property
     def _before(self) -> Snapshot:
         """The server's start: what ranks did while they loaded is little."""
+        # Delays while they loaded are not: these count from now on.
         unused = {"steps": 0, "compute_s": 0.0, "communication_s": 0.0, "waiting_s": 0.0, "idle_s": 0.0}
         return Snapshot(time_s=self._began_s, ranks=tuple(replace(rank, **unused) for rank in self._ranks()))
 
@@ -178,6 +179,7 @@ class ServerMonitor(PrometheusCollector):
                 communication_s=report.communication_s,
                 waiting_s=report.waiting_s,
                 idle_s=report.idle_s,
+                delayed_s=report.delayed_s,
             )
 
     def _forecast(self, replica: int) -> Forecast | None:

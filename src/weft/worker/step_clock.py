@@ -11,6 +11,7 @@ import torch
 
 from weft.comm import Links
 from weft.core.commands import RankReport
+from weft.hardware.host import thread_delay_s
 from weft.worker.device import memory_in_use
 
 EVENTS = 512  # pairs of events that are kept before the oldest are read: more than steps are in flight
@@ -24,6 +25,7 @@ class Marks(NamedTuple):
     busy_s: float
     exchange_s: float
     waited_s: float
+    delayed_s: float
 
     def since(self, before: Marks) -> Marks:
         """The difference from an earlier moment."""
@@ -40,7 +42,7 @@ class StepClock(ABC):
     def __init__(self, links: Links) -> None:
         self.steps = 0
         self._links = links
-        self._before = Marks(perf_counter(), 0, 0.0, 0.0, 0.0)  # at the last report with `reset`
+        self._before = Marks(perf_counter(), 0, 0.0, 0.0, 0.0, 0.0)  # at the last report with `reset`
 
     @abstractmethod
     def begin(self) -> None: ...
@@ -67,10 +69,19 @@ class StepClock(ABC):
     def report(self, device: torch.device, *, alone: bool, reset: bool) -> RankReport:
         """Report times since the last report that had `reset`, and the memory of now.
 
+        To be called by the thread that computes the steps.
+
         `alone`: the rank exchanges no tensors with other ranks of its stage.
         """
         exchanges = self._links.times
-        marks = Marks(perf_counter(), self.steps, self.busy_s(), exchanges.spent_s, exchanges.waited_s)
+        marks = Marks(
+            now_s=perf_counter(),
+            steps=self.steps,
+            busy_s=self.busy_s(),
+            exchange_s=exchanges.spent_s,
+            waited_s=exchanges.waited_s,
+            delayed_s=thread_delay_s(),
+        )
         passed = marks.since(self._before)
         if reset:
             self._before = marks
@@ -79,6 +90,7 @@ class StepClock(ABC):
         return RankReport(
             steps=passed.steps,
             **times,
+            delayed_s=passed.delayed_s,
             allocated_bytes=allocated,
             reserved_bytes=reserved,
             driver_bytes=driver,

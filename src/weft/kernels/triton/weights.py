@@ -91,6 +91,77 @@ def _nested_numbers(scales, lowest, at, unit, inside):
 
 
 @triton.jit
+def _scales_and_offsets(
+    scales, lowest, at, inside, unit, BITS: tl.constexpr, LOWEST: tl.constexpr
+):  # fmt: skip
+    """Scales and offsets of parts of units, float32 both, for the functions that make numbers of words. `at` are the
+    indices of their groups, `unit` those of the units among all of a row."""
+    added: tl.constexpr = 16 if BITS == 4 else 256
+    if LOWEST == "mxfp4":
+        # 2^(byte - 127 + 14).
+        scale = ((_byte(scales, at, inside) + 14) << 23).to(tl.float32, bitcast=True)
+        offset = scale
+    elif LOWEST == "fp8" or LOWEST == "nf4" or LOWEST == "fp4":
+        scale = tl.load(scales + at, inside, other=0.0) * (256 if LOWEST == "fp8" else 1)
+        offset = scale
+    elif LOWEST == "nested":
+        scale, offset = _nested_numbers(scales, lowest, at, unit, inside)
+        offset -= scale * added
+    else:
+        scale = tl.load(scales + at, inside, other=0.0).to(tl.float32)
+        if LOWEST == "middle" or LOWEST == "signed":
+            offset = scale * (-added - 2 ** (BITS - 1))
+        elif LOWEST == "zero":
+            offset = scale * (-added - _byte(lowest, at, inside).to(tl.float32))
+        else:
+            offset = tl.load(lowest + at, inside, other=0.0).to(tl.float32) - scale * added
+    return scale, offset
+
+
+@triton.jit
+def _numbers_of_bytes(packed, scale, offset, mask, LOWEST: tl.constexpr, KIND: tl.constexpr):
+    """The four numbers of each word of 8-bit ones, in their order along a new last dimension of two by two."""
+    if LOWEST == "fp8":
+        n0, n2 = _fp8_numbers(packed, scale, 0, KIND)
+        n1, n3 = _fp8_numbers(packed, scale, 1, KIND)
+    else:
+        n0 = _number(packed, scale, offset, 0, mask, 8, KIND)
+        n1 = _number(packed, scale, offset, 1, mask, 8, KIND)
+        n2 = _number(packed, scale, offset, 2, mask, 8, KIND)
+        n3 = _number(packed, scale, offset, 3, mask, 8, KIND)
+    return tl.join(tl.join(n0, n2), tl.join(n1, n3))
+
+
+@triton.jit
+def _numbers_of_nibbles(packed, lowest, scale, offset, mask, LOWEST: tl.constexpr, KIND: tl.constexpr):
+    """The eight numbers of each word of 4-bit ones, in their order along new last dimensions."""
+    if LOWEST == "mxfp4":
+        n0, n4 = _mxfp4_numbers(packed, scale, 0, KIND)
+        n1, n5 = _mxfp4_numbers(packed, scale, 1, KIND)
+        n2, n6 = _mxfp4_numbers(packed, scale, 2, KIND)
+        n3, n7 = _mxfp4_numbers(packed, scale, 3, KIND)
+    elif LOWEST == "nf4" or LOWEST == "fp4":
+        n0 = _table_numbers(packed, lowest, scale, 0, KIND)
+        n1 = _table_numbers(packed, lowest, scale, 1, KIND)
+        n2 = _table_numbers(packed, lowest, scale, 2, KIND)
+        n3 = _table_numbers(packed, lowest, scale, 3, KIND)
+        n4 = _table_numbers(packed, lowest, scale, 4, KIND)
+        n5 = _table_numbers(packed, lowest, scale, 5, KIND)
+        n6 = _table_numbers(packed, lowest, scale, 6, KIND)
+        n7 = _table_numbers(packed, lowest, scale, 7, KIND)
+    else:
+        n0 = _number(packed, scale, offset, 0, mask, 4, KIND)
+        n1 = _number(packed, scale, offset, 1, mask, 4, KIND)
+        n2 = _number(packed, scale, offset, 2, mask, 4, KIND)
+        n3 = _number(packed, scale, offset, 3, mask, 4, KIND)
+        n4 = _number(packed, scale, offset, 4, mask, 4, KIND)
+        n5 = _number(packed, scale, offset, 5, mask, 4, KIND)
+        n6 = _number(packed, scale, offset, 6, mask, 4, KIND)
+        n7 = _number(packed, scale, offset, 7, mask, 4, KIND)
+    return tl.join(tl.join(tl.join(n0, n4), tl.join(n2, n6)), tl.join(tl.join(n1, n5), tl.join(n3, n7)))
+
+
+@triton.jit
 def load_weights(
     words, scales, lowest, row, mine, first, stop, units, groups, lacking, BITS: tl.constexpr, GROUP: tl.constexpr,
     LOWEST: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, KIND: tl.constexpr,
@@ -105,66 +176,17 @@ def load_weights(
     )
     at = row[:, None] * groups + ((part + lacking) // (GROUP * EACH // 32))[None, :]
     inside = mine[:, None] & (part < stop * EACH)[None, :]
-    added: tl.constexpr = 16 if BITS == 4 else 256
-    if LOWEST == "mxfp4":
-        # 2^(byte - 127 + 14).
-        scale = ((_byte(scales, at, inside) + 14) << 23).to(tl.float32, bitcast=True)
-        offset = scale
-    elif LOWEST == "fp8" or LOWEST == "nf4" or LOWEST == "fp4":
-        scale = tl.load(scales + at, inside, other=0.0) * (256 if LOWEST == "fp8" else 1)
-        offset = scale
-    elif LOWEST == "nested":
-        scale, offset = _nested_numbers(scales, lowest, at, part + lacking, inside)
-        offset -= scale * added
-    else:
-        scale = tl.load(scales + at, inside, other=0.0).to(tl.float32)
-        if LOWEST == "middle" or LOWEST == "signed":
-            offset = scale * (-added - 2 ** (BITS - 1))
-        elif LOWEST == "zero":
-            offset = scale * (-added - _byte(lowest, at, inside).to(tl.float32))
-        else:
-            offset = tl.load(lowest + at, inside, other=0.0).to(tl.float32) - scale * added
+    scale, offset = _scales_and_offsets(scales, lowest, at, inside, part + lacking, BITS, LOWEST)
     scale = tl.broadcast_to(scale[:, :, None], [ROWS, UNITS * EACH, BITS // EACH])
     offset = tl.broadcast_to(offset[:, :, None], [ROWS, UNITS * EACH, BITS // EACH])
     scale, offset = tl.reshape(scale, [ROWS, UNITS * BITS]), tl.reshape(offset, [ROWS, UNITS * BITS])
     # units >> 31 is 0, which the compiler does not know. An instruction has room for one of the two constants; the mask
     # therefore stays in a register, while a constant that the compiler knows would be loaded again each time.
     mask = (0x00780000 if BITS == 4 else 0x007F8000) | (units >> 31)
-    if LOWEST == "fp8":
-        n0, n2 = _fp8_numbers(packed, scale, 0, KIND)
-        n1, n3 = _fp8_numbers(packed, scale, 1, KIND)
-        weight = tl.join(tl.join(n0, n2), tl.join(n1, n3))
-    elif BITS == 8:
-        n0 = _number(packed, scale, offset, 0, mask, BITS, KIND)
-        n1 = _number(packed, scale, offset, 1, mask, BITS, KIND)
-        n2 = _number(packed, scale, offset, 2, mask, BITS, KIND)
-        n3 = _number(packed, scale, offset, 3, mask, BITS, KIND)
-        weight = tl.join(tl.join(n0, n2), tl.join(n1, n3))
+    if BITS == 8:
+        weight = _numbers_of_bytes(packed, scale, offset, mask, LOWEST, KIND)
     else:
-        if LOWEST == "mxfp4":
-            n0, n4 = _mxfp4_numbers(packed, scale, 0, KIND)
-            n1, n5 = _mxfp4_numbers(packed, scale, 1, KIND)
-            n2, n6 = _mxfp4_numbers(packed, scale, 2, KIND)
-            n3, n7 = _mxfp4_numbers(packed, scale, 3, KIND)
-        elif LOWEST == "nf4" or LOWEST == "fp4":
-            n0 = _table_numbers(packed, lowest, scale, 0, KIND)
-            n1 = _table_numbers(packed, lowest, scale, 1, KIND)
-            n2 = _table_numbers(packed, lowest, scale, 2, KIND)
-            n3 = _table_numbers(packed, lowest, scale, 3, KIND)
-            n4 = _table_numbers(packed, lowest, scale, 4, KIND)
-            n5 = _table_numbers(packed, lowest, scale, 5, KIND)
-            n6 = _table_numbers(packed, lowest, scale, 6, KIND)
-            n7 = _table_numbers(packed, lowest, scale, 7, KIND)
-        else:
-            n0 = _number(packed, scale, offset, 0, mask, BITS, KIND)
-            n1 = _number(packed, scale, offset, 1, mask, BITS, KIND)
-            n2 = _number(packed, scale, offset, 2, mask, BITS, KIND)
-            n3 = _number(packed, scale, offset, 3, mask, BITS, KIND)
-            n4 = _number(packed, scale, offset, 4, mask, BITS, KIND)
-            n5 = _number(packed, scale, offset, 5, mask, BITS, KIND)
-            n6 = _number(packed, scale, offset, 6, mask, BITS, KIND)
-            n7 = _number(packed, scale, offset, 7, mask, BITS, KIND)
-        weight = tl.join(tl.join(tl.join(n0, n4), tl.join(n2, n6)), tl.join(tl.join(n1, n5), tl.join(n3, n7)))
+        weight = _numbers_of_nibbles(packed, lowest, scale, offset, mask, LOWEST, KIND)
     return tl.reshape(weight, [ROWS, UNITS * 32])
 
 
