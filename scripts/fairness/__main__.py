@@ -44,7 +44,7 @@ class Clients:
         return self._draw.choices(WORDS, k=tokens)
 
     def loads(self) -> dict[str, Body]:
-        """What the second client asks for at once."""
+        """Bodies of the requests that keep the server busy, by name."""
         return {
             "n=1280": {"prompt": self.prompt(32), "n": 1280, "max_tokens": 60, "temperature": 1.0, "ignore_eos": True},
             "500 prompts": {"prompt": [self.prompt(200) for _ in range(500)], "max_tokens": 40, "ignore_eos": True},
