@@ -1,7 +1,8 @@
 """Rules of writing that no linter knows: `python -m scripts.writing FOLDER...` prints every place that breaks one.
 
 A docstring begins with a noun phrase or an imperative verb, never with a relative or interrogative word. A variable has
-a name that says what it holds, so `it` is allowed in comprehensions and lambdas only.
+a name that says what it holds, so `it` is allowed in comprehensions and lambdas only. A function of the program has a
+name that grep finds: a bare verb such as `read` is allowed in tests, and within a function, only.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FORBIDDEN = re.compile(r"\s*(Of|What|Whether|Those|That|Where|Who|How|Which|Is|As)\b")
+BARE_NAME = re.compile(r"_?(choose|known|made|read|run|table|write)")
+STAND_INS = {"JoinedTransport"}  # classes whose methods have the names of another library's
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 SHORT = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)  # scopes of one line
 
@@ -33,11 +37,24 @@ def violations(source: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, "a variable is called 'it': name what it holds"
 
 
+def bare_names(source: str) -> Iterator[tuple[int, str]]:
+    """Line and complaint of every function or method of a module whose name is a bare verb."""
+    tree = ast.parse(source)
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name not in STAND_INS]
+    for scope in (tree, *classes):
+        for node in scope.body:
+            is_kernel = isinstance(node, FUNCTIONS) and any("jit" in ast.unparse(mark) for mark in node.decorator_list)
+            if isinstance(node, FUNCTIONS) and BARE_NAME.fullmatch(node.name) and not is_kernel:
+                yield node.lineno, f"a function is called {node.name!r}: name what is read, run or chosen"
+
+
 def main() -> int:
     status = 0
     for folder in sys.argv[1:]:
         for path in sorted(Path(folder).rglob("*.py")):
-            for line, complaint in sorted(violations(path.read_text())):
+            source = path.read_text()
+            found = [*violations(source), *(bare_names(source) if path.parts[0] != "tests" else ())]
+            for line, complaint in sorted(found):
                 print(f"{path}:{line}: {complaint}")
                 status = 1
     return status

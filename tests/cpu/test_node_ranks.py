@@ -56,7 +56,7 @@ class Cluster:
         self.thread.start()
 
     def _run(self) -> None:
-        self.ends.append(self.ranks.run(iter(self.channel)))
+        self.ends.append(self.ranks.run_until_end(iter(self.channel)))
 
     def end(self) -> Cause:
         """Wait for the node's end; return its cause."""

@@ -68,6 +68,14 @@ def test_rules_of_writing_find_what_they_forbid() -> None:
     assert not list(writing.violations('"""Blocks."""\n\nsizes = [len(it) for it in ()]\n'))
 
 
+def test_a_function_has_a_name_that_grep_finds() -> None:
+    source = (
+        "def run():\n    def read(): ...\nclass A:\n    async def _write(self): ...\n    def write_row(self): ...\n"
+    )
+    source += "class JoinedTransport:\n    def write(self): ...\n@triton.jit\ndef _choose(): ...\n"
+    assert [line for line, _ in writing.bare_names(source)] == [1, 4]
+
+
 def test_the_simulator_uses_the_core_s_public_names(source_nodes: Nodes) -> None:
     """It runs the scheduler that serves: a private name of the core, or a subclass, would be a second one."""
     named_tuples = {"_replace", "_asdict", "_fields", "_make"}

@@ -103,7 +103,7 @@ class Agent:
     def __init__(self, find_url: FindUrl, given: Input, send: Callable[[Reply], None]) -> None:
         self._find_url, self._given, self._send = find_url, given, send
 
-    def run(self) -> None:
+    def do_task(self) -> None:
         line = self._given.line(None) or b""
         try:
             version = msgspec.json.decode(line, type=Version).weft
@@ -157,7 +157,7 @@ class Agent:
 
     def _pull(self, task: Pull) -> None:
         """Run `weft pull`; the end of the input ends it."""
-        status, printed, said = self._run("pull", *task.flags, task.model, variables=task.environment)
+        status, printed, said = self._run_weft("pull", *task.flags, task.model, variables=task.environment)
         if status == 0:
             self._send(Fetched(printed))
         else:
@@ -165,10 +165,10 @@ class Agent:
 
     def _examine(self, task: Examine) -> None:
         """Run `weft doctor`; the end of the input ends it. Its status says only if a check has failed."""
-        status, printed, said = self._run("doctor", "--json", *task.flags)
+        status, printed, said = self._run_weft("doctor", "--json", *task.flags)
         self._send(decode_doctor(status, printed, said))
 
-    def _run(self, *words: str, variables: Mapping[str, str] | None = None) -> tuple[int, str, list[str]]:
+    def _run_weft(self, *words: str, variables: Mapping[str, str] | None = None) -> tuple[int, str, list[str]]:
         """Run `weft WORDS`; return its status, what it printed and its lines on standard error, which are sent too.
 
         The end of the input ends it.
@@ -241,7 +241,7 @@ class Server:
         """Start the server, or find the one that runs."""
         with open(self._record, "a+b", opener=_open_private) as record:
             if not try_lock(record.fileno()):
-                found = self._read()
+                found = self._read_record()
                 same = (found.words, found.environment) == (task.words, _digest(task.environment))
                 return Started(found.pid, str(self.log), True, same, found.since_s)
             words = [*task.words, *self._write_secrets(task)]
@@ -276,7 +276,7 @@ class Server:
         if not self.is_running():
             self._remove_secrets()
             return Stopped(None)
-        pid = self._read().pid
+        pid = self._read_record().pid
         if not self._ends_within(grace_s):
             _signal(pid, signal.SIGTERM)
         killed = not self._ends_within(term_s)
@@ -304,7 +304,7 @@ class Server:
             time.sleep(LOOK_S)
         return True
 
-    def _read(self) -> Record:
+    def _read_record(self) -> Record:
         """The record of the server that runs. One that is being started has written none yet."""
         for _ in range(20):
             with contextlib.suppress(msgspec.DecodeError):
@@ -384,4 +384,4 @@ def run_agent(find_url: FindUrl) -> None:
 
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # sshd's at the end of a session, which the input tells as well
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    Agent(find_url, Input(0), send).run()
+    Agent(find_url, Input(0), send).do_task()

@@ -152,7 +152,7 @@ async def ask_small(
     try:
         async with asyncio.timeout(limit_s):
             response = await attempt.request(method.encode(), head, b"", connect_s=timeouts.connect, first_byte_s=0)
-            while piece := await attempt.read():
+            while piece := await attempt.read_piece():
                 body += piece
                 if len(body) > SMALL_BYTES:
                     raise UpstreamError(f"{path} has more than {SMALL_BYTES} bytes", code="response-too-large")

@@ -46,7 +46,7 @@ class Dispatcher:
         while candidates := self._candidates(exchange):
             if exchange.gone:
                 raise client_gone()
-            replica = self._choose(exchange, candidates)
+            replica = self._choose_candidate(exchange, candidates)
             attempt = exchange.begin_attempt(replica)
             self.accounts.reserve(exchange, replica)
             try:
@@ -72,11 +72,11 @@ class Dispatcher:
             self.metrics.count_retry(replica, reason)
         raise self._no_replica(exchange, failure)
 
-    def _choose(self, exchange: Exchange, candidates: list[Replica]) -> Replica:
+    def _choose_candidate(self, exchange: Exchange, candidates: list[Replica]) -> Replica:
         """The policy's choice; for what replicas keep on their disks, always the same one."""
         if exchange.scope["path"].startswith(KEPT):
             return min(candidates, key=lambda replica: replica.name)
-        return self.fleet.choose(exchange.fingerprint, candidates)
+        return self.fleet.choose_replica(exchange.fingerprint, candidates)
 
     def _candidates(self, exchange: Exchange) -> list[Replica]:
         """The replicas that may get a request now: overflow upstreams if the others are too busy, or none is left."""
@@ -118,7 +118,7 @@ class Dispatcher:
             connect_s=self.timeouts.connect,
             first_byte_s=self.timeouts.first_byte,
         )
-        first = await attempt.read()
+        first = await attempt.read_piece()
         if answered is None:
             exchange.answer = self._answer(exchange, replica, head, continuable)
         if exchange.answer is None:
@@ -236,7 +236,7 @@ class Dispatcher:
                     exchange.tried.clear()
                 await asyncio.sleep(RESUME_POLL_S)
                 continue
-            attempt = exchange.begin_attempt(self.fleet.choose(exchange.fingerprint, candidates))
+            attempt = exchange.begin_attempt(self.fleet.choose_replica(exchange.fingerprint, candidates))
             try:
                 head, first = await self._ask(exchange, attempt, answered)
             except ClientGoneError:

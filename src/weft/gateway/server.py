@@ -54,7 +54,7 @@ def run_gateway(config: GatewayConfig, admin_key: str | None, shutdown_timeout: 
             check_hosts(config.upstreams, listener.getsockname())
         try:
             with asyncio.Runner(loop_factory=loop_factory()) as runner:
-                runner.run(_run(config, options, admin_key, shutdown_timeout, listener))
+                runner.run(_serve_gateway(config, options, admin_key, shutdown_timeout, listener))
         finally:
             cancel_exit_deadline()
 
@@ -133,7 +133,7 @@ def check_hosts(upstreams: Sequence[UpstreamConfig], address: tuple[str, int]) -
             )
 
 
-async def _run(
+async def _serve_gateway(
     config: GatewayConfig,
     options: ServeOptions,
     admin_key: str | None,

@@ -120,7 +120,7 @@ class UpstreamConnection(asyncio.Protocol):
             raise cast(UpstreamError, self._error)
         return self._head
 
-    async def read(self) -> bytes:
+    async def read_piece(self) -> bytes:
         """The bytes of the body that have come, at least one; empty at its end. Raises UpstreamError after the last."""
         while not self._pieces and not self._complete and self._error is None:
             await self._change()

@@ -27,7 +27,7 @@ class RopeTables:
         self._max_positions = max_positions
         self._tables: dict[tuple[Rope, int], RopeTable] = {}
 
-    def table(self, rope: Rope, head_dim: int) -> RopeTable:
+    def rope_table(self, rope: Rope, head_dim: int) -> RopeTable:
         """The table of an embedding of heads of this length; the same for each call."""
         return self._tables.setdefault((rope, head_dim), RopeTable(rope, head_dim))
 

@@ -172,6 +172,6 @@ class BatchKeeper:
             run = BatchRun(self._service, self, found.owner, batch, answers=client is not None)
             self._runs.add(run)
             try:
-                await run.run()
+                await run.finish()
             finally:
                 self._runs.discard(run)

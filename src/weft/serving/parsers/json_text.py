@@ -112,7 +112,7 @@ class CallReader:
         self._waiting: str | None = None  # arguments that came before the name
         self._begun = False
 
-    def read(self) -> Steps[bool]:
+    def read_call(self) -> Steps[bool]:
         """Read the object. False if it is none, or no call: the reader has said nothing then."""
         if (yield from self._reader.accept("{")) is None:
             return False

@@ -193,14 +193,14 @@ class StreamParser:
     def push(self, text: str) -> list[Event]:
         """Add the next piece of the answer's text; returns what it says."""
         self._reader.add(text)
-        return self._run()
+        return self._read_events()
 
     def finish(self) -> list[Event]:
         """End the answer; returns what was held back until then."""
         self._reader.ended = True
-        return self._run()
+        return self._read_events()
 
-    def _run(self) -> list[Event]:
+    def _read_events(self) -> list[Event]:
         if self._steps is not None:
             try:
                 next(self._steps)
