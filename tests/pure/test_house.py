@@ -68,6 +68,29 @@ def test_rules_of_writing_find_what_they_forbid() -> None:
     assert not list(writing.violations('"""Blocks."""\n\nsizes = [len(it) for it in ()]\n'))
 
 
+def test_a_noun_is_unique_inside_what_a_file_imports(source_nodes: Nodes) -> None:
+    """A reader of a file meets one class of a name, whichever of the imported modules are looked up."""
+    modules = {".".join(path.relative_to(ROOT / "src").with_suffix("").parts): path for path in source_nodes}
+    modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
+    classes = {
+        name: {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)}
+        for name, path in modules.items()
+    }
+    found = []
+    for module, path in modules.items():
+        imported = {module}
+        for node in source_nodes[path]:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                imported |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        owners: dict[str, list[str]] = {}
+        for other in sorted(imported & classes.keys()):
+            for name in classes[other]:
+                if not name.startswith("_"):
+                    owners.setdefault(name, []).append(other)
+        found += [f"{module}: {name} of {' and '.join(all_)}" for name, all_ in owners.items() if len(all_) > 1]
+    assert found == []
+
+
 def test_a_function_has_a_name_that_grep_finds() -> None:
     source = (
         "def run():\n    def read(): ...\nclass A:\n    async def _write(self): ...\n    def write_row(self): ...\n"

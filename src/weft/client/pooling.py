@@ -138,7 +138,7 @@ class Pooler:
         params: tuple[str, str] = ("query", "documents"),
         gather: Callable[[Iterable[Collector]], list[Collector]] = list,
         most_characters: int | None = None,
-    ) -> ScoreRequest:
+    ) -> PendingScores:
         """Return the requests for the scores of pairs: of one query with each document, or of as many as there are
         documents, in order.
 
@@ -163,7 +163,7 @@ class Pooler:
             pairs = list(zip(firsts, seconds, strict=True))
             _check_work(sum(len(wanted) + len(one) + len(other) for one, other in pairs), most_characters, params[1])
             collectors = gather(self._pair_collector(*pair, wanted, salt, params[1], **made) for pair in pairs)
-            return ScoreRequest(self, collectors)
+            return PendingScores(self, collectors)
         if instruction is not None:
             raise RequestError(
                 "an instruction is for rerankers; this model embeds: write it into the query",
@@ -175,7 +175,7 @@ class Pooler:
             for param, texts in zip(params, (firsts, seconds), strict=True)
             for text in texts
         )
-        return ScoreRequest(self, collectors, len(firsts))
+        return PendingScores(self, collectors, len(firsts))
 
     def _pair_collector(
         self,
@@ -287,7 +287,7 @@ class Pooler:
 
 
 @dataclass(frozen=True)
-class ScoreRequest:
+class PendingScores:
     """The requests behind the scores of pairs.
 
     `embedded` is 0 if each request is of one pair; else the number of queries, whose requests come before those of the

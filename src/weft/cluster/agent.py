@@ -63,7 +63,7 @@ class Version(msgspec.Struct):
     weft: str
 
 
-class Answer(msgspec.Struct):
+class DoctorReport(msgspec.Struct):
     """The JSON of `weft doctor`, as far as it is used."""
 
     checks: tuple[Check, ...]
@@ -220,7 +220,7 @@ def decode_doctor(status: int, printed: str | bytes, said: Sequence[str]) -> Exa
     `said` are the lines of its standard error.
     """
     try:
-        checks = msgspec.json.decode(printed, type=Answer).checks
+        checks = msgspec.json.decode(printed, type=DoctorReport).checks
     except msgspec.DecodeError:
         return Failed((said or [f"weft doctor ended with status {status}"])[-1])
     return Examined(checks, torch_version(), time.time())

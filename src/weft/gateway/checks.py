@@ -31,7 +31,7 @@ class ModelList(msgspec.Struct):
     data: list[dict[str, Any]]
 
 
-class Load(msgspec.Struct):
+class PredictedLoad(msgspec.Struct):
     prefill_tok_s: float | None = None
 
 
@@ -125,7 +125,7 @@ async def _read_speed(replica: Replica, timeouts: Timeouts) -> None:
     attempt = Attempt(replica, counted=False)
     try:
         status, body = await get_small(attempt, "/load", timeouts)
-        speed = msgspec.json.decode(body, type=Load).prefill_tok_s if status == 200 else None
+        speed = msgspec.json.decode(body, type=PredictedLoad).prefill_tok_s if status == 200 else None
         if speed is not None and speed > 0:
             replica.prefill_tok_s = speed
     finally:

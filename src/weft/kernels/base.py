@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from weft.architectures.shape import Attention as AttentionLayer
-from weft.architectures.shape import Experts, LatentAttention
+from weft.architectures.shape import Attention, Experts, LatentAttention
 from weft.comm import Group
 from weft.kernels.batch import Batch
 from weft.kernels.sampling import Sampling
@@ -82,7 +81,7 @@ class AttentionShape:
             windows=tuple(dict.fromkeys(shape.layers[layer].window for layer in layers)),
             groups=tuple(dict.fromkeys(pairs)) if len(layout.groups) > 1 else (),
             scale=shape.mixer.scale,
-            sinks=isinstance(shape.mixer, AttentionLayer) and shape.mixer.sinks,
+            sinks=isinstance(shape.mixer, Attention) and shape.mixer.sinks,
             latent=shape.latent,
             dtype=dtype,
             cache_dtype=torch.float8_e4m3fn if plan.kv_dtype == "fp8" else dtype,
@@ -268,7 +267,7 @@ class PhaseTimes(Protocol):
         ...
 
 
-class Attention(Protocol):
+class PagedAttention(Protocol):
     """Attention over paged KV.
 
     If `capturable`, decode steps can be captured as CUDA graphs: no call waits for the GPU, and padding rows, which
@@ -321,15 +320,15 @@ class Attention(Protocol):
 def apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """Attention with sinks, from the result `out` [T, q_heads * head_dim] and the `lse` of attention without.
 
-    The weights of all values shrink by e^lse / (e^lse + e^sink): see `Attention.attend`.
+    The weights of all values shrink by e^lse / (e^lse + e^sink): see `PagedAttention.attend`.
     """
     heads = out.unflatten(1, (sinks.shape[0], -1))
     return (heads * torch.sigmoid(lse - sinks.float()).unsqueeze(2)).to(out.dtype).flatten(1)
 
 
 class Pointwise(Protocol):
-    """Operations on rows between the products. Keys and values are stored in the order that the `Attention` of the same
-    kernels reads."""
+    """Operations on rows between the products. Keys and values are stored in the order that the `PagedAttention` of the
+    same kernels reads."""
 
     def fill_batch(self, staged: StagedStep, batch: Batch) -> None:
         """Write a step into the tensors of a batch that is large enough, and its new blocks into the tables of all
@@ -423,7 +422,7 @@ class Matrices(Protocol):
         ...
 
     def launches(self, tokens: int) -> Sequence[Sequence[KernelLaunch]]:
-        """The same as `Attention.launches`, for the products of up to `tokens` tokens with all matrices so far."""
+        """The same as `PagedAttention.launches`, for the products of up to `tokens` tokens with all matrices so far."""
         ...
 
 
@@ -441,7 +440,7 @@ class Kernels:
     """Implementations of a decoder's operations on one device, in parts. Inputs are bf16, fp16 or fp32 and contiguous
     along their last dim; sums are computed in fp32."""
 
-    attention: Attention
+    attention: PagedAttention
     pointwise: Pointwise
     matrices: Matrices
     sampling: Sampling
@@ -449,6 +448,6 @@ class Kernels:
     fuse_layers: FuseLayers = fuse_nothing
 
     def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:
-        """The launches of all parts, see `Attention.launches`."""
+        """The launches of all parts, see `PagedAttention.launches`."""
         attention = self.latents if shape.latent else self.attention
         return [*self.matrices.launches(shape.tokens), *attention.launches(shape, device)]

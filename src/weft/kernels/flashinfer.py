@@ -50,7 +50,7 @@ def create_attention(device: torch.device, shape: AttentionShape) -> FlashInferA
 
 
 class FlashInferAttention:
-    """FlashInfer's implementation of `Attention`.
+    """FlashInfer's implementation of `PagedAttention`.
 
     Blocks and a window are part of a plan, so there is one plan for each window of a KV group. A CUDA graph fixes the
     address of a plan. Decode batches of each size that has a graph therefore have a wrapper of their own, which plans

@@ -28,15 +28,17 @@ NEGLIGIBLE = 1e-6  # share of steps below which it does not matter that they hav
 T = TypeVar("T", float, Seconds)
 
 
-def build_replicas(shape: ModelShape, layout: DeploymentLayout, cluster: Cluster, profile: Profile) -> list[Replica]:
+def build_replicas(
+    shape: ModelShape, layout: DeploymentLayout, cluster: Cluster, profile: Profile
+) -> list[PlannedReplica]:
     """The replicas of a layout in order. Equal ones are one object."""
     rooflines: dict[GpuSpec, Roofline] = {}
-    by_content: dict[object, Replica] = {}
-    by_seats: dict[object, Replica] = {}
+    by_content: dict[object, PlannedReplica] = {}
+    by_seats: dict[object, PlannedReplica] = {}
     replicas = []
     for number, seats in enumerate(_seats(layout, cluster)):
         if seats not in by_seats:
-            replica = Replica(shape, layout, cluster, profile, number, rooflines)
+            replica = PlannedReplica(shape, layout, cluster, profile, number, rooflines)
             by_seats[seats] = by_content.setdefault(replica.key, replica)
         replicas.append(by_seats[seats])
     return replicas
@@ -112,7 +114,7 @@ class Stage:
         return any(layer.experts and layer.experts.held < layer.experts.count for layer in work.layers)
 
 
-class Replica:
+class PlannedReplica:
     """One replica of a layout: its stages, and the seconds of a round through them.
 
     `rooflines` has those that are known already, by GPU, and gets the new ones.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from operator import mul
 from typing import NamedTuple
 
-from weft.planner.replica import Replica, Stage
+from weft.planner.replica import PlannedReplica, Stage
 from weft.planner.roofline import Roofline, attended_pairs
 from weft.planner.work import AttentionWork, LayerWork, RankWork
 
@@ -34,7 +34,7 @@ class StepPredictor:
     layers, None for full attention. For a given window the seconds of a row grow linearly with its context.
     """
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: PlannedReplica) -> None:
         profile = replica.profile
         self._host_s, self._row_s = profile.step_us.value * 1e-6, profile.sequence_us.value * 1e-6
         self._control_s = replica.control_s

@@ -79,7 +79,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         media=EVENTS,
     ),
     ("POST", "/v1/messages"): Operation(
-        request=anthropic.MessagesRequest, answer=anthropic.Answer, part=anthropic.StreamEvent, media=EVENTS
+        request=anthropic.MessagesRequest, answer=anthropic.AnthropicAnswer, part=anthropic.StreamEvent, media=EVENTS
     ),
     ("POST", "/v1/messages/count_tokens"): Operation(request=anthropic.CountRequest, answer=anthropic.TokenCount),
     ("POST", "/v1/embeddings"): Operation(request=EmbeddingsRequest, answer=Embeddings),
@@ -117,14 +117,14 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/api/ps"): Operation(answer=ollama.RunningList),
     ("POST", "/api/show"): Operation(request=ollama.ShowRequest, answer=ollama.ShowAnswer),
     ("POST", "/api/chat"): Operation(
-        request=ollama.ChatRequest, answer=ollama.ChatAnswer, part=ollama.ChatAnswer, media=LINES
+        request=ollama.OllamaChatRequest, answer=ollama.ChatAnswer, part=ollama.ChatAnswer, media=LINES
     ),
     ("POST", "/api/generate"): Operation(
         request=ollama.GenerateRequest, answer=ollama.GenerateAnswer, part=ollama.GenerateAnswer, media=LINES
     ),
     ("POST", "/api/embed"): Operation(request=ollama_embed.EmbedRequest, answer=ollama_embed.EmbedAnswer),
     ("POST", "/api/embeddings"): Operation(
-        request=ollama_embed.EmbeddingsRequest, answer=ollama_embed.EmbeddingsAnswer
+        request=ollama_embed.OllamaEmbeddingsRequest, answer=ollama_embed.EmbeddingsAnswer
     ),
     ("POST", "/api/pull"): Operation(
         request=ollama.PullRequest, answer=ollama.PullStatus, part=ollama.PullStatus, media=LINES

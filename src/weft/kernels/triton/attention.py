@@ -333,8 +333,8 @@ def prefill(
 
 
 class TritonAttention:
-    """The Triton implementation of `Attention`. `processors` is the number of the device's multiprocessors, `shared`
-    the bytes of shared memory that a program may ask for."""
+    """The Triton implementation of `PagedAttention`. `processors` is the number of the device's multiprocessors,
+    `shared` the bytes of shared memory that a program may ask for."""
 
     name = "triton"
     capturable = True

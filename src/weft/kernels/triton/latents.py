@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from weft.kernels import attention_inputs
-from weft.kernels.base import Attention, AttentionShape, KVCache
+from weft.kernels.base import AttentionShape, KVCache, PagedAttention
 from weft.kernels.batch import Batch
 from weft.kernels.latents import EXPANDED_BLOCK, LatentDims, LatentNorm, contiguous_row
 from weft.kernels.triton.attention import LEAST, LN_2, LOG2_E, MOST_SPLITS, _join
@@ -214,7 +214,7 @@ class TritonLatents:
     """The Triton implementation of `LatentKernels`; `attention` is used in the expanded form. `processors` is the
     number of the device's multiprocessors."""
 
-    def __init__(self, processors: int, attention: Attention) -> None:
+    def __init__(self, processors: int, attention: PagedAttention) -> None:
         self._processors, self._attention = processors, attention
         # By their number. They are never freed, as CUDA graphs read them.
         self._through: dict[int, torch.Tensor] = {}
