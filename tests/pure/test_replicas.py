@@ -20,7 +20,7 @@ from tests.refusals import refuses
 from weft.client import handover, replica, replicas, restarts
 from weft.client.engine_nodes import EngineNodes
 from weft.client.handover import MOVES
-from weft.client.remote import OutputSink
+from weft.client.output_stream import OutputSink
 from weft.client.replicas import ReplicaSet, start_engine
 from weft.client.restarts import GIVE_UP, step_limit_s
 from weft.client.routing import PIECE, Router

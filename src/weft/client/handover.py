@@ -9,7 +9,7 @@ from itertools import count
 
 from msgspec.structs import replace
 
-from weft.client.remote import OutputSink
+from weft.client.output_stream import OutputSink
 from weft.client.replica import Replica
 from weft.client.room import Room
 from weft.client.routing import Router, work_of

@@ -11,8 +11,9 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from weft.client.collector import Collector
-from weft.client.frontend import Frontend, Prompt, PromptLike, list_ids
+from weft.client.frontend import Frontend
 from weft.client.outputs import EmbeddingOutput
+from weft.client.prompt import Prompt, PromptLike, list_ids
 from weft.core.step import Pooling
 from weft.errors import OutputError, RequestError
 from weft.formats.pooling import PoolingSettings

@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from weft.client.engine_nodes import EngineNodes
 from weft.client.handover import MOVES, HandOver
-from weft.client.remote import AsyncEngine, OutputSink, OutputStream
+from weft.client.output_stream import OutputSink, OutputStream
+from weft.client.remote import AsyncEngine
 from weft.client.replica import Replica
 from weft.client.restarts import EngineKeeper
 from weft.client.room import Room

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weft.client.frontend import GENERATION_DEFAULTS, Frontend
+from weft.client.defaults import GENERATION_DEFAULTS
+from weft.client.frontend import Frontend
 from weft.core.params import SamplingParams
 from weft.errors import RequestError
 

@@ -11,8 +11,9 @@ from weft.architectures.place import Place
 from weft.architectures.registry import find_architecture
 from weft.architectures.shape import Attention, Dense, LayerSpec, ModelShape
 from weft.comm import Group
-from weft.kernels.base import EmbeddingTable, Kernels, KVCache, PhaseTimes, Product
+from weft.kernels.base import EmbeddingTable, Kernels, KVCache, Product
 from weft.kernels.batch import Batch
+from weft.kernels.fused import PhaseTimes
 from weft.layers.attention import AttentionBlock
 from weft.layers.embedding import Embedding, Head, Positions
 from weft.layers.exchange import TokenExchange

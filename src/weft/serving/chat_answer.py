@@ -11,9 +11,10 @@ from weft.client.collector import Delta
 from weft.client.outputs import Logprob
 from weft.serving.answer_ids import AnswerIds
 from weft.serving.chat_prompt import PreparedChat, prepare_chat
+from weft.serving.engine_stream import EngineStream
 from weft.serving.openai_types import Usage
 from weft.serving.parsers.reader import CallArguments, CallBegin, Content, Event, Reasoning, StreamParser
-from weft.serving.service import EngineStream, Service
+from weft.serving.service import Service
 
 __all__ = [
     "AnswerChoice",

@@ -18,7 +18,7 @@ import torch
 from weft.architectures.axes import owned
 from weft.architectures.parameters import parameter_dims, rank_parameters
 from weft.architectures.place import Place, Span
-from weft.formats.checkpoint import expected_tensors, locate_tensors
+from weft.formats.tensor_index import expected_tensors, locate_tensors
 from weft.plan.fills import Fill, checkpoint_scheme, rank_fills
 from weft.plan.plan import Plan
 from weft.quant.quantised import QuantisedWeight

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from weft.comm import Group
-from weft.kernels.base import AttentionShape, FusedLayer, FusedStage, Kernels, PagedAttention
+from weft.kernels.base import AttentionShape, Kernels, PagedAttention
+from weft.kernels.fused import FusedLayer, FusedStage
 from weft.kernels.native.attention import NativeAttention
 from weft.kernels.native.entries import load_entries
 from weft.kernels.native.latents import NativeLatents
