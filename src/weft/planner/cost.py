@@ -167,8 +167,8 @@ def _limit(replica: ReplicaMemory, stages: int, profile: Profile, workload: Work
 def _requests_in_cache(replica: ReplicaMemory, workload: Workload) -> float:
     """Number of requests that a KV cache has room for, with others always waiting.
 
-    A small number of requests counts as whole ones: they run evenly spaced, and the first is at its end when the others
-    have half of their answers on average.
+    The smaller of two estimates. Many requests end at different times, and need MEAN_ANSWER_SHARE of their answers on
+    average. A few run evenly spaced: when one is at its end, the others have half of their answers on average.
     """
     room: float = replica.kv_tokens
     usual, half, prompt = workload.context(MEAN_ANSWER_SHARE), workload.context(0.5), float(workload.input_len)

@@ -144,9 +144,17 @@ def load_weights(
         if isinstance(into, torch.Tensor):
             source.read_range(fill.source, fill.rows, fill.cols, into)
         elif fill.cols is not None and not source.read_blocks(fill.source, fill.rows, fill.cols, into):
-            read_range, columns = partial(source.read_range, fill.source), importance.get(fill.weight)
-            width, stored = dims[fill.source][-1], source.dtype(fill.source)
-            quantise(read_range, fill.rows, fill.cols, width, plan.shape.head_dim, into, stored, rounding, columns)
+            quantise(
+                partial(source.read_range, fill.source),
+                fill.rows,
+                fill.cols,
+                width=dims[fill.source][-1],
+                head_dim=plan.shape.head_dim,
+                into=into,
+                dtype=source.dtype(fill.source),
+                rounding=rounding,
+                importance=importance.get(fill.weight),
+            )
 
     with reader_threads() as pool:
         fills = [fill for fill in rank_fills(plan.shape, place) if fill.param in targets]
