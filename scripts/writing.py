@@ -15,6 +15,7 @@ from pathlib import Path
 
 FORBIDDEN = re.compile(r"\s*(Of|What|Whether|Those|That|Where|Who|How|Which|Is|As)\b")
 BARE_NAME = re.compile(r"_?(choose|known|made|read|run|table|write)")
+VAGUE_VARIABLES = {"asked", "found", "said", "told"}
 STAND_INS = {"JoinedTransport"}  # classes whose methods have the names of another library's
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -48,13 +49,30 @@ def bare_names(source: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"a function is called {node.name!r}: name what is read, run or chosen"
 
 
+def vague_variables(source: str) -> Iterator[tuple[int, str]]:
+    """Line and complaint of every variable whose name says only where its value comes from."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            name = node.id
+        elif isinstance(node, ast.arg):
+            name = node.arg
+        else:
+            continue
+        if name in VAGUE_VARIABLES:
+            yield node.lineno, f"a variable is called {name!r}: name what it holds"
+
+
 def main() -> int:
     status = 0
     for folder in sys.argv[1:]:
         for path in sorted(Path(folder).rglob("*.py")):
             source = path.read_text()
-            found = [*violations(source), *(bare_names(source) if path.parts[0] != "tests" else ())]
-            for line, complaint in sorted(found):
+            complaints = [*violations(source)]
+            if path.parts[0] != "tests":
+                complaints += bare_names(source)
+            if path.parts[0] == "src":
+                complaints += vague_variables(source)
+            for line, complaint in sorted(complaints):
                 print(f"{path}:{line}: {complaint}")
                 status = 1
     return status

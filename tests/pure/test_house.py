@@ -99,6 +99,11 @@ def test_a_function_has_a_name_that_grep_finds() -> None:
     assert [line for line, _ in writing.bare_names(source)] == [1, 4]
 
 
+def test_a_variable_says_what_it_holds() -> None:
+    source = "def f(said, names):\n    found = said\n    for asked in names: print(found)\n    kept = found\n"
+    assert [line for line, _ in writing.vague_variables(source)] == [1, 2, 3]
+
+
 def test_the_simulator_uses_the_core_s_public_names(source_nodes: Nodes) -> None:
     """It runs the scheduler that serves: a private name of the core, or a subclass, would be a second one."""
     named_tuples = {"_replace", "_asdict", "_fields", "_make"}

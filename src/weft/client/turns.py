@@ -33,8 +33,8 @@ def _is_pair(pair: object) -> bool:
 def turn_messages(query: str, history: History, system: str) -> list[dict[str, str]]:
     """Return the messages of a conversation whose last one is `query`; without a system message for an empty one."""
     pairs = [("system", system)] if system else []
-    for asked, answered in history:
-        pairs += [("user", asked), ("assistant", answered)]
+    for question, answered in history:
+        pairs += [("user", question), ("assistant", answered)]
     return [{"role": role, "content": content} for role, content in (*pairs, ("user", query))]
 
 

@@ -152,7 +152,7 @@ def connect_to_head(
     """
     stopped = stopped or threading.Event()
     began = refused_since = time.monotonic()
-    said = ""
+    logged = ""
     while True:
         try:
             return _open_connection(settings)
@@ -176,8 +176,8 @@ def connect_to_head(
             )
         if gone_s is not None and now - refused_since > gone_s:
             raise ConfigError(f"the head at {settings.head} has ended", code=HEAD_GONE)
-        if reason != said and gone_s != CLOSED_S:
-            said = reason
+        if reason != logged and gone_s != CLOSED_S:
+            logged = reason
             log.info("waiting for the head at %s: %s", settings.head, reason)
         if stopped.wait(AGAIN_S):
             raise ConfigError("the wait for the head has ended", code=HEAD_GONE)

@@ -85,7 +85,7 @@ class Node:
     def reason(self, gone: Gone) -> str:
         """Reason why there was no answer, with the way out."""
         if gone.status == SSH_FAILED:
-            remedy = next(remedy for said, remedy in REMEDIES if said in gone.line.lower())
+            remedy = next(remedy for symptom, remedy in REMEDIES if symptom in gone.line.lower())
             return f"ssh cannot connect: {gone.line or 'no reason given'}; {remedy.format(target=self.target)}"
         if f"No module named {AGENT!r}" in gone.line or re.search(r"No module named '?weft", gone.line):
             return (

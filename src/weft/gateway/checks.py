@@ -61,10 +61,10 @@ async def _check_all(
     replicas = tuple(fleet.replicas.values())
     looking = [watch.look()] if isinstance(watch, PollWatch) else []  # who is asked may take its time
     checking = [_check(replica, fleet, timeouts, due) for replica in replicas]
-    found = await asyncio.gather(*looking, *checking, return_exceptions=True)
+    results = await asyncio.gather(*looking, *checking, return_exceptions=True)
     for replica in [replica for replica in due if replica not in replicas]:
         del due[replica]
-    for error in found:
+    for error in results:
         if isinstance(error, Exception):
             raise error
 
@@ -255,10 +255,10 @@ class DnsWatch(PollWatch):
         url, loop = self._url, asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CHECK_S):
-                found = await loop.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
+                rows = await loop.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
         except (OSError, TimeoutError) as error:
             raise UpstreamError(f"no addresses of {url.host}: {error_reason(error)}", code="no-addresses") from None
-        addresses = sorted({str(row[4][0]) for row in found})
+        addresses = sorted({str(row[4][0]) for row in rows})
         return [UpstreamConfig(url=f"http://{bracketed(address)}:{url.port}{url.path}") for address in addresses]
 
 

@@ -73,14 +73,14 @@ class Completion:
             self._priced = self._path in PATHS and self.single and self._is_bounded and has_price(body)
         return self._priced
 
-    def token_fields(self, answered: list[int] | None, told: int = 0) -> dict[str, Any]:
+    def token_fields(self, answered: list[int] | None, events: int = 0) -> dict[str, Any]:
         """Fields that ask for token ids, and to go on behind `answered`; None begins the answer. One seed for all.
 
-        `told`: number of events that the client has.
+        `events`: number of events that the client has.
         """
         fields: dict[str, Any] = {"return_token_ids": True}
         if self.api is not None:
-            fields["stream_state"] = self._told(told)
+            fields["stream_state"] = self._told(events)
         if not self.keeps_ids or answered or self.begun:
             # Even an empty list keeps the prompt's ids, which nobody wants, out of the answer.
             fields["continue_token_ids"] = self.begun if answered is None else answered

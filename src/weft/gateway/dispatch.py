@@ -80,19 +80,19 @@ class Dispatcher:
 
     def _candidates(self, exchange: Exchange) -> list[Replica]:
         """The replicas that may get a request now: overflow upstreams if the others are too busy, or none is left."""
-        found = self.fleet.candidates(exchange.model, exchange.tried)
+        candidates = self.fleet.candidates(exchange.model, exchange.tried)
         if exchange.owner:
-            return [replica for replica in found if replica.is_weft and not replica.overflow]
-        usual = [replica for replica in found if not replica.overflow]
-        if len(usual) == len(found) or (usual and not self._is_too_busy(usual, exchange.prompt_tokens)):
+            return [replica for replica in candidates if replica.is_weft and not replica.overflow]
+        usual = [replica for replica in candidates if not replica.overflow]
+        if len(usual) == len(candidates) or (usual and not self._is_too_busy(usual, exchange.prompt_tokens)):
             return usual
-        return self._affordable(exchange, found) or usual
+        return self._affordable(exchange, candidates) or usual
 
-    def _affordable(self, exchange: Exchange, found: list[Replica]) -> list[Replica]:
+    def _affordable(self, exchange: Exchange, candidates: list[Replica]) -> list[Replica]:
         """The overflow upstreams that a request may go to: its price has to be known before, and within the budget."""
         if exchange.completion is None or not exchange.model or not exchange.completion.is_priced(exchange.body):
             return []
-        return [replica for replica in found if replica.overflow and self.accounts.affords(exchange, replica)]
+        return [replica for replica in candidates if replica.overflow and self.accounts.affords(exchange, replica)]
 
     def _is_too_busy(self, replicas: list[Replica], tokens: int) -> bool:
         """Return True if no replica keeps the objective for a prompt of `tokens` tokens."""
@@ -143,8 +143,8 @@ class Dispatcher:
         completion = exchange.completion
         if completion is not None:
             if continuable:
-                told = exchange.answer.told if isinstance(exchange.answer, ResumableAnswer) else 0
-                changes |= completion.token_fields(answered, told)
+                events = exchange.answer.told if isinstance(exchange.answer, ResumableAnswer) else 0
+                changes |= completion.token_fields(answered, events)
             if exchange.metered:
                 changes |= completion.usage_fields()
             if replica.overflow:  # no more than was reserved
@@ -256,8 +256,8 @@ class Dispatcher:
 
     def _continuing(self, exchange: Exchange) -> list[Replica]:
         """The replicas that can go on with an answer, without those that have been tried."""
-        found = self.fleet.candidates(exchange.model, exchange.tried)
-        return [replica for replica in found if replica.is_weft and not replica.overflow]
+        candidates = self.fleet.candidates(exchange.model, exchange.tried)
+        return [replica for replica in candidates if replica.is_weft and not replica.overflow]
 
 
 def check_owner(exchange: Exchange, head: ResponseHead) -> None:

@@ -110,12 +110,12 @@ class Ledger:
     def rows(self, hours: int) -> list[dict[str, object]]:
         """Amounts spent in the last `hours` hours, by key, model and upstream."""
         names = ("key", "model", "upstream", "requests", "prompt_tokens", "completion_tokens", "dollars")
-        found = self._database.execute(
+        spent = self._database.execute(
             "SELECT key, model, upstream, SUM(requests), SUM(prompt_tokens), SUM(completion_tokens), SUM(dollars) "
             "FROM spent WHERE hour > ? GROUP BY key, model, upstream ORDER BY key, model, upstream",
             (self._hour() - hours,),
         )
-        return [dict(zip(names, row, strict=True)) for row in found]
+        return [dict(zip(names, row, strict=True)) for row in spent]
 
     def seconds_left(self) -> int:
         """Seconds until the next hour begins."""
@@ -128,10 +128,10 @@ class Ledger:
         first = self._hour() - hours
         total = 0.0
         for table in ("spent", "reserved"):
-            found = self._database.execute(
+            cursor = self._database.execute(
                 f"SELECT TOTAL({column}) FROM {table} WHERE hour > ? AND {condition}", (first, *given)
             )
-            total += found.fetchone()[0]
+            total += cursor.fetchone()[0]
         return total
 
     def _settle_left_over(self) -> None:

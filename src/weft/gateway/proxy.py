@@ -359,10 +359,10 @@ class Proxy:
                 answer.check_complete()
                 return
             except UpstreamError as error:
-                found = await self._go_on(exchange, answer, error)
-                if found is None:
+                next_piece = await self._go_on(exchange, answer, error)
+                if next_piece is None:
                     return
-                piece = found
+                piece = next_piece
             if piece == DONE:
                 yield DONE
                 return

@@ -37,8 +37,8 @@ class ResponseHead(NamedTuple):
 
     def header(self, name: bytes) -> bytes:
         """Value of a header; empty if it is not there."""
-        for found, value in self.headers:
-            if found == name:
+        for header, value in self.headers:
+            if header == name:
                 return value
         return b""
 

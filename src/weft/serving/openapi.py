@@ -193,10 +193,10 @@ def _schemas() -> tuple[dict[Any, Any], dict[str, Any]]:
 
 
 def _describe(route: Route, method: str, operation: Operation, schemas: Mapping[Any, Any]) -> dict[str, Any]:
-    told = (route.endpoint.__doc__ or "").partition(": ")[2] or route.path
+    summary = (route.endpoint.__doc__ or "").partition(": ")[2] or route.path
     described: dict[str, Any] = {
         "operationId": f"{method.lower()}{re.sub(r'[^a-z0-9]+', '_', route.path.lower())}",
-        "summary": " ".join(told.split()),
+        "summary": " ".join(summary.split()),
         "responses": {"200": _answer(operation, schemas), **_errors(route.path, operation.statuses, schemas)},
     }
     parameters = [
@@ -228,8 +228,8 @@ def _errors(path: str, more: Sequence[int], schemas: Mapping[Any, Any]) -> dict[
     """The errors that a path may give, in the shape of its API; `more`: what else it may answer."""
     frame = type(shape_error(400, ErrorBody("", ""), path))
     content = _content("application/json", schemas[frame])
-    found = {str(status): {"description": HTTPStatus(status).phrase, "content": content} for status in STATUSES}
-    return found | {str(status): {"description": HTTPStatus(status).phrase} for status in more}
+    described = {str(status): {"description": HTTPStatus(status).phrase, "content": content} for status in STATUSES}
+    return described | {str(status): {"description": HTTPStatus(status).phrase} for status in more}
 
 
 def _content(media: str, schema: Any) -> dict[str, Any]:

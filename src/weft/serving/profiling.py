@@ -59,10 +59,10 @@ class LastProfile:
             try:
                 state = tuple((file, os.stat(file).st_mtime_ns) for file in files)
                 if state != self._reported:
-                    content, said = read_elsewhere("report", files)
+                    content, warning = read_elsewhere("report", files)
                     self._report_made, self._reported = msgspec.json.decode(content), state
-                    if said:
-                        log.warning("%s", said)
+                    if warning:
+                        log.warning("%s", warning)
                 return self._report_made
             except OSError as error:
                 log.warning("%s", error)

@@ -165,7 +165,7 @@ class OllamaAnswer(ABC):
     def _logprobs(self, positions: Sequence[dict[int, Logprob]] | None) -> list[PositionLogprobs]:
         if self._top_logprobs is None or not positions:
             return []
-        told = chat_logprobs(positions, self._top_logprobs, self._frontend.token_bytes).content
+        rows = chat_logprobs(positions, self._top_logprobs, self._frontend.token_bytes).content
         return [
             PositionLogprobs(
                 token=row.token,
@@ -175,7 +175,7 @@ class OllamaAnswer(ABC):
                     OllamaTokenLogprob(token=t.token, logprob=t.logprob, bytes=t.bytes) for t in row.top_logprobs
                 ],
             )
-            for row in told
+            for row in rows
         ]
 
 

@@ -124,30 +124,30 @@ class Reader:
         yield from self.read_run(run, parts.append)
         return "".join(parts)
 
-    def read_run(self, run: re.Pattern[str], say: Take) -> Steps[None]:
-        """Read as long as the characters match `run`, and pass them to `say` as they come."""
+    def read_run(self, run: re.Pattern[str], emit: Take) -> Steps[None]:
+        """Read as long as the characters match `run`, and pass them to `emit` as they come."""
         while (yield from self.peek(1)):
             match = run.match(self._text, self._at)
             if not match:
                 return
-            say(self._consume(match.end() - self._at))
+            emit(self._consume(match.end() - self._at))
 
-    def until(self, marks: Iterable[str], say: Take) -> Steps[str | None]:
+    def until(self, marks: Iterable[str], emit: Take) -> Steps[str | None]:
         """Read up to the first of `marks` and over it; returns the mark, or None at the end of the answer.
 
-        The text before it goes to `say`, as far as it cannot be the beginning of a mark. No mark may contain another.
+        The text before it goes to `emit`, as far as it cannot be the beginning of a mark. No mark may contain another.
         """
         marks = tuple(marks)
         longest = max(map(len, marks))
         while True:
-            found = [(at, mark) for mark in marks if (at := self._text.find(mark, self._at)) >= 0]
-            if found:
-                at, mark = min(found)
-                say(self._consume(at - self._at))
+            places = [(at, mark) for mark in marks if (at := self._text.find(mark, self._at)) >= 0]
+            if places:
+                at, mark = min(places)
+                emit(self._consume(at - self._at))
                 self._consume(len(mark))
                 return mark
             held = 0 if self.ended else _held(self._text, self._at, marks, longest)
-            say(self._consume(len(self._text) - self._at - held))
+            emit(self._consume(len(self._text) - self._at - held))
             if self.ended:
                 return None
             yield
