@@ -132,7 +132,7 @@ class Agent:
         server = Server(task.name, task.node)
         started = server.start(task)
         self._send(started)
-        if not self._watch(server, started) and not started.found:
+        if not self._watch(server, started) and not started.was_running:
             server.end(0.0, END_S)
 
     def _watch(self, server: Server, started: Started) -> bool:

@@ -161,7 +161,7 @@ def _await_ready(replies: Talk, say: Say, count: int) -> str:
 
 
 def _say_started(node: Node, reply: Started, say: Say) -> None:
-    if not reply.found:
+    if not reply.was_running:
         say(f"{node.label}: started, process {reply.pid}, log {reply.log}")
         return
     if not reply.same:

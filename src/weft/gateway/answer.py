@@ -23,7 +23,7 @@ class ResumableAnswer(ABC):
 
     `continuable`: another replica could go on with it. `begun` are token ids that the client itself gave as its
     beginning. `token_ids`: those so far. `done`: all of it was passed on. `finished`: its last token was. `usage`: the
-    upstream's, of the whole answer. `told`: number of events that the client has, where that counts. `tokens`: number
+    upstream's, of the whole answer. `sent_events`: number of events that the client has, where that counts. `tokens`: number
     of tokens that have come; a part whose token ids are not known counts as one.
     """
 
@@ -34,7 +34,7 @@ class ResumableAnswer(ABC):
         self.done = self.finished = False
         self.usage: dict[str, Any] | None = None
         self.token_ids = list(begun or ())
-        self.told = self.tokens = 0
+        self.sent_events = self.tokens = 0
         self._broken: UpstreamError | None = None
         self._resumed_at = len(self.token_ids)
         self._fruitless = 0

@@ -80,7 +80,7 @@ class Completion:
         """
         fields: dict[str, Any] = {"return_token_ids": True}
         if self.api is not None:
-            fields["stream_state"] = self._told(events)
+            fields["stream_state"] = self._stream_state(events)
         if not self.keeps_ids or answered or self.begun:
             # Even an empty list keeps the prompt's ids, which nobody wants, out of the answer.
             fields["continue_token_ids"] = self.begun if answered is None else answered
@@ -89,7 +89,7 @@ class Completion:
             fields["seed"] = self._seed
         return fields
 
-    def _told(self, events: int) -> dict[str, Any]:
+    def _stream_state(self, events: int) -> dict[str, Any]:
         """The state of the stream as replicas are told it; another gateway before this one may have begun it."""
         if not self._state:
             self._state = {"id": secrets.token_hex(16), "created": int(time.time()), "events": 0}

@@ -143,7 +143,7 @@ class Dispatcher:
         completion = exchange.completion
         if completion is not None:
             if continuable:
-                events = exchange.answer.told if isinstance(exchange.answer, ResumableAnswer) else 0
+                events = exchange.answer.sent_events if isinstance(exchange.answer, ResumableAnswer) else 0
                 changes |= completion.token_fields(answered, events)
             if exchange.metered:
                 changes |= completion.usage_fields()
