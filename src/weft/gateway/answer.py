@@ -23,8 +23,8 @@ class ResumableAnswer(ABC):
 
     `continuable`: another replica could go on with it. `begun` are token ids that the client itself gave as its
     beginning. `token_ids`: those so far. `done`: all of it was passed on. `finished`: its last token was. `usage`: the
-    upstream's, of the whole answer. `sent_events`: number of events that the client has, where that counts. `tokens`: number
-    of tokens that have come; a part whose token ids are not known counts as one.
+    upstream's, of the whole answer. `sent_events`: number of events that the client has, where that counts. `tokens`:
+    number of tokens that have come; a part whose token ids are not known counts as one.
     """
 
     lacks_usage = False
