@@ -47,5 +47,5 @@ def complete_kernels(attention: PagedAttention, device: torch.device, shape: Att
         pointwise=TritonPointwise(),
         matrices=TritonMatrices(multiprocessor_count(device), fp8_units=has_fp8_units(device)),
         sampling=TritonSampling(device),
-        latents=TritonLatents(multiprocessor_count(device), attention),
+        latents=TritonLatents(multiprocessor_count(device), attention, shared_memory_bytes(device)),
     )
