@@ -76,7 +76,7 @@ class Side:
         self.replies: list[Reply] = []
         agent = Agent(find_url, Input(read), self.replies.append)
         self.send(task)
-        self.thread = threading.Thread(target=agent.run)
+        self.thread = threading.Thread(target=agent.do_task)
         self.thread.start()
 
     def send(self, message: msgspec.Struct | bytes) -> None:
