@@ -8,8 +8,10 @@ name that grep finds: a bare verb such as `read` is allowed in tests, and within
 from __future__ import annotations
 
 import ast
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +20,7 @@ BARE_NAME = re.compile(r"_?(choose|known|made|read|run|table|write)")
 VAGUE_VARIABLES = {"asked", "found", "said", "told"}
 STAND_INS = {"JoinedTransport"}  # classes whose methods have the names of another library's
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+SENTENCE = re.compile(r"(?:^|(?<=[.!?] ))(Of|Those|What|Whether)\b")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 SHORT = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)  # scopes of one line
 
@@ -36,6 +39,20 @@ def violations(source: str) -> Iterator[tuple[int, str]]:
             name = node.id if isinstance(node, ast.Name) else node.arg
             if name == "it":
                 yield node.lineno, "a variable is called 'it': name what it holds"
+
+
+def nominal_sentences(source: str) -> Iterator[tuple[int, str]]:
+    """Line and complaint of every sentence of a docstring or comment whose subject is a relative clause."""
+    texts = [
+        (getattr(node, "lineno", 1), " ".join((ast.get_docstring(node) or "").split()))
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, DOCUMENTED)
+    ]
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    texts += [(token.start[0], token.string.lstrip("# ")) for token in tokens if token.type == tokenize.COMMENT]
+    for line, text in texts:
+        if match := SENTENCE.search(text):
+            yield line, f"a sentence begins with {match[1]!r}: name its subject"
 
 
 def bare_names(source: str) -> Iterator[tuple[int, str]]:
@@ -69,7 +86,7 @@ def main() -> int:
             source = path.read_text()
             complaints = [*violations(source)]
             if path.parts[0] != "tests":
-                complaints += bare_names(source)
+                complaints += [*bare_names(source), *nominal_sentences(source)]
             if path.parts[0] == "src":
                 complaints += vague_variables(source)
             for line, complaint in sorted(complaints):

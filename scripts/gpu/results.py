@@ -37,7 +37,7 @@ class Row:
 class Results:
     """Rows and finished tasks of one part, in `folder`/PART.json.
 
-    What an earlier run of the same commit on the same card finished is kept, unless `again` is true. A file of another
+    Results of an earlier run of the same commit on the same card are kept, unless `again` is true. A file of another
     commit, card or version is moved aside to PART.COMMIT.json.
     """
 

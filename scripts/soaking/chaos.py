@@ -96,7 +96,7 @@ class Soak:
             await self._server.end()
 
     async def _load(self) -> None:
-        """Send the requests, spread evenly over the time. Those that find no room until its end are not sent."""
+        """Send the requests, spread evenly over the time. Requests that find no room until its end are not sent."""
         given = self._given
         count = self._wanted
         room, pause_s = asyncio.Semaphore(given.concurrency), given.minutes * 60 / count

@@ -263,7 +263,7 @@ class Injector:
         def fresh() -> list[psutil.Process]:
             return [member for member in self._members(fault.victim) if member.pid not in before]
 
-        # Of two ranks and a core that were there.
+        # The fault may hit one of two ranks and a core that were there.
         count = len(before) - 1 if fault.victim == "rank" else 1
         until(lambda: len(fresh()) >= count, UP_S)
         time.sleep(self._random.uniform(0.0, 0.2))

@@ -96,7 +96,7 @@ class LLM:
 
     @property
     def plan(self) -> Plan:
-        """The executed plan: each rank's share of the model, and the limits. Of several replicas, one's."""
+        """The executed plan: each rank's share of the model, and the limits. With several replicas, that of one."""
         return self._running.plan
 
     @property

@@ -99,6 +99,12 @@ def test_a_function_has_a_name_that_grep_finds() -> None:
     assert [line for line, _ in writing.bare_names(source)] == [1, 4]
 
 
+def test_a_sentence_names_its_subject() -> None:
+    source = '"""Blocks. What is free is taken. Of two, one."""\n# Of the user.\nx = 1  # as said. Those of others\n'
+    source += "# of one\n"
+    assert sorted(line for line, _ in writing.nominal_sentences(source)) == [1, 2, 3]
+
+
 def test_a_variable_says_what_it_holds() -> None:
     source = "def f(said, names):\n    found = said\n    for asked in names: print(found)\n    kept = found\n"
     assert [line for line, _ in writing.vague_variables(source)] == [1, 2, 3]

@@ -220,7 +220,7 @@ class HandOver:
         self._relieve_others(replica)
 
     def refuse(self, error: EngineError) -> None:
-        """Take no more requests. Those whose engines end are not given to others."""
+        """Take no more requests. Requests whose engines end are not given to others."""
         self.ended = self.ended or error
 
     def end(self, error: EngineError) -> None:

@@ -297,7 +297,7 @@ class AsyncEngine:
     def connection_ended(self, error: Exception | None) -> None:
         """Handle the end of the connection. If the core has not sent a cause, its exit tells the cause.
 
-        That takes up to two seconds, in which the engine takes nothing. What it has fails with the cause.
+        That takes up to two seconds, in which the engine takes nothing. Its requests fail with the cause.
         """
         self._lost = True
         if not self._has_ended:

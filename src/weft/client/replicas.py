@@ -144,7 +144,7 @@ class ReplicaSet:
                 await engine.call(sleep)
         return current
 
-    # What users of an engine see
+    # Interface for users of an engine
 
     @property
     def plan(self) -> Plan:

@@ -125,8 +125,8 @@ def node_certificate(hosts: HostsFile, node: int) -> str:
 def bring_up(hosts: HostsFile, launch: Launch, say: Say) -> str:
     """Start the engine on all nodes, and wait until it answers requests; return its URL.
 
-    What runs already is left alone and said. If a node fails, or runs an engine of other flags under this name, those
-    that have been started are ended again. Raises RemoteError and ConfigError.
+    Engines that run already are left alone and reported. If a node fails, or runs an engine of other flags under this
+    name, those that have been started are ended again. Raises RemoteError and ConfigError.
     """
     key = own_key(hosts)
     tasks = {

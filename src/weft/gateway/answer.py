@@ -261,7 +261,7 @@ def _says_something(choice: Mapping[str, Any], delta: Mapping[str, Any]) -> bool
 class WholeAnswer:
     """A response that is one JSON object, whose usage is read and whose model may get another name.
 
-    Of one that is too long, only the bytes are passed on. `api`: the API, if that is not OpenAI's completions.
+    If it is too long, only its bytes are passed on. `api`: the API, if that is not OpenAI's completions.
     """
 
     def __init__(self, model: str | None, api: StreamApi | None = None) -> None:

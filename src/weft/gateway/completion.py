@@ -134,7 +134,7 @@ def _wrong_type(name: str, kind: str, value: Any) -> HttpError:
 
 
 def with_fields(body: bytes, changes: dict[str, Any], *, rewrites: bool = False) -> bytes:
-    """The body with other fields; UNSET takes one out. Of a field that is there twice, only the last stays.
+    """The body with other fields; UNSET takes one out. If a field is there twice, only the last stays.
 
     `rewrites`: that goes for the fields of objects within it too. Raises HttpError.
     """

@@ -55,8 +55,8 @@ class Ledger:
     """Amounts that requests spent, by hour (UTC), key, model and upstream. `clock` reads seconds since 1970.
 
     Amounts are kept for five weeks. A request's amount is reserved before it is sent, and settled when it has ended.
-    What was reserved when a gateway died counts as spent in full: nobody knows how far the upstream came. Raises
-    ConfigError for a file that is no ledger. A file belongs to one gateway.
+    Amounts that were reserved when a gateway died count as spent in full: nobody knows how far the upstream came.
+    Raises ConfigError for a file that is no ledger. A file belongs to one gateway.
     """
 
     def __init__(self, path: str, clock: Callable[[], float] = time.time) -> None:

@@ -74,7 +74,7 @@ def _try_attention(backend: str, device: torch.device, shape: AttentionShape) ->
 
 
 def _fastest_attention(device: torch.device, shape: AttentionShape) -> PagedAttention:
-    """The fastest attention that can be used. What takes the place of another one is logged."""
+    """The fastest attention that can be used. A backend that takes the place of another one is logged."""
     fastest, last = _by_speed(device)
     try:
         own = _try_attention(fastest, device, shape)

@@ -124,7 +124,7 @@ class DecoderModel:
         for number in self._numbers:
             spec = shape.layers[number]
             weights = LayerWeights(tensors, f"layers.{number}.", shape.norm, comm, kernels, exchange)
-            rope = self.ropes.rope_table(spec.mixer.rope, spec.mixer.rope_dim)
+            rope = self.ropes.table_for(spec.mixer.rope, spec.mixer.rope_dim)
             self.layers.append(DecoderLayer(spec, place, weights, rope))
         self.runs = fuse_runs(self.layers, comm, kernels)
         # The caches of the last step, and each run's: fused runs describe theirs to C++ when they change.

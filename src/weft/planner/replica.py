@@ -260,7 +260,7 @@ class PlannedReplica:
         of g groups the steps behind one that reads a prompt wait for it in every stage, and the stages behind it wait
         for work. So in a round with such a step among its g, the whole way of the prompt through all stages, R, counts,
         less the slack that a step has on its way if the slowest stage sets the pace. Prompts arrive at steps at random,
-        as a Poisson process. Those that arrive at the g - 1 steps behind another one cost nothing: they follow it
+        as a Poisson process. Prompts that arrive at the g - 1 steps behind another one cost nothing: they follow it
         through the stages. So after g - 1 steps the next prompt counts. It is 1 / P steps away, P being the probability
         that a step has one: g / (g - 1 + 1 / P) in a round. The same holds for steps that have two, and more. The part
         of a prompt beyond `batched_tokens` goes through the stages right behind the prompt's beginning. Prompts that

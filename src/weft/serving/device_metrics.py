@@ -60,7 +60,8 @@ class DeviceMetrics(PrometheusCollector):
         self._gpus = GpuWatch([device.name for plan in plans for device in plan.devices])
 
     async def refresh(self) -> None:
-        """Ask the ranks and the driver again, unless that was a moment ago. What does not answer keeps its figures."""
+        """Ask the ranks and the driver again, unless that was a moment ago. A rank that does not answer keeps its
+        figures."""
         if self._clock() - self._asked_s < FRESH_S:
             return
         self._asked_s = self._clock()

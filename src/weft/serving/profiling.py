@@ -36,7 +36,7 @@ class LastProfile:
 
     @property
     def written(self) -> list[str]:
-        """The traces that are complete. Those of other machines are never found here."""
+        """The traces that are complete. Traces of other machines are never found here."""
         return [file for file in self.files if Path(file).exists()]
 
     def describe(self, history: History, forecast: Forecast | None, *, partial: bool) -> dict[str, Any]:

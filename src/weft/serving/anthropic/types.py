@@ -89,7 +89,7 @@ class MessagesRequest(CountRequest, kw_only=True):
 
 
 class AnthropicUsage(Struct, kw_only=True):
-    """Tokens. Those of the prompt that the cache had are in `cache_read_input_tokens` only."""
+    """Numbers of tokens. Prompt tokens that the cache had are in `cache_read_input_tokens` only."""
 
     input_tokens: int
     output_tokens: int

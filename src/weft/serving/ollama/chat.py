@@ -146,7 +146,7 @@ class OllamaAnswer(ABC):
         )
 
     def _end(self, reason: str) -> dict[str, Any]:
-        """The fields of the last part. What Ollama calls loading is the time in the queue here."""
+        """The fields of the last part. The time in the queue stands in Ollama's field for loading."""
         usage, times = self._answers.usage(), self._answers.collector.output.metrics
         now = time.monotonic()
         first = times.first_token_s or now

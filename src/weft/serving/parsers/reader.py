@@ -1,7 +1,7 @@
 """Reader: the text of an answer while it arrives, for parsers that are written as if it were all there.
 
-A parser is a generator: it yields when it needs more text, and goes on where it was. What it says does not depend on
-how the text is cut into pieces, because it reads only through this class.
+A parser is a generator: it yields when it needs more text, and goes on where it was. Its events do not depend on how
+the text is cut into pieces, because it reads only through this class.
 """
 
 from __future__ import annotations
