@@ -11,7 +11,7 @@ from weft.cli.parser import UsageError
 from weft.errors import ConfigError, PlanError
 from weft.hardware.cluster import Cluster
 from weft.plan import device_map, max_memory, placement
-from weft.plan.rules import check_expert_parallel_size, check_layout
+from weft.plan.rules import check_expert_flags, check_expert_parallel_size, check_layout
 from weft.planner.domains import usable_devices
 from weft.planner.note import Note, create_note
 from weft.planner.question import LayoutConstraints
@@ -115,11 +115,10 @@ def expert_parts(given: dict[str, Any], model: Model, tensor: int | None, replic
         assert experts is not None, "expert_parallel checks it"
         _check_expert_parts(parts, experts.count, tensor, replicas)
         return parts
-    if parts is not None:
-        raise UsageError(
-            f"--expert-parallel-size {parts} takes --enable-expert-parallel as well: add it, or leave the size out",
-            code="expert-size-without-expert-parallel",
-        )
+    try:
+        check_expert_flags(enable_expert_parallel=False, expert_parallel_size=parts)
+    except ConfigError as error:
+        raise UsageError(str(error), code=error.code) from None
     return None
 
 
