@@ -127,7 +127,7 @@ class FairPace(Pace):
         limited.step_limit, limited.busy_limit = self.tokens, min(self.busy, self.tokens)
 
     def _note_newcomer(self, now: float, tokens: int) -> None:
-        """Note a newcomer. Earlier ones whose prompts are no shorter do not count any more: the first is the shortest."""
+        """Note a newcomer. Earlier ones with prompts no shorter do not count any more: the first is the shortest."""
         while self._newcomers and self._newcomers[-1][1] >= tokens:
             self._newcomers.pop()
         self._newcomers.append((now, tokens))
