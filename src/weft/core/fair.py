@@ -38,7 +38,7 @@ class FairScheduler(Scheduler):
       there is no room for its next request, until the one that passes has been served as much as that request takes.
     - A prompt that beside the rows of more served owners would take twice the tokens of a step, or more, is computed
       without these rows. An owner has a credit for what such steps lose: in all, LOST_SHARE of the tokens.
-    - A step has at most `busy_limit` tokens, so that a prompt that comes during it does not wait long. With a prompt of a
+    - A step has at most `busy_limit` tokens, so that prompts that come during it do not wait long. With a prompt of a
       newcomer it has at most `step_limit`: such a prompt is computed in as few steps as alone. An owner is a newcomer
       until its steps have had NEW_SHARE of the most tokens since it last had nothing to do. Rows are at most as many as
       `busy_limit`, those of the least served owners first, and half as many if several owners have work; the others
