@@ -130,9 +130,9 @@ class FairScheduler(Scheduler):
         """Return True if a newcomer has a prompt to compute, or a request that waits."""
         most = NEW_SHARE * self.max_num_batched_tokens
         new = {owner for owner in self._active if owner.streak < most}
-        return any(len(owner.queue) for owner in new) or any(
-            not _awaits_token(sequence) and self._owner(sequence) in new for sequence in self._ready
-        )
+        if not new or any(len(owner.queue) for owner in new):
+            return bool(new)
+        return any(not _awaits_token(sequence) and self._owner(sequence) in new for sequence in self._ready)
 
     def _charge(self, flight: Flight, active: int) -> None:
         """Count the tokens of a step, while so many owners have work."""
