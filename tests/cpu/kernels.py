@@ -10,10 +10,10 @@ import torch
 from tests.cpu.attention import shaped
 from weft.kernels.base import Kernels
 from weft.kernels.native import complete_kernels, create_attention
-from weft.kernels.native.entries import needs_narrow
 from weft.kernels.native.matrices import NativeMatrices
 from weft.native.build import build_library, load_library
 from weft.native.entries import Entries
+from weft.native.prebuilt import WIDE_VECTORS, cpu_features
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ def narrow_matrices(dtype: torch.dtype) -> NativeMatrices:
     """Products of the compiled CPU kernels with vectors of at most 256 bits."""
     name = str(dtype).removeprefix("torch.")
     built(name)
-    return NativeMatrices(Entries(load_library(name, needs_narrow()), name, torch.get_num_threads))
+    return NativeMatrices(Entries(load_library(name, WIDE_VECTORS in cpu_features()), name, torch.get_num_threads))
 
 
 def triton_kernels(processors: int = 1, device: torch.device = CPU, *, fp8_units: bool = False) -> Kernels:

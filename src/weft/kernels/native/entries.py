@@ -6,7 +6,7 @@ import torch
 
 from weft.native import build
 from weft.native.entries import Entries
-from weft.native.prebuilt import WIDE_VECTORS, cpu_features
+from weft.native.prebuilt import BF16, TILES, WIDE_VECTORS, cpu_features
 
 
 def load_entries(dtype: torch.dtype, *, fixed_order: bool = False) -> Entries:
@@ -18,6 +18,7 @@ def load_entries(dtype: torch.dtype, *, fixed_order: bool = False) -> Entries:
 
 
 def needs_narrow() -> bool:
-    """Return True if sums in a fixed order need a library for vectors of 256 bits: the products for wider ones, and for
-    tiles, choose their order by the number of tokens."""
-    return WIDE_VECTORS in cpu_features()
+    """Return True if sums in a fixed order need a library for vectors of 256 bits: those of AMX's tiles depend on the
+    number of tokens, and of CPUs with wider vectors the order is shown for those that multiply bf16 only."""
+    features = cpu_features()
+    return WIDE_VECTORS in features and (TILES in features or not features >= BF16)
