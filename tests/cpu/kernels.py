@@ -26,10 +26,10 @@ def built(dtype: str) -> Path:
         pytest.skip(str(error))
 
 
-def native(dtype: torch.dtype, *, fixed_order: bool = False) -> Kernels:
+def native(dtype: torch.dtype, *, fixed_order: bool = False, head_dim: int = 64) -> Kernels:
     """The compiled CPU kernels."""
     built(str(dtype).removeprefix("torch."))
-    shape = shaped(dtype, fixed_order=fixed_order)
+    shape = shaped(dtype, head_dim, fixed_order=fixed_order)
     return complete_kernels(create_attention(CPU, shape), CPU, shape)
 
 
