@@ -8,7 +8,6 @@ from weft.native import build
 from weft.native.entries import Entries
 from weft.native.prebuilt import BF16, TILES, WIDE_VECTORS, cpu_features
 
-
 HEAD_UNIT = 16  # dims: what is left over of a head is summed in another order for other numbers of keys
 
 
