@@ -10,7 +10,10 @@ import torch
 from tests.cpu.attention import shaped
 from weft.kernels.base import Kernels
 from weft.kernels.native import complete_kernels, create_attention
-from weft.native.build import build_library
+from weft.kernels.native.matrices import NativeMatrices
+from weft.native.build import build_library, load_library
+from weft.native.entries import Entries
+from weft.native.prebuilt import WIDE_VECTORS, cpu_features
 
 CPU = torch.device("cpu")
 
@@ -23,11 +26,18 @@ def built(dtype: str) -> Path:
         pytest.skip(str(error))
 
 
-def native(dtype: torch.dtype, *, fixed_order: bool = False) -> Kernels:
+def native(dtype: torch.dtype, *, fixed_order: bool = False, head_dim: int = 64) -> Kernels:
     """The compiled CPU kernels."""
     built(str(dtype).removeprefix("torch."))
-    shape = shaped(dtype, fixed_order=fixed_order)
+    shape = shaped(dtype, head_dim, fixed_order=fixed_order)
     return complete_kernels(create_attention(CPU, shape), CPU, shape)
+
+
+def narrow_matrices(dtype: torch.dtype) -> NativeMatrices:
+    """Products of the compiled CPU kernels with vectors of at most 256 bits."""
+    name = str(dtype).removeprefix("torch.")
+    built(name)
+    return NativeMatrices(Entries(load_library(name, WIDE_VECTORS in cpu_features()), name, torch.get_num_threads))
 
 
 def triton_kernels(

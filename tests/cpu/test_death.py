@@ -178,6 +178,17 @@ def test_a_stopped_rank_dies_too(programs: list[Program], blow: signal.Signals) 
     assert left(family) == []
 
 
+def test_a_stopped_core_dies_with_its_parent(programs: list[Program]) -> None:
+    """Nobody is left who would end it, or its ranks."""
+    programs.append(Program("engine", "hang 0 step"))
+    programs[0].until("rank 0 hangs in step")
+    family = programs[0].family()
+    family[1].suspend()
+    assert "weft.client.process" in family[1].cmdline()
+    programs[0].process.kill()
+    assert left(family) == []
+
+
 def test_a_fork_of_the_parent_keeps_nobody_alive(programs: list[Program]) -> None:
     """It inherits the sockets, as a data loader's would."""
     programs.append(Program("forker", "fine"))

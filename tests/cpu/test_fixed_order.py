@@ -15,6 +15,8 @@ from weft.architectures.place import Span
 from weft.formats.schemes import WIDE_SCHEMES
 from weft.hardware.cpu import probe_cpu
 from weft.kernels.base import KVCache
+from weft.kernels.native import entries
+from weft.native.prebuilt import BF16, TILES, V3, V4
 from weft.plan.determinism import FEATURES
 from weft.quant.quantised import QuantisedWeight
 
@@ -59,7 +61,7 @@ def test_attention_has_the_same_bits_in_any_chunk(
     length, others, block_size = 150, [37, 90], 16
     batch, blocks = ragged([length, *others], [length, *others], block_size, seed=1)
     torch.manual_seed(2)
-    kernels, scale = native(dtype, fixed_order=True), head_dim**-0.5
+    kernels, scale = native(dtype, fixed_order=True, head_dim=head_dim), head_dim**-0.5
     cache = KVCache(*(torch.randn(blocks, block_size, kv_heads, head_dim).to(dtype) for _ in range(2)))
     stored, q = written(kernels, cache), torch.randn(length + sum(others), q_heads, head_dim).to(dtype)
 
@@ -117,3 +119,10 @@ def test_scores_have_the_same_bits(dtype: torch.dtype) -> None:
     alone = torch.cat([sampling.score(logits[i : i + 1], tokens[i : i + 1], 5) for i in range(9)])
     for rows in (2, 9):
         assert torch.equal(sampling.score(logits[:rows], tokens[:rows], 5), alone[:rows])
+
+
+def test_the_cpus_that_keep_to_narrow_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    for features, needed in ((V3, False), (V4, True), (BF16, False), (BF16 | {TILES}, True)):
+        monkeypatch.setattr(entries, "cpu_features", lambda features=features: features)
+        assert entries.needs_narrow(64) == needed, features
+        assert entries.needs_narrow(24) == (features is not V3), "heads of 24 dims leave some of a vector over"

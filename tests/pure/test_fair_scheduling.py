@@ -166,9 +166,38 @@ def tokens_of(engine: Engine, name: str) -> int:
 def test_rows_take_turns_within_the_limit_of_a_step() -> None:
     engine = busy({}, 32)
     before = [len(engine.tokens(f"big1-{number}")) for number in range(32)]
-    engine.scheduler.step_limit = 20
-    assert [step(engine) for _ in range(16)] == [10] * 16
-    assert [len(engine.tokens(f"big1-{number}")) - before[number] for number in range(32)] == [5] * 32
+    engine.scheduler.busy_limit = 20
+    assert [step(engine) for _ in range(16)] == [20] * 16
+    assert [len(engine.tokens(f"big1-{number}")) - before[number] for number in range(32)] == [10] * 32
+    engine.scheduler.add(request("other", [9], owner=2, max_tokens=20))
+    tokens_until_first(engine, "other")
+    # Half of them, so that prompts of either have the other half.
+    assert [step(engine) for _ in range(8)] == [10] * 8
+
+
+def test_only_the_prompts_of_newcomers_have_longer_steps() -> None:
+    engine = busy({"max_num_batched_tokens": 256}, 40, prompt=120)
+    engine.scheduler.step_limit, engine.scheduler.busy_limit = 60, 20
+    assert [step(engine) for _ in range(3)] == [20] * 3
+    assert engine.scheduler.newcomer_tokens == 0
+    engine.scheduler.add(request("small", [9] * 100, owner=2, max_tokens=4))
+    assert step(engine) == 60 and engine.scheduler.newcomer_tokens == 100
+    assert tokens_until_first(engine, "small") <= 60 and engine.scheduler.newcomer_tokens == 0
+    engine.scheduler.add(request("large", [8] * 200, owner=3, max_tokens=4))
+    # It is new for a quarter of 256 tokens: then it is as busy as the others.
+    assert [step(engine) for _ in range(2)] == [60, 60] and max(step(engine) for _ in range(10)) <= 20
+    drain(engine)
+    engine.scheduler.add(request("alone", [7] * 50, owner=2, max_tokens=1))
+    assert step(engine) == 50 and engine.scheduler.newcomer_tokens == 0, "nobody else had work"
+
+
+def test_a_newcomer_s_tokens_are_those_that_no_cache_has() -> None:
+    engine = busy({}, 10)
+    for id in ("first", "again"):
+        engine.scheduler.add(request(id, [9] * 22, owner=2, max_tokens=1))
+        assert step(engine)
+        assert engine.scheduler.newcomer_tokens == {"first": 22, "again": 2}[id]
+        tokens_until_first(engine, id)
 
 
 def test_each_owner_has_its_own_queue_limit() -> None:

@@ -15,12 +15,16 @@ import pytest
 
 from tests.pure.gateways import gateway, upstream
 from tests.pure.servers import PATIENCE_S, Exchange
+from tests.pure.worlds import World
 from tests.refusals import refuses
 from weft.errors import ConfigError
 from weft.gateway.checks import DnsWatch
+from weft.serving import certificate as certificate_files
 from weft.serving import listen
+from weft.serving.admission import ConnectionLimits
 from weft.serving.certificate import validity_fault
 from weft.serving.options import ServeOptions
+from weft.serving.server import ServingServer
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the program openssl")
 
@@ -115,6 +119,27 @@ async def test_a_new_certificate_while_streams_run(tmp_path: Path) -> None:
             assert b"data: [DONE]" in rest
             writer.close()
         live.assert_idle()
+
+
+@needs_openssl
+async def test_a_server_s_certificate_is_renewed_if_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(certificate_files, "RENEW_S", 0.01)
+    for refresh in (True, False):
+        files, other = certificate(tmp_path, "first"), certificate(tmp_path, "other")
+        world = World(ssl_certfile=files[0], ssl_keyfile=files[1], enable_ssl_refresh=refresh)
+        with listen.bind(ServeOptions(port=0)) as listener:
+            server = ServingServer(world.service, listener, asyncio.Event().wait, ConnectionLimits())
+            listen.start_listening(listener, world.service.options)
+            running = asyncio.create_task(server.until_ended())
+            address = listener.getsockname()[:2]
+            first = await asyncio.to_thread(ssl.get_server_certificate, address)
+            for old, new in zip(files, other, strict=True):
+                shutil.copy(new, old)
+            await asyncio.sleep(0.2)
+            now = await asyncio.to_thread(ssl.get_server_certificate, address)
+            server.leave()
+            await running
+        assert (now.strip() == Path(other[0]).read_text().strip() != first.strip()) == refresh
 
 
 async def test_upstreams_are_the_addresses_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:

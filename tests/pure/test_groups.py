@@ -235,3 +235,23 @@ def test_a_pace_limits_prompts_beside_the_decodes_of_another_group() -> None:
     groups.scheduler.abort(["decodes"])
     step = groups.schedule()
     assert step and [plan.counts for plan in step.plans] == [[], [2]]
+
+
+def test_a_fair_pace_hears_of_newcomers_and_limits_the_steps_of_each_group() -> None:
+    groups = Groups({"policy": "fair", "prefix_caching": False}, 2)
+    for number in range(4):
+        groups.scheduler.add(request(f"big-{number}", [number] * 30, owner=1, max_tokens=20))
+    for _ in range(3):
+        groups.schedule()
+        groups.apply()
+    groups.scheduler.step_limit = groups.scheduler.busy_limit = 4
+    step = groups.schedule()
+    assert step and groups.scheduler.busy_limit == 4 and groups.scheduler.newcomer_tokens == 0
+    assert max(len(plan.tokens) for plan in step.plans) <= 4
+    groups.apply()
+    for owner, length in ((2, 9), (3, 5)):
+        groups.scheduler.add(request(f"small-{owner}", [owner] * length, owner=owner, max_tokens=1))
+    told = [groups.schedule() and groups.scheduler.newcomer_tokens]
+    groups.apply()
+    assert told == [5]
+    groups.run()

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
 from tests.pure.scheduling import LIMITS, Engine, request
-from weft.core.pace import CACHED_TOKENS, FAIR_S, FIRST_SHARE, LEAST_SHARE, LEAST_TOKENS, STEP_S, FairPace, Pace
+from weft.core.pace import (
+    CACHED_TOKENS,
+    FAIR_S,
+    FIRST_SHARE,
+    LEAST_SHARE,
+    LEAST_TOKENS,
+    NEWCOMER_S,
+    STEP_S,
+    FairPace,
+    Pace,
+)
 
 
 class Machine:
@@ -123,6 +135,42 @@ def test_fair_steps_of_a_large_model_take_twice_its_smallest_ones() -> None:
         machine.step(0, 4)
     took_s = [machine.step(2000, 64) for _ in range(30)]
     assert 0.7 <= took_s[-1] <= machine.pace.limit_s == pytest.approx(0.816, rel=0.05)
+
+
+@dataclass
+class Newcomers:
+    """The scheduler's side of the limits."""
+
+    newcomer_tokens: int = 0
+    prompt_limit: int = 0
+    step_limit: int = 0
+    busy_limit: int = 0
+
+
+@pytest.mark.parametrize("tokens", [2, 60, 400])
+def test_after_a_newcomer_steps_take_no_longer_than_its_prompt(tokens: int) -> None:
+    machine, newcomers = FairMachine(0.0005, fixed_s=0.01), Newcomers()
+    for _ in range(12):
+        machine.step(0, 4)
+        machine.step(1000, 0)
+    assert machine.pace.busy_limit_s == FAIR_S, "nobody came"
+    newcomers.newcomer_tokens = tokens
+    machine.pace.set_limits(newcomers)
+    newcomers.newcomer_tokens = 0
+    machine.step(400, 0)
+    for _ in range(20):
+        machine.pace.set_limits(newcomers)
+        took_s = machine.step(newcomers.busy_limit, 0)
+    # A smallest step takes 12 ms, and a prompt as long as its tokens in a full step.
+    prompt_s = tokens * FAIR_S / newcomers.step_limit
+    assert took_s <= min(FAIR_S, max(2 * 0.012, prompt_s))
+    assert newcomers.step_limit * 0.0005 > 0.85 * (FAIR_S - 0.01), "its own prompt needs no more steps than before"
+    machine.now_s += NEWCOMER_S + 1
+    machine.pace.set_limits(newcomers)
+    for _ in range(5):
+        machine.step(1000, 0)
+    machine.pace.set_limits(newcomers)
+    assert newcomers.busy_limit == newcomers.step_limit
 
 
 def test_only_who_runs_alone_has_steps_full_of_its_prompt() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import time
 from collections.abc import Iterable
@@ -38,6 +37,7 @@ from weft.executors import create_executor
 from weft.executors.causes import cause_of
 from weft.executors.forks import pool
 from weft.executors.launch import Parent
+from weft.executors.lifeline import continue_with
 from weft.executors.processes import ProcessExecutor
 from weft.hardware import malloc
 from weft.plan.memory import fit_length
@@ -125,11 +125,11 @@ class CoreProcess(CoreLoop):
 def main(descriptor: int, lifeline: int) -> None:
     """Run the core, until its parent ends it. `descriptor` is its socket.
 
-    The parent's death pipe `lifeline` stays unused: it would kill this process at once, which takes the time to end its
-    ranks. These have their own.
+    The end of the parent's death pipe `lifeline` does not kill this process, which takes the time to end its ranks. If
+    this process is stopped then, it goes on, and ends.
     """
     malloc.limit_arenas()
-    os.set_inheritable(lifeline, False)
+    continue_with(lifeline)
     parent: Parent[ToCore] = Parent(descriptor, ToCore)
     logs.configure()
     start = parent.inbox.get()

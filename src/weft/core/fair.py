@@ -26,6 +26,7 @@ CREDIT_STEPS = 2.0  # of the most tokens: what an owner may lose at once
 # Share of the most tokens of a step: what an owner that has asked for less than its share may be served ahead of the
 # others, so that a short prompt need not take turns with theirs.
 AHEAD_SHARE = 0.25
+NEW_SHARE = 0.25  # of the most tokens of a step: until an owner has had so many in a row, it is a newcomer
 
 
 class FairScheduler(Scheduler):
@@ -37,8 +38,11 @@ class FairScheduler(Scheduler):
       there is no room for its next request, until the one that passes has been served as much as that request takes.
     - A prompt that beside the rows of more served owners would take twice the tokens of a step, or more, is computed
       without these rows. An owner has a credit for what such steps lose: in all, LOST_SHARE of the tokens.
-    - A step has at most `step_limit` tokens, and half as many rows, those of the least served owners first; the others
-      take turns. So the step stays short, and a prompt that comes during it does not wait long.
+    - A step has at most `busy_limit` tokens, so that prompts that come during it do not wait long. With a prompt of a
+      newcomer it has at most `step_limit`: such a prompt is computed in as few steps as alone. An owner is a newcomer
+      until its steps have had NEW_SHARE of the most tokens since it last had nothing to do. Rows are at most as many as
+      `busy_limit`, those of the least served owners first, and half as many if several owners have work; the others
+      take turns.
     - An owner that has more rows or blocks than its share gives them up for one that has less, the youngest first, but
       for its oldest. It also is the first to give up blocks when the running requests need more than there are.
 
@@ -59,6 +63,7 @@ class FairScheduler(Scheduler):
         self._whole = 0.0  # weight of all owners with work
         self._last: Owner | None = None  # owners behind it get what its waiting requests leave
         self._later: list[Sequence] = []  # their requests with prompts to compute
+        self._limit = self.step_limit  # on its tokens
 
     # Owners
 
@@ -72,6 +77,7 @@ class FairScheduler(Scheduler):
         super().add(request, prepared=prepared)
         if not owner.unfinished:
             self._level(owner)
+            owner.streak = 0
         owner.unfinished += 1
 
     def _check_queue(self, request: Request) -> None:
@@ -85,8 +91,12 @@ class FairScheduler(Scheduler):
         self._owner(sequence).unfinished -= 1
 
     def _start_running(self, flight: Flight, sequence: Sequence, prefix: Tables) -> None:
+        owner = self._owner(sequence)
+        if len(self._active) > 1 and not owner.streak:
+            tokens = len(sequence.tokens) - len(prefix[0]) * self.kv.block_size
+            self.newcomer_tokens = min(tokens, self.newcomer_tokens or tokens)
         super()._start_running(flight, sequence, prefix)
-        self._owner(sequence).running += 1
+        owner.running += 1
 
     def _stop_running(self, sequence: Sequence) -> None:
         super()._stop_running(sequence)
@@ -99,6 +109,8 @@ class FairScheduler(Scheduler):
         active = sorted((owner for owner in self._owners.values() if owner.unfinished), key=lambda owner: owner.rank)
         self._active = self._ranked = active
         self._whole, self._last = sum(owner.weight for owner in active), None
+        self._limit = self.step_limit if self._has_new_prompt() else min(self.step_limit, self.busy_limit)
+        self.newcomer_tokens = 0
         plan = None
         if len(active) > 1:
             place, together = self._find_place(self._find_next(claims=True))
@@ -114,12 +126,21 @@ class FairScheduler(Scheduler):
             self._charge(self._in_flight[-1], len(active))
         return plan
 
+    def _has_new_prompt(self) -> bool:
+        """Return True if a newcomer has a prompt to compute, or a request that waits."""
+        most = NEW_SHARE * self.max_num_batched_tokens
+        new = {owner for owner in self._active if owner.streak < most}
+        if not new or any(len(owner.queue) for owner in new):
+            return bool(new)
+        return any(not _awaits_token(sequence) and self._owner(sequence) in new for sequence in self._ready)
+
     def _charge(self, flight: Flight, active: int) -> None:
         """Count the tokens of a step, while so many owners have work."""
         owners = self._owners
         for sequence, count in zip(flight.rows, flight.plan.counts, strict=True):
             owner = owners[sequence.request.owner]
             owner.served += count / owner.weight
+            owner.streak += count
         self._earned += LOST_SHARE * len(flight.plan.tokens) / max(1, active)
         self._raise_counters(flight)
 
@@ -155,11 +176,12 @@ class FairScheduler(Scheduler):
     @property
     def _row_limit(self) -> int:
         """Most rows of a step."""
-        return max(1, min(self.max_num_batched_tokens, self.step_limit // 2))
+        most = min(self.step_limit, self.busy_limit) // (2 if len(self._active) > 1 else 1)
+        return max(1, min(self.max_num_batched_tokens, most))
 
     def _limit_prompts(self, budget: int, decodes: int) -> int:
         """The prompt tokens, at most `budget`, that a step may have beside the tokens of so many answers."""
-        return min(budget, max(1, self.step_limit - decodes))
+        return min(budget, max(1, self._limit - decodes))
 
     def _find_place(self, admissible: tuple[Sequence, Tables] | None) -> tuple[int, int]:
         """Place of the first owner that has a prompt to compute; the last place if none has.
@@ -178,8 +200,8 @@ class FairScheduler(Scheduler):
         decodes = own + min(sum(rows[one] for one in behind), most - own)
         prompt = prompts[owner]
         # Most tokens of prompts in a step: without the owners behind, and with them.
-        alone = max(1, min(self.step_limit, self.max_num_batched_tokens) - own)
-        beside = max(0, min(self.step_limit, self.max_num_batched_tokens) - decodes)
+        alone = max(1, min(self._limit, self.max_num_batched_tokens) - own)
+        beside = max(0, min(self._limit, self.max_num_batched_tokens) - decodes)
         together = decodes + min(beside, prompt + sum(prompts[one] + self._admitted_tokens(one) for one in behind))
         doubled = not beside or ceil(prompt / beside) * together > 2 * (ceil(prompt / alone) * own + prompt)
         paid = self._credit(owner) >= together - own - min(prompt, alone)

@@ -158,6 +158,21 @@ class GroupedScheduler:
             group.step_limit = value
 
     @property
+    def busy_limit(self) -> int:
+        """The same limit without a prompt of a newcomer."""
+        return self.groups[0].busy_limit
+
+    @busy_limit.setter
+    def busy_limit(self, value: int) -> None:
+        for group in self.groups:
+            group.busy_limit = value
+
+    @property
+    def newcomer_tokens(self) -> int:
+        """Tokens of the shortest prompt of a newcomer that the last scheduled steps admitted; 0 if there is none."""
+        return min(filter(None, (group.newcomer_tokens for group in self.groups)), default=0)
+
+    @property
     def active(self) -> int:
         """Number of requests that run, plus those waiting for which a slot is free, in the group that has the most."""
         return max(group.active for group in self.groups)

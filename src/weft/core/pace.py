@@ -19,13 +19,23 @@ CACHED_TOKENS = 1024
 # fastest of the LAST steps of at most LEAST_TOKENS, which every step may have. With 0.075 s, chunks of prompts were so
 # small on two cores that they took a third longer; with 0.15 s, a newcomer waited as long as 100 tokens take.
 FAIR_S, LEAST_TOKENS, LAST = 0.1, 16, 8
+# For so many seconds after a newcomer, steps that have no prompt of a newcomer are as short as its own prompt takes, or
+# DECODE_STEPS times the fastest of the smallest steps: the next one shall not wait longer than it computes.
+NEWCOMER_S = 60.0
 
 
 class Limited(Protocol):
-    """A scheduler: its limit on prompt tokens beside answers, and under the policy "fair" on all tokens of a step."""
+    """A scheduler: its limit on prompt tokens beside answers, and under the policy "fair" on all tokens of a step.
+
+    Under that policy it tells the tokens of the shortest prompt of a newcomer that the last step has admitted.
+    """
 
     prompt_limit: int
     step_limit: int
+    busy_limit: int
+
+    @property
+    def newcomer_tokens(self) -> int: ...
 
 
 class Pace:
@@ -78,27 +88,60 @@ class Pace:
 
 
 class FairPace(Pace):
-    """The pace under the policy "fair": `tokens` is the limit on all tokens of a step, half of them for rows."""
+    """The pace under the policy "fair": `tokens` is the limit on all tokens of a step with a newcomer's prompt.
+
+    `busy` is the limit on those of other steps.
+    """
 
     def __init__(self, clock: Callable[[], float], most: int) -> None:
         super().__init__(clock, most)
+        self.busy = self.tokens
         self._small_s: deque[float] = deque(maxlen=LAST)  # times of the last steps of at most LEAST_TOKENS
+        self._newcomers: deque[tuple[float, int]] = deque()  # times of newcomers, and tokens of their prompts
 
     @property
     def limit_s(self) -> float:
         """Seconds that a step may take."""
-        return max(FAIR_S, DECODE_STEPS * min(self._small_s, default=0.0))
+        return max(FAIR_S, self._least_s)
+
+    @property
+    def busy_limit_s(self) -> float:
+        """Seconds that a step without a newcomer's prompt may take."""
+        if not self._newcomers:
+            return self.limit_s
+        shortest = self._newcomers[0][1]
+        return min(self.limit_s, max(self._least_s, self.limit_s * shortest / self.tokens))
+
+    @property
+    def _least_s(self) -> float:
+        """Seconds that every step may take, by the time of the smallest ones."""
+        return DECODE_STEPS * min(self._small_s, default=0.0)
 
     def set_limits(self, limited: Limited) -> None:
         """Set the limits of the next step."""
-        limited.step_limit = self.tokens
+        now = self._clock()
+        if limited.newcomer_tokens:
+            self._note_newcomer(now, limited.newcomer_tokens)
+        while self._newcomers and self._newcomers[0][0] < now - NEWCOMER_S:
+            self._newcomers.popleft()
+        limited.step_limit, limited.busy_limit = self.tokens, min(self.busy, self.tokens)
+
+    def _note_newcomer(self, now: float, tokens: int) -> None:
+        """Note a newcomer. Earlier ones with prompts no shorter do not count any more: the first is the shortest."""
+        while self._newcomers and self._newcomers[-1][1] >= tokens:
+            self._newcomers.pop()
+        self._newcomers.append((now, tokens))
 
     def _adapt(self, count: int, rows: int, step_s: float) -> None:
         count += rows
         if count <= LEAST_TOKENS:
             self._small_s.append(step_s)
-        fitting = int(count * self.limit_s / max(step_s, 1e-9))
+        self.tokens = self._adapted(self.tokens, count, step_s, self.limit_s)
+        self.busy = self._adapted(self.busy, count, step_s, self.busy_limit_s)
+
+    def _adapted(self, tokens: int, count: int, step_s: float, limit_s: float) -> int:
+        """A limit of `tokens`, after a step of `count` tokens."""
+        fitting = int(count * limit_s / max(step_s, 1e-9))
         if fitting < count:
-            self.tokens = max(LEAST_TOKENS, min(self.tokens, fitting))
-        elif count >= self.tokens or rows >= self.tokens // 2:
-            self.tokens = max(self.tokens, min(self._most, 2 * self.tokens, fitting))
+            return max(LEAST_TOKENS, min(tokens, fitting))
+        return max(tokens, min(self._most, 2 * tokens, fitting))

@@ -71,8 +71,11 @@ class RequestSets:
         # those, CACHED_TOKENS of the prefix cache count as one.
         self.prompt_tokens = 0
         self.prompt_limit = max_num_batched_tokens
-        # Tokens of a step, which the policy "fair" heeds. Half of them is enough for a step as full as can be.
-        self.step_limit = 2 * max_num_batched_tokens
+        # Tokens of a step, which the policy "fair" heeds, with a prompt of a newcomer and without. Half of them is
+        # enough for a step as full as can be.
+        self.step_limit = self.busy_limit = 2 * max_num_batched_tokens
+        # Tokens to compute of the shortest prompt of a newcomer that the last scheduled step admitted, 0 without one.
+        self.newcomer_tokens = 0
         # True if requests of another attention group, which takes the same steps, await their next token.
         self.others_decode = False
         # True if the last step left a request in the queue that has a slot, for want of blocks.

@@ -46,15 +46,17 @@ class OrderedQueue:
 class Owner:
     """A client of the engine: its share, what it has been served, and its requests.
 
-    `served` is in tokens of steps divided by the `weight`. `unfinished` and `running` count requests. `credit` is the
-    number of tokens that steps may lose for its sake, as of the time when each owner had `earned` so many in all.
+    `served` is in tokens of steps divided by the `weight`, `streak` in tokens since it last had nothing to do.
+    `unfinished` and `running` count requests. `credit` is the number of tokens that steps may lose for its sake, as of
+    the time when each owner had `earned` so many in all.
     """
 
-    __slots__ = ("credit", "earned", "queue", "running", "served", "unfinished", "weight")
+    __slots__ = ("credit", "earned", "queue", "running", "served", "streak", "unfinished", "weight")
 
     def __init__(self) -> None:
         self.weight = 1.0
         self.served = 0.0
+        self.streak = 0
         self.unfinished = 0
         self.running = 0
         self.credit = inf

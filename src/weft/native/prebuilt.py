@@ -40,13 +40,14 @@ V3 = frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "x
 WIDE_VECTORS = "avx512f"
 V4 = V3 | frozenset([WIDE_VECTORS, "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
 BF16 = V4 | {"avx512_vnni", "avx512_bf16"}
+TILES = "amx_bf16"
 BF16_FLAGS = ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16")
 # The best first.
 TARGETS = (
     CpuTarget(
         "amx",  # Sapphire Rapids and later
         (*BF16_FLAGS, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
-        BF16 | {"amx_tile", "amx_int8", "amx_bf16"},
+        BF16 | {"amx_tile", "amx_int8", TILES},
     ),
     CpuTarget("avx512-bf16", BF16_FLAGS, BF16),  # Zen 4, Cooper Lake
     CpuTarget("avx512-vnni", ("-march=x86-64-v4", "-mavx512vnni"), V4 | {"avx512_vnni"}),  # Cascade Lake, Ice Lake

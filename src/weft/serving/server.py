@@ -209,7 +209,9 @@ class ServingServer(HttpServer):
         self.batches.resume()
         tasks = [asyncio.create_task(self._watch_engine())]
         options = self._service.options
-        if options.enable_ssl_refresh and options.ssl_certfile is not None and self.config.ssl is not None:
+        if options.enable_ssl_refresh and options.ssl_certfile is not None:
+            self.config.load()  # creates the context, which `serve` would do later
+            assert self.config.ssl is not None
             files = CertificateFiles(options.ssl_certfile, options.ssl_keyfile)
             tasks.append(asyncio.create_task(files.renew_forever(self.config.ssl)))
         if not options.disable_log_stats:

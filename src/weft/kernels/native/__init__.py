@@ -19,13 +19,14 @@ from weft.kernels.native.rounding import NativeRounding
 from weft.kernels.native.sampling import NativeSampling
 from weft.kernels.native.stage import NativeStage, can_fuse
 from weft.kernels.usable import UnusableError
+from weft.native.entries import Entries
 from weft.quant.rounding import Rounding
 
 
 def create_attention(device: torch.device, shape: AttentionShape) -> NativeAttention:
     """Attention in C++. Raises UnusableError if the library cannot be built or loaded."""
     try:
-        return NativeAttention(load_entries(shape.dtype, fixed_order=shape.fixed_order))
+        return NativeAttention(_entries_for(shape))
     except (OSError, subprocess.SubprocessError) as error:
         raise UnusableError(str(error)) from error
 
@@ -37,7 +38,7 @@ def create_rounding(device: torch.device, shape: AttentionShape) -> Rounding:
 
 def complete_kernels(attention: PagedAttention, device: torch.device, shape: AttentionShape) -> Kernels:
     """`attention` and all other parts in C++, for contiguous tensors on the CPU. Raises what `load_entries` raises."""
-    entries = load_entries(shape.dtype, fixed_order=shape.fixed_order)
+    entries = _entries_for(shape)
 
     def fuse_layers(layers: Sequence[FusedLayer], comm: Group) -> FusedStage | None:
         return NativeStage(entries, layers, comm) if can_fuse(layers, comm) else None
@@ -50,3 +51,7 @@ def complete_kernels(attention: PagedAttention, device: torch.device, shape: Att
         latents=NativeLatents(entries),
         fuse_layers=fuse_layers,
     )
+
+
+def _entries_for(shape: AttentionShape) -> Entries:
+    return load_entries(shape.dtype, fixed_order=shape.fixed_order, head_dim=shape.head_dim)

@@ -6,18 +6,23 @@ import torch
 
 from weft.native import build
 from weft.native.entries import Entries
-from weft.native.prebuilt import WIDE_VECTORS, cpu_features
+from weft.native.prebuilt import BF16, TILES, WIDE_VECTORS, cpu_features
+
+HEAD_UNIT = 16  # dims: what is left over of a head is summed in another order for other numbers of keys
 
 
-def load_entries(dtype: torch.dtype, *, fixed_order: bool = False) -> Entries:
+def load_entries(dtype: torch.dtype, *, fixed_order: bool = False, head_dim: int = 0) -> Entries:
     """The entries for activations of `dtype`, from the library that is built if it is not in the cache. Raises what
-    `build.load_library` raises. `fixed_order` as for `Entries`."""
+    `build.load_library` raises. `fixed_order` as for `Entries`, with heads of `head_dim`."""
     name = str(dtype).removeprefix("torch.")
-    library = build.load_library(name, True) if fixed_order and needs_narrow() else build.load_library(name)
+    library = build.load_library(name, True) if fixed_order and needs_narrow(head_dim) else build.load_library(name)
     return Entries(library, name, torch.get_num_threads, fixed_order=fixed_order)
 
 
-def needs_narrow() -> bool:
-    """Return True if sums in a fixed order need a library for vectors of 256 bits: the products for wider ones, and for
-    tiles, choose their order by the number of tokens."""
-    return WIDE_VECTORS in cpu_features()
+def needs_narrow(head_dim: int) -> bool:
+    """Return True if sums in a fixed order need a library for vectors of 256 bits: those of AMX's tiles depend on the
+    number of tokens, and of CPUs with wider vectors the order is shown for those that multiply bf16 only."""
+    features = cpu_features()
+    if WIDE_VECTORS not in features:
+        return False
+    return TILES in features or not features >= BF16 or head_dim % HEAD_UNIT > 0

@@ -5,6 +5,7 @@
 // panel times up to TOKENS tokens, with its sums in registers.
 #pragma once
 
+#include <type_traits>
 #include <utility>
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -59,8 +60,12 @@ template <class T> void dense_row(const T *data, int64_t row, int64_t cols, T *o
 constexpr int TOKENS = 12;  // 24 sums, 2 vectors of weights and one of x in 32 registers
 constexpr int64_t CACHED = 1 << 30;  // bytes of rows of x that all panels of a piece of work are multiplied with at once
 
-// Sums of one tile, [N][PANEL]. `rate` / 256 bytes from `ahead` on, which is read next, are prefetched per column.
-template <int N> void dense_tile(const float *panel, const float *x, int64_t cols, float *sums, const char *, int64_t) {
+constexpr bool ONE_ORDER = false;  // tiles add in an order that depends on N, unless they are FIXED
+
+// Sums of one tile, [N][PANEL]. `rate` / 256 bytes from `ahead` on, which is read next, are prefetched per column. If
+// FIXED, a row of x gets the same bits for any N.
+template <int N, bool FIXED>
+void dense_tile(const float *panel, const float *x, int64_t cols, float *sums, const char *, int64_t) {
     float sum[N][PANEL] = {};
     for (int64_t c = 0; c < cols; c++)
         for (int n = 0; n < N; n++)
@@ -75,11 +80,11 @@ inline __m512bh twice(const bf16 *pair) {
     return (__m512bh)_mm512_set1_epi32(bits);
 }
 
-template <int N>
+template <int N, bool FIXED>
 void dense_tile(const bf16 *panel, const bf16 *x, int64_t cols, float *sums, const char *ahead, int64_t rate) {
     // Few tokens leave registers free: neighbouring columns then have sums of their own, or each product would wait for
     // the last.
-    constexpr int WAYS = N == 1 ? 4 : N <= 3 ? 2 : 1;
+    constexpr int WAYS = FIXED ? 1 : N == 1 ? 4 : N <= 3 ? 2 : 1;
     __m512 sum[WAYS][N][2];
 #pragma GCC unroll 4
     for (int w = 0; w < WAYS; w++)
@@ -124,6 +129,7 @@ void dense_tile(const bf16 *panel, const bf16 *x, int64_t cols, float *sums, con
         }
 }
 #else
+constexpr bool ONE_ORDER = true;  // a row of x gets the same bits for any N in any case
 constexpr int TOKENS = 6;  // 12 sums, 2 vectors of weights and one of x in 16 registers
 constexpr int64_t CACHED = 192 << 10;  // bytes of rows of x that stay in a core's cache for all panels of a piece of work
 
@@ -196,7 +202,7 @@ void dense_strip(const T *panel, const T *x, int64_t cols, float *sums, const ch
 }
 
 // Sums of one tile, [N][PANEL]. `rate` / 256 bytes from `ahead` on, which is read next, are prefetched per column.
-template <int N, class T>
+template <int N, bool, class T>
 void dense_tile(const T *panel, const T *x, int64_t cols, float *sums, const char *ahead, int64_t rate) {
     if constexpr (N <= 2) return dense_strip<N, 4>(panel, x, cols, sums, ahead, rate);
     // More sums than there are registers: the halves of the panel in turns.
@@ -206,10 +212,10 @@ void dense_tile(const T *panel, const T *x, int64_t cols, float *sums, const cha
 #endif
 
 // A tile of `tokens` tokens, a number that is known only at run time.
-template <class T, int... N>
-void dense_tile(int64_t tokens, const T *panel, const T *x, int64_t cols, float *sums, const char *ahead,
-                int64_t rate, std::integer_sequence<int, N...>) {
-    ((tokens == N + 1 && (dense_tile<N + 1>(panel, x, cols, sums, ahead, rate), true)) || ...);
+template <bool FIXED, class T, int... N>
+void dense_tile_of(int64_t tokens, const T *panel, const T *x, int64_t cols, float *sums, const char *ahead,
+                   int64_t rate, std::integer_sequence<int, N...>) {
+    ((tokens == N + 1 && (dense_tile<N + 1, FIXED>(panel, x, cols, sums, ahead, rate), true)) || ...);
 }
 
 // What is read after a panel: while `tokens` tokens are multiplied, as many bytes as the panel has are prefetched from
@@ -227,9 +233,10 @@ inline bool amx_multiplies(int64_t cols, int64_t tokens) {
 }
 #endif
 
-// Sums of `tokens` rows of x with a panel: [tokens][PANEL].
+// Sums of `tokens` rows of x with a panel: [tokens][PANEL]. In a `fixed_order` those of a row do not depend on the
+// others.
 template <class T>
-void dense_sums(const T *panel, const T *x, int64_t cols, int64_t tokens, float *sums, Ahead ahead) {
+void dense_sums(const T *panel, const T *x, int64_t cols, int64_t tokens, float *sums, Ahead ahead, bool fixed_order) {
     int64_t bytes = panel_size<T>(cols) * int64_t(sizeof(T)), blocks = (tokens + TOKENS - 1) / TOKENS;
 #ifdef WEFT_AMX
     if constexpr (sizeof(T) == 2)
@@ -251,7 +258,15 @@ void dense_sums(const T *panel, const T *x, int64_t cols, int64_t tokens, float 
         const char *at = alone ? reinterpret_cast<const char *>(panel + 2048)
                                : ahead.at + fetched * (ahead.before + t) / all;
         int64_t rate = 256 * fetched * n / all / cols;
-        dense_tile(n, panel, x + t * cols, cols, sums + t * PANEL, at, rate,
-                   std::make_integer_sequence<int, TOKENS>());
+        auto by_tile = [&](auto fixed) {
+            dense_tile_of<decltype(fixed)::value>(n, panel, x + t * cols, cols, sums + t * PANEL, at, rate,
+                                                  std::make_integer_sequence<int, TOKENS>());
+        };
+        if constexpr (ONE_ORDER || sizeof(T) == 4)  // floats have one order in any case
+            by_tile(std::true_type());
+        else if (fixed_order)
+            by_tile(std::true_type());
+        else
+            by_tile(std::false_type());
     }
 }

@@ -101,7 +101,7 @@ void panel_sums(const Matrix &m, int64_t p, const char *x, bool plain, int64_t t
     const char *panel = panel_at<T>(m, p);
     if (m.dense())
         return dense_sums(reinterpret_cast<const T *>(panel), reinterpret_cast<const T *>(x), m.cols, tokens, sums,
-                          ahead);
+                          ahead, m.fixed_order);
     with_coding(m, [&](auto coding) {
         using C = decltype(coding);
         Packed packed = m.packed().template panel<C::BITS>(p);

@@ -400,6 +400,17 @@ inline __attribute__((always_inline)) void multiply_block(const char *from, cons
 #endif
 }
 
+// -ffast-math would order the products of floats otherwise in each tile, and so give a row of x other bits beside others
+// than alone: answers would depend on other requests.
+inline floats in_this_order(floats product) {
+#if defined(__AVX512F__)
+    asm("" : "+v"(product));
+#elif defined(__AVX2__)
+    asm("" : "+x"(product));
+#endif
+    return product;
+}
+
 // The numbers of a nested group, of all rows of a panel: those of 6 bits as bytes.
 struct NestedGroup {
     typedef uint8_t Rows __attribute__((vector_size(PANEL), aligned(1), may_alias));
@@ -426,21 +437,10 @@ struct NestedGroup {
         auto sixes = [&](const uint8_t *rows) {
             return __builtin_convertvector(words(load<octets>(rows + slice * SLICE)), floats);
         };
-        scale = halves(both) * sixes(scales[block]);
-        least = halves(both + 2 * PANEL) * -sixes(minima[block]);
+        scale = in_this_order(halves(both) * sixes(scales[block]));
+        least = in_this_order(halves(both + 2 * PANEL) * -sixes(minima[block]));
     }
 };
-
-// -ffast-math would order the products of floats otherwise in each tile, and so give a row of x other bits beside others
-// than alone: answers would depend on other requests.
-inline floats in_this_order(floats product) {
-#if defined(__AVX512F__)
-    asm("" : "+v"(product));
-#elif defined(__AVX2__)
-    asm("" : "+x"(product));
-#endif
-    return product;
-}
 
 // sum + a * b, rounded once where the CPU can.
 inline floats multiply_add(floats sum, floats a, floats b) {
