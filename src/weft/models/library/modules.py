@@ -13,7 +13,14 @@ from weft.comm import Group
 from weft.kernels.base import Kernels, Product
 
 
-class CutLinear(nn.Module):
+class Direct(nn.Module):
+    """A module without hooks: a call is its `forward`, without the microseconds in which torch looks for hooks."""
+
+    def __call__(self, *args: Any) -> Any:
+        return self.forward(*args)
+
+
+class CutLinear(Direct):
     """A linear layer with a rank's share of its weight.
 
     - `cut`: the weight's dimension that is cut, "rows" or "cols"; "" if every rank has all of it.
@@ -41,7 +48,7 @@ class CutLinear(nn.Module):
         return y.reshape(*lead, -1)
 
 
-class KernelNorm(nn.Module):
+class KernelNorm(Direct):
     """An RMS norm that the kernels compute in one call, in place of a class's own, which takes several."""
 
     def __init__(self, original: nn.Module, weight: nn.Parameter, eps: float, kernels: Kernels) -> None:
