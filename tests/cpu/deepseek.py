@@ -16,8 +16,25 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file
 
+from tests.cpu.checkpoints import MSCALES
+
 Array = npt.NDArray[np.float64]
+# Fields of config.json of Kimi-K2, for the recipe "deepseek-v3".
+KIMI: dict[str, Any] = {
+    "model_type": "kimi_k2",
+    "topk_method": "noaux_tc",
+    "n_group": 1,
+    "topk_group": 1,
+    "rope_scaling": {**MSCALES, "type": "yarn", "beta_fast": 1.0, "mscale": 1, "mscale_all_dim": 1},
+}
 LATENT_EPS = 1e-6  # of the norms of compressed vectors
+
+
+def edit_config(folder: Path, **fields: Any) -> Path:
+    """Change fields of a checkpoint's config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    return folder
 
 
 class Reference:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -446,6 +447,14 @@ class Stream:
         pass
 
 
+def host_with_card() -> hosts.Host:
+    """This host as `hosts.probe_host` would find it with the card."""
+    gpu = Gpu(
+        index=0, name="NVIDIA H200", uuid="GPU-0", total_bytes=TOTAL_BYTES, free_bytes=TOTAL_BYTES, capability=(9, 0)
+    )
+    return msgspec.structs.replace(hosts.probe_host(), gpus=(gpu,))
+
+
 @pytest.fixture(name="card")
 def the_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     with installed(monkeypatch) as there:
@@ -500,12 +509,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     for name, replacement in cuda.items():
         monkeypatch.setattr(torch.cuda, name, replacement)
     monkeypatch.setattr(GridExecutor, "__call__", launch(GridExecutor.__call__))
-    here = hosts.probe_host()
-    gpu = Gpu(
-        index=0, name="NVIDIA H200", uuid="GPU-0", total_bytes=TOTAL_BYTES, free_bytes=TOTAL_BYTES, capability=(9, 0)
-    )
-    seen = type(here)(**{name: getattr(here, name) for name in here.__struct_fields__} | {"gpus": (gpu,)})
-    monkeypatch.setattr("weft.llm.probe_host", lambda: seen)
+    monkeypatch.setattr("weft.llm.probe_host", host_with_card)
     real = inline.run_rank
 
     def run(*given: Any) -> None:

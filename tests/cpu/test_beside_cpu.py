@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("triton", reason="needs triton")
 
-from tests.cpu import tiny
-from tests.cpu.fake_cuda import Card, the_card  # noqa: F401
+from tests.cpu import card_worker, tiny
+from tests.cpu.fake_cuda import Card, host_with_card, the_card  # noqa: F401
 from weft import LLM, SamplingParams
 from weft.plan.plan import named_devices
 
@@ -72,3 +73,30 @@ def test_a_stage_on_the_cpu_makes_the_same_tokens(
             llm.wake_up()
             assert tokens(llm) == truth
     assert card.replays > 0  # steps of the GPU's stage are graphs, as without a CPU
+
+
+@pytest.mark.parametrize(
+    ("how", "devices"),
+    [
+        ({"device_map": FIRST}, ["cpu", "cuda:0"]),
+        ({"device_ids": (0, "cpu"), "pipeline_parallel_size": 2}, ["cuda:0", "cpu"]),
+    ],
+    ids=["the CPU first", "the CPU last"],
+)
+def test_stages_as_processes(
+    path: str, truth: list[list[int]], monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], devices: list[str]
+) -> None:
+    """A process for each rank: that of the GPU has a stand-in, that of the CPU has no CUDA at all."""
+    monkeypatch.setattr("weft.llm.probe_host", host_with_card)
+    monkeypatch.setattr("weft.client.local.WORKER", card_worker.HERE)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    with LLM(path, **{**COMMON, **how, "executor": "processes"}) as llm:
+        assert llm.plan.uses_cpu and not llm.plan.on_cpu and llm.plan.graphs
+        rows = llm.layout()
+        assert [row["device"] for row in rows] == devices
+        for row in rows:  # measured in the rank's own process
+            assert row["allocated_bytes"] > 0 and (row["driver_bytes"] is None) == (row["device"] == "cpu")
+        assert tokens(llm) == truth
+        llm.sleep()  # for which the worker on the card wants to have replayed graphs
+        llm.wake_up()
+        assert tokens(llm) == truth

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.cpu import checkpoints, deepseek
+from tests.cpu import checkpoints, deepseek, layouts
 from tests.cpu.layouts import logits_of, plan_for
 from tests.cpu.test_parity import NEW, PROMPTS, greedy, reference_logits
 from tests.refusals import refuses
@@ -25,16 +26,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "V2, normalised": ("deepseek-v2", {"norm_topk_prob": True}),
     "V2, every second layer": ("deepseek-v2", {"moe_layer_freq": 2}),
     "V3": ("deepseek-v3", {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}),
-    "Kimi-K2": (
-        "deepseek-v3",
-        {
-            "model_type": "kimi_k2",
-            "topk_method": "noaux_tc",
-            "n_group": 1,
-            "topk_group": 1,
-            "rope_scaling": {**checkpoints.MSCALES, "type": "yarn", "beta_fast": 1.0, "mscale": 1, "mscale_all_dim": 1},
-        },
-    ),
+    "Kimi-K2": ("deepseek-v3", deepseek.KIMI),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "heads 3+2+1": {"tensor_split": (3, 2, 1)},
@@ -56,12 +48,6 @@ def third(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def lite(folder: Path) -> Path:
     return checkpoints.make("deepseek-v2-lite", folder)
-
-
-def edit_config(folder: Path, **fields: Any) -> Path:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-    return folder
 
 
 def drop_unused(folder: Path) -> None:
@@ -90,14 +76,20 @@ def truth_of(path: Path) -> list[list[int]]:
     return [greedy(model, prompt, NEW) for prompt in PROMPTS]
 
 
+OFTEN = ("whole", "tp2 x pp2")
+
+
 @pytest.mark.parametrize("case", PUBLISHED)
-def test_what_is_published_is_computed(tmp_path: Path, case: str) -> None:
+@pytest.mark.parametrize(
+    "layouts", [OFTEN, pytest.param([name for name in layouts.LAYOUTS if name not in OFTEN], marks=pytest.mark.long)]
+)
+def test_what_is_published_is_computed(tmp_path: Path, case: str, layouts: Sequence[str]) -> None:
     recipe, fields = PUBLISHED[case]
-    path = edit_config(checkpoints.make(recipe, tmp_path), **fields)
+    path = deepseek.edit_config(checkpoints.make(recipe, tmp_path), **fields)
     drop_unused(path)
     prompt = PROMPTS[1]
     exact = torch.from_numpy(deepseek.Reference(path).logits(prompt))
-    for layout in ("whole", "tp2 x pp2"):
+    for layout in layouts:
         got = logits_of(plan_for(path, layout, dtype="float32"), prompt)
         assert (got - exact).abs().max() <= 1e-4 * exact.std(), layout
 
@@ -201,4 +193,4 @@ def test_configs_that_cannot_be(
 ) -> None:
     (tmp_path / "config.json").write_text((third / "config.json").read_text())
     with refuses(ModelError, "wrong-field-value", *values):
-        resolve(str(edit_config(tmp_path, **fields)), load_format="dummy")
+        resolve(str(deepseek.edit_config(tmp_path, **fields)), load_format="dummy")

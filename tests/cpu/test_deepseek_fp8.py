@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.cpu import checkpoints, deepseek, fp8_checkpoints
-from tests.cpu.layouts import logits_of, plan_for
+from tests.cpu.layouts import LAYOUTS, logits_of, plan_for
 from weft import LLM, SamplingParams
 
 RECIPE = fp8_checkpoints.RECIPES["blocks"]
 FIELDS = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 PROMPT = list(range(3, 40))
 GROUPS: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True}
+OFTEN = ("whole", "tp3", "tp2 x pp2")
 
 
 class Published(NamedTuple):
@@ -50,7 +51,9 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
     return Published(made, plain)
 
 
-@pytest.mark.parametrize("layout", ["whole", "tp3", "tp2 x pp2"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.long] * (name not in OFTEN)) for name in LAYOUTS]
+)
 def test_logits_are_those_of_the_dequantised_weights(published: Published, layout: str) -> None:
     plan = plan_for(published.path, layout, dtype="float32", quantization="fp8")
     exact = torch.from_numpy(deepseek.Reference(published.plain).logits(PROMPT))
@@ -62,10 +65,20 @@ def test_logits_are_those_of_the_dequantised_weights(published: Published, layou
     assert any("kv_a_proj" in name for name in held) and any("experts" in name for name in held)
 
 
-def test_attention_groups_answer_as_one_rank_does(published: Published) -> None:
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {},
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.long),
+        pytest.param({"expert_parallel_size": 1}, marks=pytest.mark.long),
+        pytest.param({"data_parallel_size": 1, "tensor_parallel_size": 2}, marks=pytest.mark.long),
+    ],
+    ids=["dp2 x ep2", "dp2 x tp2 x ep4", "dp2 x moe-tp2", "ep2"],
+)
+def test_attention_groups_answer_as_one_rank_does(published: Published, cut: dict[str, Any]) -> None:
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     answers: list[list[list[int]]] = []
-    for options in ({}, GROUPS):
+    for options in ({}, GROUPS | cut):
         settings = {"dtype": "float32", "quantization": "fp8", "skip_tokenizer_init": True, "executor": "inline"}
         with LLM(str(published.path), **settings, **options) as llm:
             outputs = llm.generate([PROMPT, [5, 6, 7]], params, use_tqdm=False)

@@ -187,18 +187,23 @@ def test_experts_are_computed_in_8_bits(mixture: tuple[Path, dict[str, torch.Ten
     assert off(logits_of(plan_for(path, "whole"), PROMPT), want) < 0.02
 
 
+GROUPS: list[dict[str, Any]] = [{}, {"tensor_parallel_size": 2}, {"expert_parallel_size": 1}]
+
+
 def test_attention_groups_share_experts(mixture: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    """dp2 x ep2, dp2 x tp2 x ep4 and dp2 x moe-tp2 beside one rank."""
     path, _ = mixture
     prompts = [PROMPT, PROMPT[5:20], PROMPT[::2]]
     found = []
-    for cut in ({}, {"data_parallel_size": 2, "enable_expert_parallel": True}):
+    both = {"data_parallel_size": 2, "enable_expert_parallel": True}
+    for cut in ({}, *(both | more for more in GROUPS)):
         options: dict[str, Any] = {"quantization": "fp8", "dtype": "float32", "executor": "inline", **cut}
         with LLM(str(path), skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 22, **options) as llm:
             outputs = llm.generate(
                 prompts, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), use_tqdm=False
             )
         found.append([output.outputs[0].token_ids for output in outputs])
-    assert found[0] == found[1]
+    assert found[1:] == [found[0]] * len(GROUPS)
 
 
 # --- made while loading ---

@@ -29,7 +29,7 @@ from weft.formats.lookup import look_up
 from weft.formats.safetensors import read_directory
 from weft.hardware import host
 from weft.kernels.plain import create_plain_kernels
-from weft.models.library.modules import kernel_norm
+from weft.models.library.modules import MergedLinear, SharedProduct, kernel_norm
 from weft.plan.layout import build_plan
 from weft.plan.plan import Plan
 
@@ -93,6 +93,37 @@ def test_logits_agree_in_every_layout(checkpoint: Path, layout: str, monkeypatch
     with torch.inference_mode():
         exact = checkpoints.reference(checkpoint)(torch.tensor([PROMPTS[1]])).logits[0]
     assert (logits_of(plan, PROMPTS[1]) - exact).abs().max() <= 1e-4 * exact.std()
+
+
+def test_layers_that_read_the_same_tensor_are_one_product(folder: Path) -> None:
+    """All of Cohere's parallel blocks; not OLMo 2's queries and keys, which all ranks gather for a norm."""
+    qkv, gate_up = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")
+    expected = {"granite": (qkv, gate_up), "cohere": ((*qkv, *gate_up),), "starcoder2": (qkv,), "olmo2": (gate_up,)}
+    for recipe, merged in expected.items():
+        shape = plan_for(checkpoints.make(recipe, folder / "merged")).shape
+        assert shape.library is not None and shape.library.merged == merged
+
+
+def test_a_shared_product_is_that_of_the_tensor_it_is_called_with() -> None:
+    weight = torch.randn(5, 4)
+    calls: list[torch.Tensor] = []
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        return x @ weight.t()
+
+    shared = SharedProduct(multiply, [2, 3])  # type: ignore[arg-type]
+    first, second = MergedLinear(shared, 0), MergedLinear(shared, 1)
+    x, y = torch.randn(1, 3, 4), torch.randn(1, 3, 4)
+    for one in (x, y, x):
+        torch.testing.assert_close(first(one), one @ weight[:2].t())
+        torch.testing.assert_close(second(one), one @ weight[2:].t())
+    assert len(calls) == 3
+    # In any order, and with other tensors between.
+    torch.testing.assert_close(second(x), x @ weight[2:].t())
+    torch.testing.assert_close(first(y), y @ weight[:2].t())
+    torch.testing.assert_close(first(x), x @ weight[:2].t())
+    torch.testing.assert_close(first(x), x @ weight[:2].t())
 
 
 def test_bytes_are_those_of_the_file(checkpoint: Path) -> None:

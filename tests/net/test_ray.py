@@ -11,14 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
 from tests.cpu import checkpoints, tiny
+from tests.cpu.test_old_commands import ApiServer, write_published
+from tests.cpu.test_serve import ADMIN_KEY
 from tests.net.head import answers
 from tests.net.programs import COMMON, ROOT, WAIT_S, Program
 from tests.refusals import refuses
-from weft import LLM
+from weft import LLM, SamplingParams
 from weft.cluster.ray_cluster import connect
 from weft.errors import ConfigError, EngineError, PlanError
 
@@ -213,6 +216,24 @@ def test_groups_stay_inside_nodes(
     groups = [set(nodes[start : start + tensor]) for start in range(0, len(nodes), tensor)]
     assert [len(group) for group in groups] == [1] * stages
     assert len(set.union(*groups)) == stages and set(nodes) <= set(large_nodes)
+
+
+@pytest.mark.long  # eight processes and a server
+def test_the_server_of_vllms_page(large_nodes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed 004's command, word for word but for the module's package and the port."""
+    write_published("gpt2", tmp_path / "gpt2", n_head=12)
+    monkeypatch.chdir(tmp_path)
+    with LLM("gpt2", kv_cache_memory_bytes=1_000_000) as llm:
+        (expected,) = llm.generate("San Franciso is a", SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    words = "--model gpt2 --tensor-parallel-size 4 --pipeline-parallel-size 2 --distributed-executor-backend ray"
+    body = {"model": "gpt2", "prompt": "San Franciso is a", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    with ApiServer(*words.split(), "--port", "0") as server:
+        answer = httpx.post(f"{server.url}/v1/completions", json=body | {"return_token_ids": True}, timeout=60).json()
+        admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
+        rows = httpx.get(f"{server.url}/layout", headers=admin, timeout=60).json()
+    assert answer["choices"][0]["token_ids"] == list(expected.outputs[0].token_ids), answer
+    assert [row["stage"] for row in rows] == [0] * 4 + [1] * 4
+    assert {row["node"] for row in rows} <= set(large_nodes)
 
 
 @pytest.mark.long  # SmolLM2-135M; the same layouts run above with a tiny model

@@ -6,8 +6,10 @@ import errno
 import fcntl
 import hashlib
 import logging
+import os
 import random
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -277,6 +279,26 @@ def test_a_disk_that_fills_up(server: Hub, fetch: Fetch, monkeypatch: pytest.Mon
     monkeypatch.setattr(fetch_progress.FileBar, "update", no_room)
     with refuses(ModelError, "disk-full", NAME, "HF_HOME"):
         fetch()
+
+
+@pytest.mark.long  # processes; the faults are tested one by one above
+def test_the_command_on_a_disk_of_a_megabyte(server: Hub, tmp_path: Path) -> None:
+    """`weft pull` with the environment that users set, on a file system that is too small, and then on a larger one."""
+    if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
+        pytest.skip("mounts a small file system, which this system does not allow")
+    server.repositories[NAME] |= {"model-1.safetensors": WEIGHTS * 10}  # 3 MB
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    variables = {"HF_ENDPOINT": server.url, "HF_TOKEN": "hf_environment", "HF_HOME": str(folder)}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")} | variables
+    ended = {}
+    for size in ("1m", "8m"):
+        mount = f'mount -t tmpfs -o size={size} none {folder} && "$@" && ls -lR {folder}'
+        words = ["unshare", "-rm", "sh", "-c", mount, "sh", sys.executable, "-m", "weft", "pull", NAME]
+        ended[size] = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended["1m"].returncode == 1 and f"the disk of {folder} has 1 MB free" in ended["1m"].stderr
+    assert ended["8m"].returncode == 0 and "3000000" in ended["8m"].stdout, ended["8m"].stderr
+    assert {one.token for one in server.requests if NAME in one.path} == {"Bearer hf_environment"}
 
 
 def test_a_log_has_the_sum(

@@ -34,6 +34,7 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     - `before`, `after`: the other tensors of the first and of the last stage.
     - `kinds`: tensors of each kind of layer; `layers` has the kind of each layer.
     - `joined`: modules of linear layers whose results all ranks gather.
+    - `merged`: groups of linear modules of a layer that read the same tensor: their weights are one parameter.
     - `whole`: a reason not to cut layers among ranks; `one_stage`: one not to make a pipeline; "" if there is none.
     """
 
@@ -47,5 +48,13 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     kinds: tuple[tuple[LibraryTensor, ...], ...]
     layers: tuple[int, ...]
     joined: tuple[str, ...] = ()
+    merged: tuple[tuple[str, ...], ...] = ()
     whole: str = ""
     one_stage: str = ""
+
+
+def merged_name(group: tuple[str, ...]) -> str:
+    """Name in a layer of the module that stands for a group of merged ones, such as "self_attn.q_proj+k_proj"."""
+    parents = {path.rpartition(".")[0] for path in group}
+    last = (path.rpartition(".")[2] if len(parents) == 1 else path for path in group)
+    return ".".join(filter(None, (parents.pop() if len(parents) == 1 else "", "+".join(last))))

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from weft.architectures.architecture import Names
 from weft.architectures.axes import Axis, Extent, axis_length, owned
-from weft.architectures.library import LibraryModel, LibraryTensor
+from weft.architectures.library import LibraryModel, LibraryTensor, merged_name
 from weft.architectures.place import Place
 from weft.architectures.registry import find_architecture
 from weft.architectures.shape import Attention, Dense, DType, Experts, LatentAttention, LayerSpec, ModelShape
@@ -139,14 +139,29 @@ def _library_outer(model: LibraryModel, *, tied: bool) -> tuple[Parameter, ...]:
 
 @lru_cache(maxsize=256)
 def _library_layer(model: LibraryModel, kind: int) -> tuple[Parameter, ...]:
-    return tuple(_library_parameter(tensor, "layer", model.layer) for tensor in model.kinds[kind])
+    names = {
+        f"{path}.{part}": f"{merged_name(group)}.{part}"
+        for group in model.merged
+        for path in group
+        for part in ("weight", "bias")
+    }
+    merged: dict[str, Parameter] = {}
+    for tensor in model.kinds[kind]:
+        parameter = _library_parameter(tensor, "layer", model.layer, names.get(tensor.name, tensor.name))
+        first = merged.get(parameter.name)
+        merged[parameter.name] = (
+            parameter if first is None else msgspec.structs.replace(first, parts=first.parts + parameter.parts)
+        )
+    return tuple(merged.values())
 
 
-def _library_parameter(tensor: LibraryTensor, where: Literal["embed", "layer", "head"], prefix: str) -> Parameter:
-    """A tensor under its own name; `prefix` is that of the layer in the checkpoint."""
+def _library_parameter(
+    tensor: LibraryTensor, where: Literal["embed", "layer", "head"], prefix: str, name: str = ""
+) -> Parameter:
+    """A tensor, under its own name unless another is given; `prefix` is that of the layer in the checkpoint."""
     rows = Extent(tensor.dims[0], tensor.cut == "rows")
     cols = Extent(tensor.dims[1], tensor.cut == "cols") if len(tensor.dims) > 1 else None
-    name = f"layers.{{layer}}.{tensor.name}" if prefix else tensor.name
+    name = f"layers.{{layer}}.{name or tensor.name}" if prefix else tensor.name
     part = Part(prefix + tensor.name, rows, cols)
     # Like a router's, other matrices are never quantised.
     return Parameter(name, where, (part,), "linear" if tensor.linear else "vector" if cols is None else "router")

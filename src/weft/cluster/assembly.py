@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -104,7 +103,7 @@ class Gatherer:
     def _group(self, own: Facts, number: int, nodes: Sequence[JoinedNode]) -> JoinedGroup:
         """The nodes of a replica, checked."""
         settings = self.door.settings
-        speeds = check_nodes(own, nodes, settings, fetch_command(self._config))
+        speeds = check_nodes(own, nodes, settings, preflight.fetch_command(self._config))
         machines = {0: own.host} | {node.facts.node: node.facts.host for node in nodes}
         hosts = [self._part(number, node, machines[node]) for node in settings.groups[number]]
         return JoinedGroup(own, nodes, hosts, speeds, settings.groups[number].start, lasting=self._lasting)
@@ -162,14 +161,6 @@ def assemble(
 
 
 AnyAssembly = Assembly | RayAssembly
-
-
-def fetch_command(config: EngineConfig) -> str:
-    """Command that fetches the model on another node."""
-    if os.path.exists(config.model):
-        path = os.path.abspath(config.model)
-        return f"rsync -a NODE0:{shlex.quote(path)} {shlex.quote(os.path.dirname(path))}/"
-    return f"weft pull {shlex.quote(config.model)}"
 
 
 def check_nodes(own: Facts, nodes: Sequence[JoinedNode], settings: NodeSettings, fetch: str) -> list[Speed]:

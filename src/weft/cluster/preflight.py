@@ -1,10 +1,13 @@
-"""Checks of all nodes before a byte of weights is read. Pure: facts in, failures out."""
+"""Checks of all nodes before a byte of weights is read: facts in, failures out."""
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 
 from weft.cluster.messages import Facts, Speed
+from weft.config import EngineConfig
 from weft.errors import printable
 from weft.formatting import format_bytes
 
@@ -35,6 +38,14 @@ def failures(facts: Sequence[Facts], speeds: Sequence[Speed], fetch: str) -> lis
         if speed.problem
     ]
     return [printable(failure) for failure in problems]
+
+
+def fetch_command(config: EngineConfig) -> str:
+    """Command that fetches the model on another node."""
+    if os.path.exists(config.model):
+        path = os.path.abspath(config.model)
+        return f"rsync -a NODE0:{shlex.quote(path)} {shlex.quote(os.path.dirname(path))}/"
+    return f"weft pull {shlex.quote(config.model)}"
 
 
 def label(facts: Facts) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import secrets
-import shlex
 import socket
 import threading
 import time
@@ -330,7 +330,9 @@ def find_seats(ray: Any, config: EngineConfig, on_cpu: bool, group: OwnGroup | N
 def gather_from(ray: Any, ids: Iterable[str], config: EngineConfig) -> list[Facts]:
     """Facts of nodes, from a task on each. Raises ConfigError for a node that does not report within --start-timeout,
     or that dies before, which Ray finds out by itself: on a busy machine Ray takes long to start a worker."""
-    question = msgspec.json.encode(config)
+    # Workers of Ray run in other folders than this process.
+    model = os.path.abspath(config.model) if os.path.exists(config.model) else config.model
+    question = msgspec.json.encode(dataclasses.replace(config, model=model))
     task = ray.remote(report_facts)
     questions = {
         node: task.options(num_cpus=0, max_retries=0, label_selector={NODE_LABEL: node}).remote(number, question)
@@ -399,7 +401,7 @@ def _other_addresses(seats: Sequence[Seat]) -> Iterator[str]:
 def check_seats(seats: Sequence[Seat], config: EngineConfig) -> None:
     """Raise ConfigError for the first node that fails the preflight."""
     facts = [replace(seat.facts, node=number) for number, seat in enumerate(seats)]
-    problems = [*_other_addresses(seats), *preflight.failures(facts, (), f"weft pull {shlex.quote(config.model)}")]
+    problems = [*_other_addresses(seats), *preflight.failures(facts, (), preflight.fetch_command(config))]
     for failure in problems[1:]:
         log.error("%s", failure)
     if problems:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import threading
 import time
@@ -85,6 +86,8 @@ class RayExecutor(RankExecutor):
         import ray  # slow, and an extra
 
         self._ray = ray
+        # Actors run in other folders than this process.
+        plan = msgspec.structs.replace(plan, checkpoint=os.path.abspath(plan.checkpoint))
         if not ray.is_initialized():
             ray.init(address=self._nodes.cluster, log_to_driver=True, logging_level=logging.WARNING)
         self._node_names = [self._nodes.nodes[device.node].id for device in plan.devices]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from weft.architectures.axes import Extent, owned
-from weft.architectures.library import LibraryTensor
+from weft.architectures.library import LibraryTensor, merged_name
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import ModelShape
 from weft.comm import Group
@@ -25,7 +25,15 @@ from weft.layers.embedding import Embedding
 from weft.layers.weights import Tensors
 from weft.models.library.attention import NAME, PagedLayer, Step, attend_paged, no_rotation
 from weft.models.library.build import ClassError, base_model, build_on_meta, fill_buffers, layer_list, read_config
-from weft.models.library.modules import CutLinear, GatheredHead, Given, Passed, kernel_norm
+from weft.models.library.modules import (
+    CutLinear,
+    GatheredHead,
+    Given,
+    MergedLinear,
+    Passed,
+    SharedProduct,
+    kernel_norm,
+)
 from weft.quant.quantised import QuantisedWeight
 
 
@@ -108,9 +116,13 @@ class LibraryDecoder:
     def _fill_layer(self, layer: nn.Module, number: int, tensors: Tensors) -> None:
         """Give a layer its products, its other parameters and its attention."""
         own = self._model.kinds[self._model.layers[number]]
+        for group in self._model.merged:
+            self._fill_merged(layer, number, group, tensors)
         for tensor in own:
             name = f"layers.{number}.{tensor.name}"
             path, _, kind = tensor.name.rpartition(".")
+            if isinstance(layer.get_submodule(path), MergedLinear):
+                continue
             if tensor.linear:
                 bias = tensors.get(f"layers.{number}.{path}.bias")
                 layer.set_submodule(path, self._linear(name, path, tensor, tensors.pop(name), bias))
@@ -126,6 +138,19 @@ class LibraryDecoder:
                     self.place,
                     self.kernels,
                 )
+
+    def _fill_merged(self, layer: nn.Module, number: int, group: tuple[str, ...], tensors: Tensors) -> None:
+        """Give linear layers that read the same tensor one product."""
+        name = f"layers.{number}.{merged_name(group)}"
+        bias = tensors.get(f"{name}.bias")
+        assert not isinstance(bias, QuantisedWeight)
+        product = self.kernels.matrices.matrix(tensors.pop(f"{name}.weight"), bias, f"{name}.weight")
+        rows = {tensor.name: tensor for tensor in self._model.kinds[self._model.layers[number]]}
+        weights = [rows[f"{path}.weight"] for path in group]
+        widths = [len(self._owned(one.dims[0], cut=one.cut == "rows")[self.place.tp_rank]) for one in weights]
+        shared = SharedProduct(product, widths)
+        for index, path in enumerate(group):
+            layer.set_submodule(path, MergedLinear(shared, index))
 
     def _linear(
         self,

@@ -13,13 +13,13 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
-import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from weft.architectures.library import LibraryModel, LibraryTensor
 from weft.formats.library import LibraryReport
-from weft.models.library.build import ClassError, base_model, build_on_meta, layer_list, read_config
+from weft.models.library.build import ClassError, build_on_meta, layer_list, read_config
+from weft.models.library.meta_run import MetaRun, run_on_meta
 
 PROBE = "weft_probe"
 POSITIONS = 32768  # length of a model whose config gives none
@@ -101,7 +101,7 @@ def describe(text: str) -> LibraryReport:
     model = build_on_meta(config, PROBE, probe)
     check_modules(model)
     _, layers = layer_list(model)
-    single = run_on_meta(model)
+    run = run_on_meta(model)
     if sorted(calls) != list(range(len(layers))):
         raise ClassError(f"only {len(calls)} of the {len(layers)} layers of {type(model).__name__} attend")
     shapes = {call._replace(window=None) for call in calls.values()}
@@ -111,7 +111,7 @@ def describe(text: str) -> LibraryReport:
     check_windows(config, windows)
     if call.head_dim != call.value_dim or call.head_dim % 2 or call.heads % call.kv_heads:
         raise ClassError(f"its heads, {call.heads} for {call.kv_heads} keys of {call.head_dim}, are not the usual ones")
-    table = describe_tensors(model, text, call.head_dim, single)
+    table = describe_tensors(model, text, call.head_dim, run)
     return LibraryReport(
         name=type(model).__name__,
         model=table,
@@ -198,23 +198,8 @@ def read_call(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, op
     return Call(query.shape[1], key.shape[1], head_dim, value.shape[3], scale, window)
 
 
-@torch.inference_mode()
-def run_on_meta(model: PreTrainedModel) -> bool:
-    """Run the layers for two tokens; return True if each layer hands on its hidden states alone."""
-    alone: list[bool] = []
-    _, layers = layer_list(model)
-    layers[0].register_forward_hook(lambda module, inputs, output: alone.append(isinstance(output, torch.Tensor)))
-    tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
-    try:
-        base_model(model)(input_ids=tokens, position_ids=tokens, use_cache=False)
-    except (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError) as error:
-        reason = (str(error).splitlines() or [""])[0]
-        raise ClassError(f"{type(model).__name__} does not run without its weights: {reason:.160}") from error
-    return all(alone)
-
-
-def describe_tensors(model: PreTrainedModel, text: str, head_dim: int, single: bool) -> LibraryModel:
-    """The table of a model's tensors. `single`: each layer hands on its hidden states alone."""
+def describe_tensors(model: PreTrainedModel, text: str, head_dim: int, run: MetaRun) -> LibraryModel:
+    """The table of a model's tensors."""
     layers_name, _ = layer_list(model)
     layers = describe_layers(model, head_dim)
     embedding, head = outer_names(model)
@@ -232,8 +217,9 @@ def describe_tensors(model: PreTrainedModel, text: str, head_dim: int, single: b
         kinds=layers.kinds,
         layers=layers.numbers,
         joined=layers.joined,
+        merged=tuple(group for group in run.siblings if can_merge(group, layers)),
         whole=layers.whole,
-        one_stage=reason_for_one_stage(model, single, before),
+        one_stage=reason_for_one_stage(model, run.single, before),
     )
 
 
@@ -252,6 +238,18 @@ def describe_layers(model: PreTrainedModel, head_dim: int) -> LayerTable:
             kinds.append(tensors)
         numbers.append(kinds.index(tensors))
     return LayerTable(tuple(kinds), tuple(numbers), tuple(joined), whole=next(iter(reasons), ""))
+
+
+def can_merge(group: Sequence[str], layers: LayerTable) -> bool:
+    """Return True if linear modules can be one product: cut alike by rows or not at all, all with a bias or none."""
+    for tensors in layers.kinds:
+        weights = {tensor.name: tensor.cut for tensor in tensors if tensor.linear}
+        names = {tensor.name for tensor in tensors}
+        cuts = {weights.get(f"{path}.weight", "cols") for path in group}
+        biases = {f"{path}.bias" in names for path in group}
+        if len(cuts) > 1 or "cols" in cuts or len(biases) > 1:
+            return False
+    return not set(group) & set(layers.joined)
 
 
 def tensors_outside_layers(model: PreTrainedModel, outer: Collection[str]) -> Iterator[tuple[LibraryTensor, bool]]:

@@ -13,7 +13,14 @@ from weft.comm import Group
 from weft.kernels.base import Kernels, Product
 
 
-class CutLinear(nn.Module):
+class Direct(nn.Module):
+    """A module without hooks: a call is its `forward`, without the microseconds in which torch looks for hooks."""
+
+    def __call__(self, *args: Any) -> Any:
+        return self.forward(*args)
+
+
+class CutLinear(Direct):
     """A linear layer with a rank's share of its weight.
 
     - `cut`: the weight's dimension that is cut, "rows" or "cols"; "" if every rank has all of it.
@@ -41,7 +48,41 @@ class CutLinear(nn.Module):
         return y.reshape(*lead, -1)
 
 
-class KernelNorm(nn.Module):
+class SharedProduct:
+    """A product whose result is divided among linear layers that read the same tensor.
+
+    `widths` are each layer's columns of the result. The first layer to be called with a tensor multiplies for all.
+    """
+
+    def __init__(self, product: Product, widths: list[int]) -> None:
+        self._product, self._widths = product, widths
+        self._input: torch.Tensor | None = None
+        self._parts: dict[int, torch.Tensor] = {}  # that no layer has asked for yet
+
+    def part(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        """Columns of the `number`th layer: [..., in] -> [..., width]."""
+        if x is not self._input or number not in self._parts:
+            y = self._product(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], -1)
+            self._input, self._parts = x, dict(enumerate(y.split(self._widths, dim=-1)))
+        part = self._parts.pop(number)
+        if not self._parts:
+            self._input = None
+        return part
+
+
+class MergedLinear(Direct):
+    """One of several linear layers that read the same tensor, with a rank's rows of its weight."""
+
+    def __init__(self, shared: SharedProduct, number: int) -> None:
+        super().__init__()
+        self.shared, self.number = shared, number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply [..., in] -> [..., out], this rank's columns of the result."""
+        return self.shared.part(x, self.number)
+
+
+class KernelNorm(Direct):
     """An RMS norm that the kernels compute in one call, in place of a class's own, which takes several."""
 
     def __init__(self, original: nn.Module, weight: nn.Parameter, eps: float, kernels: Kernels) -> None:
