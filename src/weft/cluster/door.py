@@ -12,11 +12,12 @@ from contextlib import suppress
 
 import msgspec
 
+from weft import __version__
 from weft.cluster import preflight
 from weft.cluster.groups import Cancelled, end_of_head
-from weft.cluster.messages import HEAD_CLOSED, Dismissed, Facts, FromJoined, Join
+from weft.cluster.messages import HEAD_CLOSED, Dismissed, Facts, FromJoined, Joining, Version
 from weft.cluster.settings import NodeSettings
-from weft.errors import ConfigError, error_reason
+from weft.errors import ConfigError, error_reason, printable
 from weft.executors.beats import keep_alive
 from weft.executors.forks import open_sockets
 from weft.executors.framing import Channel, FrameError
@@ -43,9 +44,9 @@ class JoinedNode:
         self._messages = iter(self._channel)
         connection.settimeout(ASK_S)
         first = self._receive()
-        if not isinstance(first, Join):
+        if not isinstance(first, Joining):
             raise NotWeftError("its first message is not a report")
-        self.facts, self.replica = first.facts, first.replica
+        self.facts, self.replica = self._read_facts(first.facts), first.replica
 
     def ask(self, question: msgspec.Struct) -> FromJoined:
         """Ask, and wait for the answer. Raises ConfigError if the node is gone."""
@@ -80,6 +81,19 @@ class JoinedNode:
     def close(self) -> None:
         """Close the connection without a reason: a node that has run joins again."""
         self._channel.close()
+
+    def _read_facts(self, report: msgspec.Raw) -> Facts:
+        """Read a node's report. Raises NotWeftError, of which the node is told, for that of another version."""
+        try:
+            return msgspec.msgpack.decode(report, type=Facts)
+        except msgspec.DecodeError as error:
+            reason = f"its report cannot be read: {error}"
+            with suppress(msgspec.DecodeError):
+                theirs = msgspec.msgpack.decode(report, type=Version)
+                has = f"node {theirs.node} has Weft {printable(theirs.weft)}, and node 0 has {__version__}"
+                reason = f"{has}; install the same on both"
+            self.dismiss(f"node 0 refuses this node: {reason}", "other-version")
+            raise NotWeftError(reason) from None
 
     def _receive(self) -> FromJoined:
         try:
