@@ -198,7 +198,7 @@ def test_seats_with_gpus_want_cpus(monkeypatch: pytest.MonkeyPatch, facts: Calla
 
     rows = [node("a", GPU=8.0, CPU=3.0), node("b", GPU=2.0), node("c", CPU=5.0)]
     ray = SimpleNamespace(nodes=lambda: rows, get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "a"))
-    monkeypatch.setattr(ray_facts, "gather_from", lambda ray, ids, config: [facts() for _ in ids])
+    monkeypatch.setattr(ray_facts, "gather_from", lambda ray, ids, config: {id: facts() for id in ids})
     assert [seat.room for seat in ray_facts.find_seats(ray, config(), on_cpu=False)] == [3]
     del rows[0]
     with refuses(PlanError, "ray-without-devices", "a GPU and a CPU", "--num-gpus N --num-cpus N"):
@@ -390,16 +390,25 @@ def test_a_node_of_ray_that_cannot_measure(facts: Callable[..., Facts]) -> None:
     assert len(ray.killed) == 2
 
 
+class UnschedulableError(OSError):
+    """Ray's error for a task whose node is gone."""
+
+
 class SlowRay:
-    """Answers of nodes that come after so many waits."""
+    """Answers of nodes that come after so many waits: JSON, or an error. Its only node is alive."""
 
-    exceptions = SimpleNamespace(RayError=OSError, GetTimeoutError=TimeoutError)
+    exceptions = SimpleNamespace(
+        RayError=OSError, GetTimeoutError=TimeoutError, TaskUnschedulableError=UnschedulableError
+    )
 
-    def __init__(self, answer: bytes, waits: int) -> None:
-        self._answer, self._waits = answer, waits
+    def __init__(self, answer: bytes | Exception, waits: int, *, alive: bool = True) -> None:
+        self._answer, self._waits, self._alive = answer, waits, alive
 
     def remote(self, run: Callable[..., bytes]) -> SimpleNamespace:
         return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: self))
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"NodeID": "0123456789", "Alive": self._alive}]
 
     def wait(self, answers: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
         self._waits -= 1
@@ -409,6 +418,8 @@ class SlowRay:
         assert timeout == 0
         if self._waits >= 0:
             raise TimeoutError
+        if isinstance(self._answer, Exception):
+            raise self._answer
         return self._answer
 
 
@@ -418,13 +429,22 @@ def test_a_node_may_report_late(
     caplog.set_level("INFO")
     config = EngineConfig(model="x")
     ray = SlowRay(msgspec.json.encode(facts()), waits=2)
-    assert ray_facts.gather_from(ray, ["0123456789"], config) == [facts()]
+    assert ray_facts.gather_from(ray, ["0123456789"], config) == {"0123456789": facts()}
     assert [line for line in caplog.messages if "waiting for Ray node 01234567 to report" in line] == caplog.messages
     assert len(caplog.messages) == 2
     monkeypatch.setattr(ray_facts, "time", SimpleNamespace(monotonic=count(step=10).__next__))
     late = replace(config, start_timeout=25)
     with refuses(ConfigError, "ray-node-not-reporting", "01234567", "no answer within 25 s", "ray status"):
         ray_facts.gather_from(SlowRay(b"", waits=9), ["0123456789"], late)
+
+
+@pytest.mark.parametrize(("error", "alive"), [(UnschedulableError("gone"), True), (OSError("crashed"), False)])
+def test_a_node_that_has_died_is_left_out(error: Exception, alive: bool) -> None:
+    """Ray may still list it; one that lives and fails is an error."""
+    dead = SlowRay(error, waits=0, alive=alive)
+    assert ray_facts.gather_from(dead, ["0123456789"], EngineConfig(model="x")) == {}
+    with refuses(ConfigError, "ray-node-not-reporting", "01234567", "crashed"):
+        ray_facts.gather_from(SlowRay(OSError("crashed"), waits=0), ["0123456789"], EngineConfig(model="x"))
 
 
 @pytest.fixture

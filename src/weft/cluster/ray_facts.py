@@ -54,25 +54,25 @@ def find_seats(ray: Any, config: EngineConfig, on_cpu: bool, group: OwnGroup | N
         )
     facts = gather_from(ray, [node["NodeID"] for node in alive], config)
     return [
-        Seat(
-            RayNode(node["NodeID"], node["NodeManagerHostname"], node["NodeManagerAddress"]),
-            rooms[node["NodeID"]],
-            one,
-        )
-        for node, one in zip(alive, facts, strict=True)
+        Seat(RayNode(id, node["NodeManagerHostname"], node["NodeManagerAddress"]), rooms[id], facts[id])
+        for node in alive
+        if (id := node["NodeID"]) in facts
     ]
 
 
-def gather_from(ray: Any, ids: Iterable[str], config: EngineConfig) -> list[Facts]:
-    """Facts of nodes, from a task on each. Raises ConfigError for a node that does not report within --start-timeout,
-    or that dies before, which Ray finds out by itself: on a busy machine Ray takes long to start a worker."""
+def gather_from(ray: Any, ids: Iterable[str], config: EngineConfig) -> dict[str, Facts]:
+    """Facts of nodes by their ids, from a task on each. Nodes that have died, of which Ray may hear late, are left out.
+
+    Raises ConfigError for a node that does not report within --start-timeout: on a busy machine Ray takes long to start
+    a worker.
+    """
     question = msgspec.json.encode(config)
     task = ray.remote(report_facts)
     asked = {
         node: task.options(num_cpus=0, max_retries=0, label_selector={NODE_LABEL: node}).remote(number, question)
         for number, node in enumerate(ids)
     }
-    facts = []
+    facts = {}
     deadline = time.monotonic() + config.start_timeout
     for node, answer in asked.items():
         while not ray.wait([answer], timeout=min(SAY_S, max(0.0, deadline - time.monotonic())))[0]:
@@ -80,14 +80,24 @@ def gather_from(ray: Any, ids: Iterable[str], config: EngineConfig) -> list[Fact
                 break
             log.info("waiting for Ray node %s to report", node[:8])
         try:
-            facts.append(msgspec.json.decode(ray.get(answer, timeout=0), type=Facts))
+            facts[node] = msgspec.json.decode(ray.get(answer, timeout=0), type=Facts)
         except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError, msgspec.DecodeError) as error:
+            if _has_died(ray, node, error):
+                log.warning("Ray node %s has died, and is left out", node[:8])
+                continue
             lines = str(error).strip().splitlines() or [f"no answer within {config.start_timeout:g} s"]
             raise ConfigError(
                 f"Ray node {node[:8]} does not report: {lines[-1]}; {way_out(error)}",
                 code="ray-node-not-reporting",
             ) from None
     return facts
+
+
+def _has_died(ray: Any, node: str, error: Exception) -> bool:
+    """Return True if a task has failed because its node is gone."""
+    if isinstance(error, ray.exceptions.TaskUnschedulableError):
+        return True
+    return not any(row["NodeID"] == node and row["Alive"] for row in ray.nodes())
 
 
 def way_out(error: Exception) -> str:
