@@ -210,13 +210,14 @@ LAYOUTS = {
     "pp2": ({"pipeline_parallel_size": 2}, ["0", "1"]),
     "tp2": ({"tensor_parallel_size": 2}, ["0", "1"]),
     "tp2pp2": ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, ["0", "0", "1", "1"]),
+    "dp2tp2": ({"data_parallel_size": 2, "tensor_parallel_size": 2}, ["0", "0", "1", "1"]),
 }
 
 
 @pytest.mark.long  # the tests above run the same layouts with a tiny model
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_demo_over_nodes(cable: Cable, tmp_path: Path, name: str) -> None:
-    """SmolLM2-135M in every layout, with the tokens of one rank."""
+    """SmolLM2-135M in every layout, with the tokens of one rank. Groups stay inside nodes but for tp2."""
     layout, nodes = LAYOUTS[name]
     options = {"dtype": "float32", "load_format": "auto", "kv_cache_memory_bytes": 50_000_000, "max_model_len": 256}
     with LLM("demo", **options) as llm:
@@ -224,7 +225,7 @@ def test_the_demo_over_nodes(cable: Cable, tmp_path: Path, name: str) -> None:
     demo = Pair(cable, "demo", tmp_path)
     try:
         head = demo.head(**options, **layout)
-        demo.other("--load-format", "auto")
+        demo.other("--load-format", "auto", *("-dp", "2") * ("data_parallel_size" in layout))
         assert [row["node"] for row in head.answer()["layout"]] == nodes
         head.say()
         assert head.answer()["tokens"] == expected

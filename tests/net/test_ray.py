@@ -215,24 +215,6 @@ def test_groups_stay_inside_nodes(
     assert len(set.union(*groups)) == stages and set(nodes) <= set(large_nodes)
 
 
-@pytest.mark.long  # SmolLM2-135M; the same layouts run above with a tiny model
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"pipeline_parallel_size": 2},
-        {"tensor_parallel_size": 2},
-        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
-    ],
-    ids=["pp2", "tp2", "tp2pp2"],
-)
-def test_the_demo(large_nodes: list[str], layout: dict[str, int]) -> None:
-    options = {"dtype": "float32", "kv_cache_memory_bytes": 50_000_000, "max_model_len": 256}
-    with LLM("demo", **options) as llm:
-        expected = answers(llm)
-    with LLM("demo", **options, **layout, distributed_executor_backend="ray") as llm:
-        assert answers(llm) == expected
-
-
 @pytest.mark.long
 def test_the_head_of_the_cluster_is_killed(model: str, tmp_path: Path) -> None:
     """The last line of a program that is a driver says why it ends."""
