@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
@@ -428,14 +429,25 @@ def test_a_node_may_report_late(
 ) -> None:
     caplog.set_level("INFO")
     config = EngineConfig(model="x")
-    ray = SlowRay(msgspec.json.encode(facts()), waits=2)
-    assert ray_facts.gather_from(ray, ["0123456789"], config) == {"0123456789": facts()}
+    now = facts(clock_s=time.time() + 0.01)
+    ray = SlowRay(msgspec.json.encode(now), waits=2)
+    [reported] = ray_facts.gather_from(ray, ["0123456789"], config).values()
+    assert msgspec.structs.replace(reported, skew_s=0.0) == now and abs(reported.skew_s) < 10
     assert [line for line in caplog.messages if "waiting for Ray node 01234567 to report" in line] == caplog.messages
     assert len(caplog.messages) == 2
-    monkeypatch.setattr(ray_facts, "time", SimpleNamespace(monotonic=count(step=10).__next__))
+    monkeypatch.setattr(ray_facts, "time", SimpleNamespace(monotonic=count(step=10).__next__, time=time.time))
     late = replace(config, start_timeout=25)
     with refuses(ConfigError, "ray-node-not-reporting", "01234567", "no answer within 25 s", "ray status"):
         ray_facts.gather_from(SlowRay(b"", waits=9), ["0123456789"], late)
+
+
+@pytest.mark.parametrize("skew_s", [-95.0, 95.0])
+def test_a_clock_of_a_node_of_ray_that_is_wrong(facts: Callable[..., Facts], skew_s: float) -> None:
+    wrong = msgspec.json.encode(facts(clock_s=time.time() + skew_s))
+    [found] = ray_facts.gather_from(SlowRay(wrong, waits=0), ["0123456789"], EngineConfig(model="x")).values()
+    side = "ahead" if skew_s > 0 else "behind"
+    with refuses(ConfigError, "preflight", "clock of node 0", f"s {side}", "timedatectl"):
+        check_seats([Seat(RayNode("0123456789", "one", "10.0.0.1"), 1, found)], config())
 
 
 @pytest.mark.parametrize(("error", "alive"), [(UnschedulableError("gone"), True), (OSError("crashed"), False)])

@@ -73,6 +73,7 @@ def gather_from(ray: Any, ids: Iterable[str], config: EngineConfig) -> dict[str,
         for number, node in enumerate(ids)
     }
     facts = {}
+    began_s = time.time()
     deadline = time.monotonic() + config.start_timeout
     for node, answer in asked.items():
         while not ray.wait([answer], timeout=min(SAY_S, max(0.0, deadline - time.monotonic())))[0]:
@@ -80,7 +81,10 @@ def gather_from(ray: Any, ids: Iterable[str], config: EngineConfig) -> dict[str,
                 break
             log.info("waiting for Ray node %s to report", node[:8])
         try:
-            facts[node] = msgspec.json.decode(ray.get(answer, timeout=0), type=Facts)
+            one = msgspec.json.decode(ray.get(answer, timeout=0), type=Facts)
+            # Its clock was read while ours went from the question to now.
+            skew_s = min(0.0, one.clock_s - began_s) + max(0.0, one.clock_s - time.time())
+            facts[node] = replace(one, skew_s=skew_s)
         except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError, msgspec.DecodeError) as error:
             if _has_died(ray, node, error):
                 log.warning("Ray node %s has died, and is left out", node[:8])
