@@ -24,7 +24,8 @@ from weft.cluster.ray_cluster import uses_ray
 from weft.cluster.ray_facts import check_seats
 from weft.cluster.ray_seats import Seat
 from weft.config import EngineConfig
-from weft.errors import ConfigError, PlanError
+from weft.errors import Cause, ConfigError, PlanError
+from weft.executors import ranks
 from weft.executors.framing import Channel, encode_frame
 from weft.executors.node_messages import Ping, PrintStacks
 from weft.executors.ray import RayExecutor
@@ -225,6 +226,27 @@ def test_actors_are_pinged_while_others_are_awaited() -> None:
     for _, theirs in ends:
         theirs.close()
     assert sorted(executor._attached) == [0, 1]
+
+
+def test_ray_may_take_its_time_to_say_why_an_actor_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the others lost by it is not the cause meanwhile, and never was if Ray has one."""
+    monkeypatch.setattr(ranks, "ROOT_CAUSE_S", 0.05)
+    lost, death = (Cause(rank=rank, phase="step", code="c", cause=f"{rank}") for rank in (1, 0))
+    for early in (True, False):
+        executor = RayExecutor(RayNodes("cluster", "127.0.0.1", b"k", 1.0, ()))
+        if early:
+            executor._fail(lost, lost_peer=True)
+        executor._expect_cause()
+        executor._fail(lost, lost_peer=True)
+        time.sleep(0.2)
+        assert executor._ended is None
+        executor._fail(death)
+        assert executor.failure.result(0) == death
+        executor.close()
+    alone = RayExecutor(RayNodes("cluster", "127.0.0.1", b"k", 1.0, ()))
+    alone._fail(lost, lost_peer=True)
+    assert alone.failure.result(30) == lost
+    alone.close()
 
 
 def test_keys_do_not_enter_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,11 +202,12 @@ def _checked_group(ray: Any, seats: Sequence[Seat], config: EngineConfig, key: b
     """The group of these seats, with the network between them. Raises ConfigError if a check fails."""
     check_seats(seats, config)
     own = ray.util.get_node_ip_address()
-    if any(seat.facts.machine != machine_id() for seat in seats):
+    elsewhere = any(seat.facts.machine != machine_id() for seat in seats)
+    if elsewhere:
         for address in (own, *(seat.node.address for seat in seats)):
             check_private(address, config.allow_public)
     certificate = load_certificate(config.cluster_cert_file)
-    speeds = measure_seats(ray, seats, key, certificate, allow_public=config.allow_public)
+    speeds = measure_seats(ray, seats, key, certificate, allow_public=config.allow_public or not elsewhere)
     check_seats(seats, config, speeds)
     facts = numbered_facts(seats)
     for seat, one in zip(seats, facts, strict=True):

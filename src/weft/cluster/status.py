@@ -21,7 +21,7 @@ DIRECT = "peer to peer"
 
 
 class Engine(msgspec.Struct, frozen=True, kw_only=True):
-    """What runs on a node: a placement group of Ray, with the number of its bundles there, or a server of this machine.
+    """A user of a node: a placement group of Ray, with the number of its bundles there, or a server of this machine.
 
     An engine of Weft has a model; a server has a URL, and tells nobody its ranks.
     """

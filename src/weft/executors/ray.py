@@ -276,6 +276,7 @@ class RayExecutor(RankExecutor):
         except FrameError as error:
             self._fail(Cause(rank=rank, phase=self._phases[rank], code=error.code, cause=str(error)))
         if not attached.ended:
+            self._expect_cause()  # Ray may take seconds to say it
             self._fail(Cause(rank=rank, phase=self._phases[rank], code="actor-died", cause=self._death(rank)))
 
     def _with_node(self, rank: int, message: FromRank) -> FromRank:
