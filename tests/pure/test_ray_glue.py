@@ -229,7 +229,7 @@ def test_actors_are_pinged_while_others_are_awaited() -> None:
 
 
 def test_ray_may_take_its_time_to_say_why_an_actor_died(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the others lost by it is not the cause meanwhile, and never was if Ray has one."""
+    """A connection that others lost by it is not the cause meanwhile, nor if Ray has one."""
     monkeypatch.setattr(ranks, "ROOT_CAUSE_S", 0.05)
     lost, death = (Cause(rank=rank, phase="step", code="c", cause=f"{rank}") for rank in (1, 0))
     for early in (True, False):
