@@ -140,6 +140,12 @@ class Pair:
         words = [*self._serve(key or self.key), "--headless", "--node-rank", "1", *flags]
         return self._start(1, words, f"other{len(self.programs)}.log", **environment)
 
+    def changed_other(self, change: str) -> Program:
+        """The other node, with a line of Python that changes Weft before it starts."""
+        code = f"import sys, weft; {change}; from weft.cli.main import main; sys.exit(main(sys.argv[1:]))"
+        words = self._serve(self.key)[2:]
+        return self._start(1, ["-c", code, *words, "--headless", "--node-rank", "1"], f"other{len(self.programs)}.log")
+
     def _serve(self, key: str) -> list[str]:
         words = f"-m weft serve {self._model} --load-format dummy --dtype float32 --nnodes 2"
         return f"{words} --master-addr {HOSTS[0]} --master-port {PORT} --cluster-key-file {key}".split()

@@ -175,11 +175,28 @@ def wrong_interface(pair: Pair) -> tuple[Program, str]:
     return pair.other(GLOO_SOCKET_IFNAME="eth7"), "GLOO_SOCKET_IFNAME=eth7"
 
 
+def other_version(pair: Pair) -> tuple[Program, str]:
+    return pair.changed_other("weft.__version__ = '0.0.9'"), "has Weft 0.0.9, and node 0 has"
+
+
+def other_torch(pair: Pair) -> tuple[Program, str]:
+    change = "import weft.cluster.facts; weft.cluster.facts.torch_version = lambda: '1.2.3'"
+    return pair.changed_other(change), "has torch 1.2.3, and node 0 has"
+
+
+def wrong_clock(pair: Pair) -> tuple[Program, str]:
+    change = "import time; now = time.time; time.time = lambda: now() + 95"
+    return pair.changed_other(change), "95 s ahead; set it there"
+
+
 def missing_route(pair: Pair) -> tuple[Program, str]:
     return pair.other(VLLM_HOST_IP="10.9.9.9"), "10.9.9.9"
 
 
-@pytest.mark.parametrize("start", [wrong_interface], ids=["interface"])
+FAULTS = [wrong_interface, other_version, other_torch, wrong_clock]
+
+
+@pytest.mark.parametrize("start", FAULTS, ids=["interface", "version", "torch", "clock"])
 def test_a_node_that_fails_the_preflight(pair: Pair, start: Callable[[Pair], tuple[Program, str]]) -> None:
     """Both sides name the node and the value."""
     head = pair.head(pipeline_parallel_size=2)
