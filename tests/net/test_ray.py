@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -20,7 +22,9 @@ from tests.net.programs import COMMON, ROOT, WAIT_S, Program
 from tests.refusals import refuses
 from weft import LLM
 from weft.cluster.ray_cluster import connect
+from weft.cluster.status import cluster_status
 from weft.errors import ConfigError, EngineError, PlanError
+from weft.hardware.host import probe_host
 
 ray = pytest.importorskip("ray", reason="needs the extra weft[ray]")
 
@@ -90,6 +94,11 @@ def test_a_pipeline_over_two_nodes_until_an_actor_dies(cluster: Any, model: str,
         nodes = [row["node"] for row in llm.layout()]
         assert set(nodes) == {node["NodeID"] for node in ray.nodes()} and len(nodes) == 2
         assert answers(llm) == alone
+        status = cluster_status(probe_host(), os.environ)
+        assert status.kind == "ray" and {node.node for node in status.nodes} == set(nodes)
+        assert [(node.cpus, node.cpus_free) for node in status.nodes] == [(1, 0)] * 2
+        runs = [engine for node in status.nodes for engine in node.engines if engine.state == "created"]
+        assert [(engine.model, engine.ranks) for engine in runs] == [(model, 1)] * 2
         ranks = actors()
         assert len(ranks) == 2
         os.kill(max(rank.pid for rank in ranks), signal.SIGKILL)
@@ -213,6 +222,34 @@ def test_groups_stay_inside_nodes(
     groups = [set(nodes[start : start + tensor]) for start in range(0, len(nodes), tensor)]
     assert [len(group) for group in groups] == [1] * stages
     assert len(set.union(*groups)) == stages and set(nodes) <= set(large_nodes)
+
+
+# With a view of its own processes alone: Ray would find the clusters of other programs.
+ALONE = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+
+@pytest.mark.long  # the start of a whole cluster
+def test_a_local_cluster_is_started(model: str, alone: list[list[int]], tmp_path: Path) -> None:
+    """Without RAY_ADDRESS, and where none runs. It ends with the program."""
+    if subprocess.run([*ALONE, "true"], capture_output=True).returncode:
+        pytest.skip("needs the right to make namespaces (unshare)")
+    options = {**COMMON, "distributed_executor_backend": "ray", "tensor_parallel_size": 2}
+    words = [str(ROOT / "tests/net/head.py"), model, json.dumps(options)]
+    with TemporaryDirectory(prefix="ray") as folder:  # paths of sockets are short
+        head = Program(ALONE, words, tmp_path / "head.log", RAY_TMPDIR=folder, RAY_ADDRESS="", PYTHONPATH=PATHS)
+        try:
+            assert len({row["node"] for row in head.answer()["layout"]}) == 1
+            assert "no Ray cluster runs here: starting a local one" in head.printed
+            head.say()
+            assert head.answer()["tokens"] == alone
+            family = psutil.Process(head.process.pid).children(recursive=True)
+            assert any("gcs_server" in " ".join(member.cmdline()) for member in family)
+            assert head.process.stdin
+            head.process.stdin.close()
+            assert head.process.wait(WAIT_S) == 0, head.printed
+            assert not psutil.wait_procs(family, WAIT_S)[1]
+        finally:
+            head.close()
 
 
 @pytest.mark.long

@@ -87,10 +87,12 @@ def wait_for_nodes(cable: Cable, address: str) -> None:
     subprocess.run([*cable.inside(0), sys.executable, "-c", program], check=True, env=own_environment() | RAY)
 
 
-def start_head(cable: Cable, cluster: str, log: Path, model: str, **options: Any) -> Program:
+def start_head(
+    cable: Cable, cluster: str, log: Path, model: str, variables: dict[str, str] = RAY, **options: Any
+) -> Program:
     """An LLM on the first host, see `tests.net.head`."""
     words = [str(ROOT / "tests/net/head.py"), model, json.dumps({**options, "distributed_executor_backend": "ray"})]
-    return Program(cable.inside(0), words, log, RAY_ADDRESS=cluster, **RAY)
+    return Program(cable.inside(0), words, log, RAY_ADDRESS=cluster, **variables)
 
 
 # By the CPUs of each node: sizes, and the numbers of the nodes of all ranks.
@@ -125,11 +127,19 @@ def test_the_demo_in_every_layout(cable: Cable, cpus: int, tmp_path: Path) -> No
 
 
 def test_a_pipeline_over_a_cable_that_is_cut(cable: Cable, tmp_path: Path) -> None:
-    """A second without the link costs time only; a link that stays cut ends the engine, with stacks and cause."""
+    """A program without the cluster's token gets one line. A second without the link costs time only; a link that stays
+    cut ends the engine, with stacks and cause."""
     model = str(tiny.write(tmp_path / "tiny"))
     with LLM(model, **COMMON) as llm:
         expected = head_program.answers(llm)
     with running_cluster(cable, 2, tmp_path) as cluster:
+        without = {"PYTHONPATH": RAY["PYTHONPATH"]}
+        stranger = start_head(cable, cluster, tmp_path / "stranger.log", model, without, **COMMON)
+        try:
+            status, last = stranger.end()
+            assert status == 1 and "asks for its token; set RAY_AUTH_MODE=token" in last, stranger.printed
+        finally:
+            stranger.close()
         layout = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
         head = start_head(cable, cluster, tmp_path / "head.log", model, **COMMON, **layout)
         try:
