@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from scripts.net.faults import faults_table, measure_faults
 from scripts.net.links import ADDRESSES, SlowLink, remove_leftovers
 from scripts.net.program import Program
 from scripts.net.sums import measure_sums, sums_table
@@ -118,12 +119,15 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--sums", type=int, metavar="RANKS", help="measure sums alone, of this many ranks on two nodes")
+    parser.add_argument("--faults", action="store_true", help="measure how long faults between two hosts take to end")
     arguments = parser.parse_args()
     if os.geteuid() != 0:
         print("scripts/bench net: error: network namespaces need root", file=sys.stderr)
         return 1
     if arguments.sums:
         return print_sums(arguments)
+    if arguments.faults:
+        return print_faults()
     # Before the engines compute: they read the figures, and would measure a busy machine.
     speed = known_cpu_speed(probe_host(), refresh=True)
     works = [{"requests": 16, "input": 32, "output": 48}, {"requests": 1, "input": 32, "output": 48}]
@@ -153,6 +157,14 @@ def print_sums(arguments: argparse.Namespace) -> int:
     print(sums_table(figures))
     settings = {"task": "sums", "rate": arguments.rate, "latency_ms": arguments.latency_ms, "ranks": arguments.sums}
     print(json.dumps({**settings, **figures}))
+    return 0
+
+
+def print_faults() -> int:
+    """Measure faults between two hosts, and print a table and the figures."""
+    rows = measure_faults()
+    print(faults_table(rows))
+    print(json.dumps({"task": "faults", "rows": rows, "load": os.getloadavg()[0]}))
     return 0
 
 
