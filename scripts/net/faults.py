@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,10 @@ class Faults:
                 pair.close()
                 self._cable.join()
 
-    def end_after(self, event: str, fault: Callable[[Program, Program], None], *, head_lives: bool = True) -> Row:
-        """Start, have requests run, do something, and wait for the ends."""
+    def end_after(
+        self, event: str, fault: Callable[[Program, Program], None], sides: Sequence[str] = ("head", "node 1")
+    ) -> Row:
+        """Start, have requests run, do something, and wait for the ends of these sides."""
         with self.pair() as pair:
             head, other = pair.head(pipeline_parallel_size=2), pair.other()
             head.answer()
@@ -48,11 +50,9 @@ class Faults:
             head.answer()
             began = time.monotonic()
             fault(head, other)
-            ends = [(name, one) for name, one in (("head", head), ("node 1", other)) if one.process.poll() is None]
             row: Row = {"event": event}
-            for name, one in ends if head_lives else ends[-1:]:
-                one.process.stdout and one.process.stdout.close()
-                _, line = one.end()
+            for name in sides:
+                _, line = (head if name == "head" else other).end()
                 row[f"{name}, s"], row[f"{name} says"] = round(time.monotonic() - began, 1), line
             return row
 
@@ -97,9 +97,9 @@ class Faults:
         yield self.end_after("the link stays cut", lambda head, other: self._cable.cut())
         yield self.end_after("a rank of node 1 is killed", lambda head, other: other.ranks()[0].kill())
         yield self.end_after("a rank of the head is killed", lambda head, other: head.ranks()[0].kill())
-        yield self.end_after("the process of node 1 is killed", lambda head, other: other.kill())
-        yield self.end_after("the process of node 1 is stopped", lambda head, other: _stop(other))
-        yield self.end_after("the head is killed", lambda head, other: head.kill(), head_lives=False)
+        yield self.end_after("the process of node 1 is killed", lambda head, other: other.kill(), ["head"])
+        yield self.end_after("the process of node 1 is stopped", lambda head, other: _stop(other), ["head"])
+        yield self.end_after("the head is killed", lambda head, other: head.kill(), ["node 1"])
         yield self.late_node()
         yield self.refused("a wrong interface", GLOO_SOCKET_IFNAME="eth7")
         yield self.refused("a wrong cluster key", key="wrong")
@@ -124,9 +124,8 @@ def faults_table(rows: list[Row]) -> str:
     """The rows as a Markdown table."""
     lines = ["| event | seconds | last line |", "|---|---:|---|"]
     for row in rows:
-        figures = ", ".join(
-            f"{name.removesuffix(', s')} {value}" for name, value in row.items() if name.endswith(", s")
-        )
+        seconds = {name: value for name, value in row.items() if name.endswith(", s")}
+        figures = ", ".join(f"{name.removesuffix(', s')} {value}" for name, value in seconds.items())
         says = "; ".join(f"{name.removesuffix(' says')}: {value}" for name, value in row.items() if " says" in name)
         lines.append(f"| {row['event']} | {figures} | {says} |")
     return "\n".join(lines)
