@@ -278,6 +278,26 @@ def test_a_cluster_that_asks_for_a_token(monkeypatch: pytest.MonkeyPatch) -> Non
         ray_cluster.connect({"RAY_ADDRESS": "10.0.0.1:6379"})
 
 
+def test_a_cluster_that_refuses_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ray says so of a program that has no token; nobody may start a cluster beside it instead."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        caplog.set_level("INFO")
+        monkeypatch.setattr(logging.getLogger("weft"), "propagate", True)
+        fake_ray(monkeypatch, ConnectionError(f"Failed to connect to Ray cluster at {address}"))
+        for environment in ({"RAY_ADDRESS": address}, {}):
+            with refuses(ConfigError, "ray-token", "does not let this program in", "RAY_AUTH_MODE=token"):
+                ray_cluster.connect(environment)
+    with refuses(ConfigError, "no-ray-cluster", address):  # nobody listens there any more
+        ray_cluster.connect({"RAY_ADDRESS": address})
+    # One that has crashed, and left its address, is no reason not to start another one: `fake_ray` fails again.
+    with refuses(ConfigError, "no-ray-cluster", "this machine"):
+        ray_cluster.connect({})
+    assert "starting a local one" in caplog.text
+
+
 def test_threads_of_greeted_connections_end() -> None:
     before = threading.active_count()
     listener = PeerListener("127.0.0.1", KEY)

@@ -41,6 +41,11 @@ NO_TOKEN = (
     "this Ray cluster asks for no token: whoever reaches its ports can run code on it; ray get-auth-token --generate, "
     "copy ~/.ray/auth_token to all nodes, and set RAY_AUTH_MODE=token for ray start and for Weft"
 )
+TOKEN = (
+    "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file with it (without: ~/.ray/auth_token), as the cluster "
+    "has them"
+)
+FOUND = "Failed to connect to Ray cluster at "  # begins Ray's error, before the address of one that is or was there
 ANSWER_S = 2.0  # for a connection to RAY_ADDRESS, before the backend is chosen
 AGAIN_S = 30.0  # seconds to wait for resources before a replica that starts again looks for others
 
@@ -128,15 +133,22 @@ def sized_ranks(config: EngineConfig) -> int:
 
 def _cluster_answers(address: str) -> bool:
     """Return True if somebody listens at an address of RAY_ADDRESS. A word such as "auto" means a cluster here."""
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if not colon or not port.isdecimal():
+    place = address.removeprefix("ray://")
+    if not place.rpartition(":")[2].isdecimal():
         return bool(address) and address != "local"
+    if problem := _connect_problem(place):
+        log.warning("no Ray cluster answers at RAY_ADDRESS=%s: %s", address, problem)
+    return not problem
+
+
+def _connect_problem(place: str) -> str:
+    """Reason why nothing can be reached at HOST:PORT, "" if somebody listens there."""
+    host, _, port = place.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
-    except OSError as error:
-        log.warning("no Ray cluster answers at RAY_ADDRESS=%s: %s", address, error_reason(error))
-        return False
-    return True
+    except (OSError, ValueError) as error:
+        return error_reason(error)
+    return ""
 
 
 def _in_placement_group() -> bool:
@@ -288,8 +300,8 @@ def _open_connection(ray: Any, environment: Mapping[str, str], *, may_start: boo
             if may_start:
                 _warn_without_token()
             return True
-        except ConnectionError:
-            if address or not may_start:
+        except ConnectionError as error:
+            if address or not may_start or _is_refused(error):
                 raise
             log.info("no Ray cluster runs here: starting a local one")
             ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
@@ -297,16 +309,31 @@ def _open_connection(ray: Any, environment: Mapping[str, str], *, may_start: boo
             return False
     except ray.exceptions.AuthenticationError:
         raise ConfigError(
-            f"the Ray cluster at {address or 'this machine'} asks for its token; set RAY_AUTH_MODE=token, and "
-            "RAY_AUTH_TOKEN_PATH to the file with it (without: ~/.ray/auth_token)",
-            code="ray-token",
+            f"the Ray cluster at {address or 'this machine'} asks for its token; {TOKEN}", code="ray-token"
         ) from None
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"cannot join the Ray cluster at {address or 'this machine'}: {' '.join(str(error).split())[:300]}; check "
-            "RAY_ADDRESS, and `ray status`",
-            code="no-ray-cluster",
-        ) from None
+        raise _not_joined(address, error) from None
+
+
+def _is_refused(error: Exception) -> bool:
+    """Return True if Ray could not connect to a cluster although somebody listens at its address."""
+    _, found, place = str(error).partition(FOUND)
+    return bool(found) and not _connect_problem(place.strip())
+
+
+def _not_joined(address: str | None, error: Exception) -> ConfigError:
+    """The error for a cluster that cannot be joined. Ray does not say that one refuses a program without its token."""
+    reason = " ".join(str(error).split())[:300]
+    if _is_refused(error):
+        return ConfigError(
+            f"the Ray cluster at {address or 'this machine'} answers, and does not let this program in: if it has a "
+            f"token, {TOKEN}; if not, compare the versions of Ray",
+            code="ray-token",
+        )
+    return ConfigError(
+        f"cannot join the Ray cluster at {address or 'this machine'}: {reason}; check RAY_ADDRESS, and `ray status`",
+        code="no-ray-cluster",
+    )
 
 
 @cache
