@@ -22,7 +22,7 @@ from weft.executors.beats import keep_alive
 from weft.executors.forks import open_sockets
 from weft.executors.framing import Channel, FrameError
 from weft.executors.keys import CertificateError, NotWeftError, WrongKeyError
-from weft.executors.secure import Greeter, accept_securely
+from weft.executors.secure import Complaints, Greeter, accept_securely
 from weft.hardware.addresses import check_private, interface_of
 
 log = logging.getLogger("weft.cluster")
@@ -125,6 +125,7 @@ class Door:
                 code="cannot-listen",
             ) from None
         self._greeter = Greeter(listener, self._greet, "weft-door")
+        self._complaints = Complaints()
         self._changed = threading.Condition()  # guards the next
         self._joined: dict[tuple[int, int], JoinedNode] = {}  # by replica and node, until their engine starts
         self._wanted: set[tuple[int, int]] = set()
@@ -237,14 +238,18 @@ class Door:
             node = JoinedNode(secured)
             return lambda: self._admit(node.replica, node)
         except WrongKeyError:
-            log.error("%s has another cluster key: copy the key file of node 0 to it", peer)
+            self._complain(logging.ERROR, peer, f"{peer} has another cluster key: copy the key file of node 0 to it")
         except CertificateError as error:
-            log.error("%s is refused: %s", peer, error)
+            self._complain(logging.ERROR, peer, f"{peer} is refused: {error}")
         except (NotWeftError, FrameError, ConfigError, OSError) as error:
-            log.warning("a connection from %s is refused: %s", peer, error)
+            self._complain(logging.WARNING, peer, f"a connection from {peer} is refused: {error}")
         secured.close()
         connection.close()
         return None
+
+    def _complain(self, level: int, peer: str, line: str) -> None:
+        if self._complaints.is_due(peer):
+            log.log(level, "%s", line)
 
 
 def _address_problem(address: str, allow_public: bool) -> str:

@@ -219,7 +219,8 @@ def _checked_group(ray: Any, seats: Sequence[Seat], config: EngineConfig, key: b
         for address in (own, *(seat.node.address for seat in seats)):
             check_private(address, config.allow_public)
     certificate = load_certificate(config.cluster_cert_file)
-    speeds = measure_seats(ray, seats, key, certificate, allow_public=config.allow_public or not elsewhere)
+    allow = config.allow_public or not elsewhere
+    speeds = measure_seats(ray, seats, key, certificate, allow_public=allow, start_s=float(config.start_timeout))
     check_seats(seats, config, speeds)
     facts = numbered_facts(seats)
     for seat, one in zip(seats, facts, strict=True):

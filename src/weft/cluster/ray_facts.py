@@ -76,10 +76,7 @@ def gather_from(ray: Any, ids: Iterable[str], config: EngineConfig) -> dict[str,
     began_s = time.time()
     deadline = time.monotonic() + config.start_timeout
     for node, answer in asked.items():
-        while not ray.wait([answer], timeout=min(SAY_S, max(0.0, deadline - time.monotonic())))[0]:
-            if time.monotonic() >= deadline:
-                break
-            log.info("waiting for Ray node %s to report", node[:8])
+        await_answer(ray, f"Ray node {node[:8]}", answer, deadline)
         try:
             one = msgspec.json.decode(ray.get(answer, timeout=0), type=Facts)
             # Its clock was read while ours went from the question to now.
@@ -95,6 +92,14 @@ def gather_from(ray: Any, ids: Iterable[str], config: EngineConfig) -> dict[str,
                 code="ray-node-not-reporting",
             ) from None
     return facts
+
+
+def await_answer(ray: Any, label: str, answer: Any, deadline: float) -> None:
+    """Wait for an answer of a node until a deadline of time.monotonic(); log every SAY_S seconds whose it is."""
+    while not ray.wait([answer], timeout=min(SAY_S, max(0.0, deadline - time.monotonic())))[0]:
+        if time.monotonic() >= deadline:
+            return
+        log.info("waiting for %s to report", label)
 
 
 def _has_died(ray: Any, node: str, error: Exception) -> bool:

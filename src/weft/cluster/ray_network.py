@@ -10,12 +10,13 @@ from typing import Any
 import msgspec
 
 from weft.cluster.messages import Speed
+from weft.cluster.ray_facts import await_answer
 from weft.cluster.ray_seats import Seat
 from weft.cluster.speed import PeerListener, measure_network
 from weft.errors import ConfigError
 from weft.executors.ray_nodes import NODE_LABEL, RayNode
 
-ANSWER_S = 25.0  # seconds for an actor's answer; it may have to be started first
+ANSWER_S = 25.0  # seconds for a measurement
 MEASURED_S = 15.0  # seconds of measurements, of which some failed, after which no more are made
 
 
@@ -35,11 +36,13 @@ class Measurer:
         return msgspec.json.encode(measure_network(first, second, address, port, self._key, self._certificate))
 
 
-def measure_seats(ray: Any, seats: Sequence[Seat], key: bytes, certificate: str, *, allow_public: bool) -> list[Speed]:
+def measure_seats(
+    ray: Any, seats: Sequence[Seat], key: bytes, certificate: str, *, allow_public: bool, start_s: float
+) -> list[Speed]:
     """Measure the network between every two nodes of an engine, one pair after the other; [] for one node.
 
     After MEASURED_S seconds with a failure no further pairs are tried. Raises ConfigError for a node whose actor does
-    not answer.
+    not start within `start_s` seconds, which Ray may need on a busy machine, or does not answer then.
     """
     nodes = [seat.node for seat in seats]
     if len(nodes) < 2:
@@ -52,16 +55,17 @@ def measure_seats(ray: Any, seats: Sequence[Seat], key: bytes, certificate: str,
         for node in nodes
     ]
     try:
-        return _measure_pairs(ray, nodes, actors)
+        return _measure_pairs(ray, nodes, actors, start_s)
     finally:
         for one in actors:
             with suppress(Exception):  # of Ray's, for one that has died
                 ray.kill(one)
 
 
-def _measure_pairs(ray: Any, nodes: Sequence[RayNode], actors: Sequence[Any]) -> list[Speed]:
+def _measure_pairs(ray: Any, nodes: Sequence[RayNode], actors: Sequence[Any], start_s: float) -> list[Speed]:
     listening = [one.listen.remote(node.address) for node, one in zip(nodes, actors, strict=True)]
-    ports = [int(_answer(ray, node, port)) for node, port in zip(nodes, listening, strict=True)]
+    started = time.monotonic() + start_s
+    ports = [int(_answer(ray, node, port, started)) for node, port in zip(nodes, listening, strict=True)]
     deadline = time.monotonic() + MEASURED_S
     speeds: list[Speed] = []
     for first, node in enumerate(nodes):
@@ -69,15 +73,17 @@ def _measure_pairs(ray: Any, nodes: Sequence[RayNode], actors: Sequence[Any]) ->
             if time.monotonic() > deadline and any(speed.problem for speed in speeds):
                 return speeds
             answer = actors[first].measure.remote(first, second, nodes[second].address, ports[second])
-            speeds.append(msgspec.json.decode(_answer(ray, node, answer), type=Speed))
+            speed = _answer(ray, node, answer, time.monotonic() + ANSWER_S)
+            speeds.append(msgspec.json.decode(speed, type=Speed))
     return speeds
 
 
-def _answer(ray: Any, node: RayNode, answer: Any) -> Any:
+def _answer(ray: Any, node: RayNode, answer: Any, deadline: float) -> Any:
+    await_answer(ray, node.label, answer, deadline)
     try:
-        return ray.get(answer, timeout=ANSWER_S)
+        return ray.get(answer, timeout=0)
     except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
-        lines = str(error).strip().splitlines() or [f"no answer within {ANSWER_S:g} s"]
+        lines = str(error).strip().splitlines() or ["no answer in time"]
         raise ConfigError(
             f"{node.label} does not measure the network: {lines[-1]}; see `ray status`, and Ray's logs there "
             "(/tmp/ray/session_latest/logs)",
