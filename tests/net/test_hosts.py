@@ -211,6 +211,21 @@ def test_an_address_of_another_machine(pair: Pair) -> None:
     assert status == 1 and "10.9.9.9 is no address of this machine" in last
 
 
+@pytest.mark.long  # tests/pure/test_nodes.py has the variables
+def test_one_command_under_torchrun(pair: Pair, model: str) -> None:
+    """torchrun's variables tell the nodes apart. Both end with the head."""
+    with LLM(model, **COMMON) as llm:
+        prompt = [3, 5, 7, 11]
+        params = llm.sampling_params(temperature=0, max_tokens=12, ignore_eos=True)
+        (alone,) = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+    runs = [pair.under_torchrun(host, "-pp", "2") for host in (1, 0)]
+    until_health(pair.socket, 200)
+    assert complete(pair.socket, model, prompt, 12) == list(alone.outputs[0].token_ids)
+    [server] = psutil.Process(runs[1].process.pid).children()
+    server.terminate()
+    assert [run.process.wait(60) for run in runs] == [0, 0], [run.printed for run in runs]
+
+
 @pytest.mark.long  # the test of a link that is cut has a node that comes later
 def test_a_node_that_comes_late(pair: Pair, alone: list[list[int]]) -> None:
     """The head names it meanwhile, and the order of the starts does not matter."""
