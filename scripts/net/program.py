@@ -25,7 +25,7 @@ class Program:
     def log(self) -> str:
         return self._log.read_text()
 
-    def read(self) -> dict[str, Any]:
+    def read_line(self) -> dict[str, Any]:
         """The next answer. Raises RuntimeError if the process has ended."""
         assert self._process.stdout
         line = self._process.stdout.readline()
@@ -38,7 +38,7 @@ class Program:
         assert self._process.stdin
         self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
-        return self.read()
+        return self.read_line()
 
     def close(self) -> None:
         assert self._process.stdin and self._process.stdout

@@ -45,7 +45,7 @@ def compare_speed(model: str, requests: int, pairs: int) -> dict[str, Any]:
             words = [sys.executable, str(ENGINE), model, json.dumps(options | layout)]
             programs[name] = Program(words, Path(folder, f"{name}.log"))
             stack.callback(programs[name].close)
-            programs[name].read()
+            programs[name].read_line()
         for _ in range(pairs + 1):
             for name, program in programs.items():
                 speeds[name].append(requests * work["output"] / program.ask(work)["seconds"])

@@ -68,14 +68,14 @@ def gather_from(ray: Any, ids: Iterable[str], config: EngineConfig) -> dict[str,
     """
     question = msgspec.json.encode(config)
     task = ray.remote(report_facts)
-    asked = {
+    questions = {
         node: task.options(num_cpus=0, max_retries=0, label_selector={NODE_LABEL: node}).remote(number, question)
         for number, node in enumerate(ids)
     }
     facts = {}
     began_s = time.time()
     deadline = time.monotonic() + config.start_timeout
-    for node, answer in asked.items():
+    for node, answer in questions.items():
         await_answer(ray, f"Ray node {node[:8]}", answer, deadline)
         try:
             one = msgspec.json.decode(ray.get(answer, timeout=0), type=Facts)
@@ -154,11 +154,11 @@ def _other_addresses(seats: Sequence[Seat]) -> Iterator[str]:
 def check_seats(seats: Sequence[Seat], config: EngineConfig, speeds: Sequence[Speed] = ()) -> None:
     """Raise ConfigError for the first node that fails the preflight, or, with `speeds`, for a network that does."""
     facts = numbered_facts(seats)
-    found = [*_other_addresses(seats), *preflight.failures(facts, speeds, f"weft pull {shlex.quote(config.model)}")]
-    for failure in found[1:]:
+    problems = [*_other_addresses(seats), *preflight.failures(facts, speeds, f"weft pull {shlex.quote(config.model)}")]
+    for failure in problems[1:]:
         log.error("%s", failure)
-    if found:
-        raise ConfigError(found[0], code="preflight")
+    if problems:
+        raise ConfigError(problems[0], code="preflight")
 
 
 def numbered_facts(seats: Sequence[Seat]) -> list[Facts]:
