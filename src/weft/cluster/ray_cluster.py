@@ -45,7 +45,9 @@ TOKEN = (
     "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file with it (without: ~/.ray/auth_token), as the cluster "
     "has them"
 )
-FOUND = "Failed to connect to Ray cluster at "  # begins Ray's error, before the address of one that is or was there
+CONNECT_FAILURE = (
+    "Failed to connect to Ray cluster at "  # begins Ray's error, before the address of one that is or was there
+)
 ANSWER_S = 2.0  # for a connection to RAY_ADDRESS, before the backend is chosen
 AGAIN_S = 30.0  # seconds to wait for resources before a replica that starts again looks for others
 
@@ -318,8 +320,8 @@ def _open_connection(ray: Any, environment: Mapping[str, str], *, may_start: boo
 
 def _is_refused(error: Exception) -> bool:
     """Return True if Ray could not connect to a cluster although somebody listens at its address."""
-    _, found, place = str(error).partition(FOUND)
-    return bool(found) and not _connect_problem(place.strip())
+    _, failure, place = str(error).partition(CONNECT_FAILURE)
+    return bool(failure) and not _connect_problem(place.strip())
 
 
 def _not_joined(address: str | None, error: Exception) -> ConfigError:

@@ -153,14 +153,14 @@ def gpu_links(host: Host) -> tuple[Link, ...]:
 def ray_links(ray: Any, nodes: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Link, ...] | None]:
     """Links of the GPUs of each node, by its id: from a task on each that has several, None if none answers in time."""
     task, links = ray.remote(_report_links), dict[str, tuple[Link, ...] | None]()
-    asked = {}
+    questions = {}
     for node in nodes:
         links[node["NodeID"]] = ()
         if node["Resources"].get("GPU", 0) > 1:
             place = {NODE_LABEL: node["NodeID"]}
-            asked[node["NodeID"]] = task.options(num_cpus=0, max_retries=0, label_selector=place).remote()
+            questions[node["NodeID"]] = task.options(num_cpus=0, max_retries=0, label_selector=place).remote()
     deadline = time.monotonic() + LINKS_S
-    for node_id, answer in asked.items():
+    for node_id, answer in questions.items():
         try:
             reply = ray.get(answer, timeout=max(0.0, deadline - time.monotonic()))
             links[node_id] = msgspec.json.decode(reply, type=tuple[Link, ...])

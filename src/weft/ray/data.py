@@ -113,8 +113,8 @@ class RowAnswerer:
     def __del__(self) -> None:
         """End the engine in order: Ray Data deletes this object when the job is done.
 
-        Otherwise Ray kills the engine's processes first, which would be logged as a death. Those that are left end with
-        this process.
+        Otherwise Ray kills the engine's processes first, which would be logged as a death. Processes that are left end
+        with this one.
         """
         with suppress(Exception):
             asyncio.run_coroutine_threadsafe(self._stack.aclose(), self._loop).result(CLOSE_S)
