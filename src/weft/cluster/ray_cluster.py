@@ -45,7 +45,7 @@ TOKEN = (
     "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file with it (without: ~/.ray/auth_token), as the cluster "
     "has them"
 )
-CONNECT_FAILURE = (
+CONNECT_FAILURE = "Failed to connect to Ray cluster at "  # begins an error of Ray, before the address
     "Failed to connect to Ray cluster at "  # begins Ray's error, before the address of one that is or was there
 )
 ANSWER_S = 2.0  # for a connection to RAY_ADDRESS, before the backend is chosen
