@@ -46,8 +46,6 @@ TOKEN = (
     "has them"
 )
 CONNECT_FAILURE = "Failed to connect to Ray cluster at "  # begins an error of Ray, before the address
-    "Failed to connect to Ray cluster at "  # begins Ray's error, before the address of one that is or was there
-)
 ANSWER_S = 2.0  # for a connection to RAY_ADDRESS, before the backend is chosen
 AGAIN_S = 30.0  # seconds to wait for resources before a replica that starts again looks for others
 
