@@ -12,7 +12,6 @@ import json
 import os
 import re
 import secrets
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,7 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from scripts.net.faults import faults_table, measure_faults
 from scripts.net.links import ADDRESSES, SlowLink, remove_leftovers
+from scripts.net.program import Program
 from scripts.net.sums import measure_sums, sums_table
 from weft.hardware.host import probe_host
 from weft.probes.speeds import known_cpu_speed
@@ -29,49 +30,8 @@ from weft.probes.speeds import known_cpu_speed
 HERE = Path(__file__).parent
 CORES = (0, 1)
 PORT = 29731
-CLOSE_S = 30.0
 LAYOUTS = {"pp2": "pipeline_parallel_size", "tp2": "tensor_parallel_size"}
 MEASURED = re.compile(r"network 1-0: ([\d.]+) Gb/s, (\d+) us")
-
-
-class Program:
-    """A process that answers lines with lines. Its log goes to a file."""
-
-    def __init__(self, words: Sequence[str], log: Path) -> None:
-        self._log = log
-        with log.open("w") as errors:
-            self._process = subprocess.Popen(
-                words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
-            )
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text()
-
-    def read_line(self) -> dict[str, Any]:
-        """The next answer. Raises RuntimeError if the process has ended."""
-        assert self._process.stdout
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"an engine has ended:\n{self.log}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin
-        self._process.stdin.write(json.dumps(question) + "\n")
-        self._process.stdin.flush()
-        return self.read_line()
-
-    def close(self) -> None:
-        assert self._process.stdin and self._process.stdout
-        self._process.stdin.close()
-        try:
-            self._process.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
 
 
 class Bench:
@@ -159,12 +119,15 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--sums", type=int, metavar="RANKS", help="measure sums alone, of this many ranks on two nodes")
+    parser.add_argument("--faults", action="store_true", help="measure how long faults between two hosts take to end")
     arguments = parser.parse_args()
     if os.geteuid() != 0:
         print("scripts/bench net: error: network namespaces need root", file=sys.stderr)
         return 1
     if arguments.sums:
         return print_sums(arguments)
+    if arguments.faults:
+        return print_faults()
     # Before the engines compute: they read the figures, and would measure a busy machine.
     speed = known_cpu_speed(probe_host(), refresh=True)
     works = [{"requests": 16, "input": 32, "output": 48}, {"requests": 1, "input": 32, "output": 48}]
@@ -194,6 +157,14 @@ def print_sums(arguments: argparse.Namespace) -> int:
     print(sums_table(figures))
     settings = {"task": "sums", "rate": arguments.rate, "latency_ms": arguments.latency_ms, "ranks": arguments.sums}
     print(json.dumps({**settings, **figures}))
+    return 0
+
+
+def print_faults() -> int:
+    """Measure faults between two hosts, and print a table and the figures."""
+    rows = measure_faults()
+    print(faults_table(rows))
+    print(json.dumps({"task": "faults", "rows": rows, "load": os.getloadavg()[0]}))
     return 0
 
 

@@ -140,6 +140,19 @@ class Pair:
         words = [*self._serve(key or self.key), "--headless", "--node-rank", "1", *flags]
         return self._start(1, words, f"other{len(self.programs)}.log", **environment)
 
+    def changed_other(self, change: str) -> Program:
+        """The other node, with a line of Python that changes Weft before it starts."""
+        code = f"import sys, weft; {change}; from weft.cli.main import main; sys.exit(main(sys.argv[1:]))"
+        words = self._serve(self.key)[2:]
+        return self._start(1, ["-c", code, *words, "--headless", "--node-rank", "1"], f"other{len(self.programs)}.log")
+
+    def under_torchrun(self, host: int, *flags: str) -> Program:
+        """The same command on both hosts: the numbers of the nodes come from torchrun."""
+        run = f"-m torch.distributed.run --nnodes 2 --node-rank {host} --nproc-per-node 1 --master-addr {HOSTS[0]} "
+        run += f"--master-port {PORT} --no-python {sys.executable} -m weft serve {self._model} --load-format dummy "
+        run += f"--dtype float32 --kv-cache-memory-bytes 1000000 --cluster-key-file {self.key} --uds {self.socket}"
+        return self._start(host, [*run.split(), *flags], f"torchrun{host}.log")
+
     def _serve(self, key: str) -> list[str]:
         words = f"-m weft serve {self._model} --load-format dummy --dtype float32 --nnodes 2"
         return f"{words} --master-addr {HOSTS[0]} --master-port {PORT} --cluster-key-file {key}".split()

@@ -175,11 +175,28 @@ def wrong_interface(pair: Pair) -> tuple[Program, str]:
     return pair.other(GLOO_SOCKET_IFNAME="eth7"), "GLOO_SOCKET_IFNAME=eth7"
 
 
+def other_version(pair: Pair) -> tuple[Program, str]:
+    return pair.changed_other("weft.__version__ = '0.0.9'"), "has Weft 0.0.9, and node 0 has"
+
+
+def other_torch(pair: Pair) -> tuple[Program, str]:
+    change = "import weft.cluster.facts; weft.cluster.facts.torch_version = lambda: '1.2.3'"
+    return pair.changed_other(change), "has torch 1.2.3, and node 0 has"
+
+
+def wrong_clock(pair: Pair) -> tuple[Program, str]:
+    change = "import time; now = time.time; time.time = lambda: now() + 95"
+    return pair.changed_other(change), "95 s ahead; set it there"
+
+
 def missing_route(pair: Pair) -> tuple[Program, str]:
     return pair.other(VLLM_HOST_IP="10.9.9.9"), "10.9.9.9"
 
 
-@pytest.mark.parametrize("start", [wrong_interface], ids=["interface"])
+FAULTS = [wrong_interface, other_version, other_torch, wrong_clock]
+
+
+@pytest.mark.parametrize("start", FAULTS, ids=["interface", "version", "torch", "clock"])
 def test_a_node_that_fails_the_preflight(pair: Pair, start: Callable[[Pair], tuple[Program, str]]) -> None:
     """Both sides name the node and the value."""
     head = pair.head(pipeline_parallel_size=2)
@@ -192,6 +209,21 @@ def test_a_node_that_fails_the_preflight(pair: Pair, start: Callable[[Pair], tup
 def test_an_address_of_another_machine(pair: Pair) -> None:
     status, last = missing_route(pair)[0].end()
     assert status == 1 and "10.9.9.9 is no address of this machine" in last
+
+
+@pytest.mark.long  # tests/pure/test_nodes.py has the variables
+def test_one_command_under_torchrun(pair: Pair, model: str) -> None:
+    """torchrun's variables tell the nodes apart. Both end with the head."""
+    with LLM(model, **COMMON) as llm:
+        prompt = [3, 5, 7, 11]
+        params = llm.sampling_params(temperature=0, max_tokens=12, ignore_eos=True)
+        (alone,) = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+    runs = [pair.under_torchrun(host, "-pp", "2") for host in (1, 0)]
+    until_health(pair.socket, 200)
+    assert complete(pair.socket, model, prompt, 12) == list(alone.outputs[0].token_ids)
+    [server] = psutil.Process(runs[1].process.pid).children()
+    server.terminate()
+    assert [run.process.wait(60) for run in runs] == [0, 0], [run.printed for run in runs]
 
 
 @pytest.mark.long  # the test of a link that is cut has a node that comes later
@@ -210,13 +242,14 @@ LAYOUTS = {
     "pp2": ({"pipeline_parallel_size": 2}, ["0", "1"]),
     "tp2": ({"tensor_parallel_size": 2}, ["0", "1"]),
     "tp2pp2": ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, ["0", "0", "1", "1"]),
+    "dp2tp2": ({"data_parallel_size": 2, "tensor_parallel_size": 2}, ["0", "0", "1", "1"]),
 }
 
 
 @pytest.mark.long  # the tests above run the same layouts with a tiny model
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_demo_over_nodes(cable: Cable, tmp_path: Path, name: str) -> None:
-    """SmolLM2-135M in every layout, with the tokens of one rank."""
+    """SmolLM2-135M in every layout, with the tokens of one rank. Groups stay inside nodes but for tp2."""
     layout, nodes = LAYOUTS[name]
     options = {"dtype": "float32", "load_format": "auto", "kv_cache_memory_bytes": 50_000_000, "max_model_len": 256}
     with LLM("demo", **options) as llm:
@@ -224,7 +257,7 @@ def test_the_demo_over_nodes(cable: Cable, tmp_path: Path, name: str) -> None:
     demo = Pair(cable, "demo", tmp_path)
     try:
         head = demo.head(**options, **layout)
-        demo.other("--load-format", "auto")
+        demo.other("--load-format", "auto", *("-dp", "2") * ("data_parallel_size" in layout))
         assert [row["node"] for row in head.answer()["layout"]] == nodes
         head.say()
         assert head.answer()["tokens"] == expected

@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -23,7 +25,9 @@ from tests.net.programs import COMMON, ROOT, WAIT_S, Program
 from tests.refusals import refuses
 from weft import LLM, SamplingParams
 from weft.cluster.ray_cluster import connect
+from weft.cluster.status import cluster_status
 from weft.errors import ConfigError, EngineError, PlanError
+from weft.hardware.host import probe_host
 
 ray = pytest.importorskip("ray", reason="needs the extra weft[ray]")
 
@@ -93,6 +97,11 @@ def test_a_pipeline_over_two_nodes_until_an_actor_dies(cluster: Any, model: str,
         nodes = [row["node"] for row in llm.layout()]
         assert set(nodes) == {node["NodeID"] for node in ray.nodes()} and len(nodes) == 2
         assert answers(llm) == alone
+        status = cluster_status(probe_host(), os.environ)
+        assert status.kind == "ray" and {node.node for node in status.nodes} == set(nodes)
+        assert [(node.cpus, node.cpus_free) for node in status.nodes] == [(1, 0)] * 2
+        runs = [engine for node in status.nodes for engine in node.engines if engine.state == "created"]
+        assert [(engine.model, engine.ranks) for engine in runs] == [(model, 1)] * 2
         ranks = actors()
         assert len(ranks) == 2
         os.kill(max(rank.pid for rank in ranks), signal.SIGKILL)
@@ -236,22 +245,32 @@ def test_the_server_of_vllms_page(large_nodes: list[str], tmp_path: Path, monkey
     assert {row["node"] for row in rows} <= set(large_nodes)
 
 
-@pytest.mark.long  # SmolLM2-135M; the same layouts run above with a tiny model
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"pipeline_parallel_size": 2},
-        {"tensor_parallel_size": 2},
-        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
-    ],
-    ids=["pp2", "tp2", "tp2pp2"],
-)
-def test_the_demo(large_nodes: list[str], layout: dict[str, int]) -> None:
-    options = {"dtype": "float32", "kv_cache_memory_bytes": 50_000_000, "max_model_len": 256}
-    with LLM("demo", **options) as llm:
-        expected = answers(llm)
-    with LLM("demo", **options, **layout, distributed_executor_backend="ray") as llm:
-        assert answers(llm) == expected
+# With a view of its own processes alone: Ray would find the clusters of other programs.
+ALONE = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+
+@pytest.mark.long  # the start of a whole cluster
+def test_a_local_cluster_is_started(model: str, alone: list[list[int]], tmp_path: Path) -> None:
+    """Without RAY_ADDRESS, and where none runs. It ends with the program."""
+    if subprocess.run([*ALONE, "true"], capture_output=True).returncode:
+        pytest.skip("needs the right to make namespaces (unshare)")
+    options = {**COMMON, "distributed_executor_backend": "ray", "tensor_parallel_size": 2}
+    words = [str(ROOT / "tests/net/head.py"), model, json.dumps(options)]
+    with TemporaryDirectory(prefix="ray") as folder:  # paths of sockets are short
+        head = Program(ALONE, words, tmp_path / "head.log", RAY_TMPDIR=folder, RAY_ADDRESS="", PYTHONPATH=PATHS)
+        try:
+            assert len({row["node"] for row in head.answer()["layout"]}) == 1
+            assert "no Ray cluster runs here: starting a local one" in head.printed
+            head.say()
+            assert head.answer()["tokens"] == alone
+            family = psutil.Process(head.process.pid).children(recursive=True)
+            assert any("gcs_server" in " ".join(member.cmdline()) for member in family)
+            assert head.process.stdin
+            head.process.stdin.close()
+            assert head.process.wait(WAIT_S) == 0, head.printed
+            assert not psutil.wait_procs(family, WAIT_S)[1]
+        finally:
+            head.close()
 
 
 @pytest.mark.long

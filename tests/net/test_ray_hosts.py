@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,23 +40,24 @@ def cable() -> Iterator[Cable]:
     cable.close()
 
 
-@pytest.fixture
-def cluster(cable: Cable, tmp_path: Path) -> Iterator[str]:
-    """Address of a cluster with a node on each host, which has two CPUs."""
+@contextmanager
+def running_cluster(cable: Cable, cpus: int, logs: Path) -> Iterator[str]:
+    """Address of a cluster with a node on each host, which has so many CPUs."""
     address = f"{HOSTS[0]}:{PORT}"
-    folder = Path("/tmp") / f"weft-ray-{tmp_path.name[-8:]}"  # paths of sockets are short
+    folder = Path("/tmp") / f"weft-ray-{os.getpid()}"  # paths of sockets are short
     head = f"--head --port {PORT} --include-dashboard=false --temp-dir {folder}"
     nodes = [
         Program(
             cable.inside(host),
-            f"-m ray.scripts.scripts start {words} --node-ip-address {HOSTS[host]} --num-cpus 2 --block "
+            f"-m ray.scripts.scripts start {words} --node-ip-address {HOSTS[host]} --num-cpus {cpus} --block "
             "--disable-usage-stats".split(),
-            tmp_path / f"ray{host}.log",
+            logs / f"ray{host}.log",
             **RAY,
         )
         for host, words in enumerate((head, f"--address {address}"))
     ]
     try:
+        wait_for_nodes(cable, address)
         yield address
     finally:
         for node in nodes:
@@ -62,7 +65,8 @@ def cluster(cable: Cable, tmp_path: Path) -> Iterator[str]:
         for name in cable.names:
             inside = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
             for process in inside:
-                os.kill(int(process), signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(int(process), signal.SIGKILL)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -83,32 +87,78 @@ def wait_for_nodes(cable: Cable, address: str) -> None:
     subprocess.run([*cable.inside(0), sys.executable, "-c", program], check=True, env=own_environment() | RAY)
 
 
-def test_a_pipeline_over_a_cable_that_is_cut(cable: Cable, cluster: str, tmp_path: Path) -> None:
-    """A second without the link costs time only; a link that stays cut ends the engine, with stacks and cause."""
+def start_head(
+    cable: Cable, cluster: str, log: Path, model: str, variables: dict[str, str] = RAY, **options: Any
+) -> Program:
+    """An LLM on the first host, see `tests.net.head`."""
+    words = [str(ROOT / "tests/net/head.py"), model, json.dumps({**options, "distributed_executor_backend": "ray"})]
+    return Program(cable.inside(0), words, log, RAY_ADDRESS=cluster, **variables)
+
+
+# By the CPUs of each node: sizes, and the numbers of the nodes of all ranks.
+LAYOUTS: dict[int, list[tuple[dict[str, int], list[int]]]] = {
+    1: [({"pipeline_parallel_size": 2}, [0, 1]), ({"tensor_parallel_size": 2}, [0, 1])],
+    2: [
+        ({"tensor_parallel_size": 2}, [0, 0]),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, [0, 0, 1, 1]),
+    ],
+}
+
+
+@pytest.mark.parametrize("cpus", LAYOUTS)
+def test_the_demo_in_every_layout(cable: Cable, cpus: int, tmp_path: Path) -> None:
+    """SmolLM2-135M: pp2 and tp2 across the nodes, tp2 inside one, tp2 x pp2, with the tokens of one rank."""
+    options: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 50_000_000, "max_model_len": 256}
+    with LLM("demo", **options) as llm:
+        expected = head_program.answers(llm)
+    with running_cluster(cable, cpus, tmp_path) as cluster:
+        for number, (layout, wanted) in enumerate(LAYOUTS[cpus]):
+            head = start_head(cable, cluster, tmp_path / f"head{number}.log", "demo", **options, **layout)
+            try:
+                nodes = [row["node"] for row in head.answer()["layout"]]
+                assert [nodes.index(node) for node in nodes] == [wanted.index(node) for node in wanted], nodes
+                assert ("network 1-0: " in head.printed) == (len(set(wanted)) == 2)
+                across = len(set(wanted[: layout.get("tensor_parallel_size", 1)])) == 2
+                assert bool(re.search(r"spans nodes.* ms at .*--pipeline-parallel-size 2", head.printed)) == across
+                head.say()
+                assert head.answer()["tokens"] == expected
+            finally:
+                head.close()
+
+
+def test_a_pipeline_over_a_cable_that_is_cut(cable: Cable, tmp_path: Path) -> None:
+    """A program without the cluster's token gets one line. A second without the link costs time only; a link that stays
+    cut ends the engine, with stacks and cause."""
     model = str(tiny.write(tmp_path / "tiny"))
     with LLM(model, **COMMON) as llm:
         expected = head_program.answers(llm)
-    wait_for_nodes(cable, cluster)
-    layout: dict[str, Any] = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
-    words = [str(ROOT / "tests/net/head.py"), model, json.dumps({**COMMON, **layout, "executor": "ray"})]
-    words[2] = words[2].replace('"executor"', '"distributed_executor_backend"')
-    head = Program(cable.inside(0), words, tmp_path / "head.log", RAY_ADDRESS=cluster, **RAY)
-    try:
-        nodes = [row["node"] for row in head.answer()["layout"]]
-        assert len(set(nodes)) == 2 and nodes[0] == nodes[1] != nodes[2] == nodes[3]
-        head.say()
-        assert head.answer()["tokens"] == expected
-        cable.cut()
-        head.say()
-        time.sleep(1)
-        cable.join()
-        assert head.answer()["tokens"] == expected
-        cable.cut()
-        head.say()
-        status, _ = head.end()
-        # Ray passes on what the actors print, whenever it comes.
-        last = [line for line in head.printed.splitlines() if "(RankActor" not in line and line.strip()][-1]
-        assert status == 1 and "silent for 8 s" in last, head.printed
-        assert "most recent call first" in head.printed, "the stacks of the other ranks"
-    finally:
-        head.close()
+    with running_cluster(cable, 2, tmp_path) as cluster:
+        without = {"PYTHONPATH": RAY["PYTHONPATH"]}
+        stranger = start_head(cable, cluster, tmp_path / "stranger.log", model, without, **COMMON)
+        try:
+            status, last = stranger.end()
+            assert status == 1 and "does not let this program in" in last, stranger.printed
+            assert "RAY_AUTH_MODE=token" in last
+        finally:
+            stranger.close()
+        layout = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+        head = start_head(cable, cluster, tmp_path / "head.log", model, **COMMON, **layout)
+        try:
+            nodes = [row["node"] for row in head.answer()["layout"]]
+            assert len(set(nodes)) == 2 and nodes[0] == nodes[1] != nodes[2] == nodes[3]
+            head.say()
+            assert head.answer()["tokens"] == expected
+            cable.cut()
+            head.say()
+            time.sleep(1)
+            cable.join()
+            assert head.answer()["tokens"] == expected
+            cable.cut()
+            head.say()
+            status, _ = head.end()
+            # Ray passes on what the actors print, whenever it comes.
+            last = [line for line in head.printed.splitlines() if "(RankActor" not in line and line.strip()][-1]
+            assert status == 1 and "silent for 8 s" in last, head.printed
+            assert "most recent call first" in head.printed, "the stacks of the other ranks"
+        finally:
+            head.close()

@@ -166,11 +166,10 @@ async def test_replicas_follow_the_load(served: str) -> None:
 
 async def test_the_gateway_finds_the_proxies(served: str, cluster: Any) -> None:
     proxy = create_proxy(make_config({"discover": {"ray": f"http://{cluster.webui_url}"}}), None)
-    fleet, watch = proxy.fleet, proxy.watch
-    assert isinstance(watch, RayWatch)
-    await watch.look()
-    assert list(fleet.replicas) == [served]
-    fleet.close()
+    assert isinstance(proxy.watch, RayWatch)
+    await proxy.watch.look()
+    assert list(proxy.fleet.replicas) == [served]
+    proxy.close()
 
 
 # --- The backend that is chosen ---

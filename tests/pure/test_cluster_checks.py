@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from tests.pure.commands import refused_line, weft, weft_json
+from tests.pure.joining import at_door, free_port
 from tests.pure.machines import gpu, host, rig
 from tests.pure.machines import plan as plan_on
 from tests.pure.test_nodes import FINE, facts
@@ -276,6 +277,46 @@ def test_a_cluster_that_asks_for_a_token(monkeypatch: pytest.MonkeyPatch) -> Non
     fake_ray(monkeypatch, TokenError("no token"))
     with refuses(ConfigError, "ray-token", "10.0.0.1:6379", "RAY_AUTH_MODE=token"):
         ray_cluster.connect({"RAY_ADDRESS": "10.0.0.1:6379"})
+
+
+def test_a_cluster_that_refuses_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ray says so of a program that has no token; nobody may start a cluster beside it instead."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        caplog.set_level("INFO")
+        monkeypatch.setattr(logging.getLogger("weft"), "propagate", True)
+        fake_ray(monkeypatch, ConnectionError(f"Failed to connect to Ray cluster at {address}"))
+        for environment in ({"RAY_ADDRESS": address}, {}):
+            with refuses(ConfigError, "ray-token", "does not let this program in", "RAY_AUTH_MODE=token"):
+                ray_cluster.connect(environment)
+    with refuses(ConfigError, "no-ray-cluster", address):  # nobody listens there any more
+        ray_cluster.connect({"RAY_ADDRESS": address})
+    # One that has crashed, and left its address, is no reason not to start another one: `fake_ray` fails again.
+    with refuses(ConfigError, "no-ray-cluster", "this machine"):
+        ray_cluster.connect({})
+    assert "starting a local one" in caplog.text
+
+
+def test_a_stranger_does_not_fill_the_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line in ten seconds for each address, however often it comes."""
+    monkeypatch.setattr(logging.getLogger("weft"), "propagate", True)
+    settings = at_door(free_port())
+    with door.Door(settings):
+        for _ in range(5):
+            with socket.create_connection(("127.0.0.1", settings.port)) as stranger:
+                stranger.sendall(b"x" * 40)
+                assert stranger.recv(1) == b"", "it is closed"
+    assert sum("a connection from 127.0.0.1 is refused" in line for line in caplog.messages) == 1
+    clock = [0.0]
+    monkeypatch.setattr(secure, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(secure, "MOST_PEERS", 2)
+    complaints = secure.Complaints()
+    assert [complaints.is_due(peer) for peer in "abab"] == [True, True, False, False]
+    clock[0] = 10.0
+    assert [complaints.is_due(peer) for peer in "aab"] == [True, False, True]
+    assert len(complaints._said_s) <= 2
 
 
 def test_threads_of_greeted_connections_end() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import threading
@@ -18,6 +19,7 @@ from tests.pure.machines import checkpoint as dummy_checkpoint
 from tests.pure.machines import gpu, host
 from tests.pure.machines import plan as plan_on
 from tests.refusals import refusals, refuses
+from weft import __version__
 from weft.cluster.door import Door, JoinedNode
 from weft.cluster.facts import gather_facts, wrong_interface
 from weft.cluster.messages import HEAD_CLOSED, Dismissed, Facts, Join, Speed
@@ -29,7 +31,7 @@ from weft.cluster.settings import NodeSettings, node_settings, served_config
 from weft.cluster.speed import PeerListener, measure_network
 from weft.config import EngineConfig
 from weft.errors import ConfigError, ModelError, PlanError
-from weft.executors.framing import Channel
+from weft.executors.framing import LENGTH, Channel
 from weft.executors.keys import NotWeftError, WrongKeyError, check_connector, load_key, prove_to_acceptor
 from weft.executors.ray_nodes import RayNode, RayNodes
 from weft.hardware.addresses import check_private, interface_of, own_address
@@ -136,6 +138,19 @@ def test_a_key_from_a_file(tmp_path: Path) -> None:
     file.write_text(f"{KEY}\n")
     file.chmod(0o600)
     assert load_key(str(file), {"WEFT_CLUSTER_KEY": "other"}, 2) == KEY.encode()
+
+
+def test_a_key_that_another_user_owns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its owner knows it, and may change it. A file of root is the administrator's."""
+    file = tmp_path / "cluster.key"
+    file.write_text(KEY)
+    file.chmod(0o600)
+    monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
+    if file.stat().st_uid == 0:
+        assert load_key(str(file), {}, 2) == KEY.encode()
+        os.chown(file, 1234, -1)
+    with refuses(ConfigError, "open-cluster-key", "another user", file.stat().st_uid, "chown"):
+        load_key(str(file), {}, 2)
 
 
 # --- the handshake ---
@@ -339,6 +354,19 @@ def test_nodes_join_in_any_order_and_once() -> None:
         node.dismiss("the end", "the-end")
     for connection in connections:
         connection.close()
+
+
+def test_a_node_of_another_version_whose_report_is_another_one() -> None:
+    """Both sides name the versions, though one knows no message of the other; the head goes on waiting."""
+    settings = at_door(free_port())
+    report = {"type": "Join", "facts": {"weft": "9.9\x1b[2J", "node": 1, "new": "x"}, "replica": 0}
+    with Door(settings), connect_to_head(settings) as stranger:
+        body = msgspec.msgpack.encode(report)
+        stranger.sendall(LENGTH.pack(len(body)) + body)
+        (message,) = Channel[Any](stranger, Dismissed)
+        assert message.code == "other-version"
+        assert f"node 1 has Weft 9.9\\x1b[2J, and node 0 has {__version__}; install the same" in message.message
+        join(settings, facts(1)).close()
 
 
 def test_a_node_with_a_public_address_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
@@ -16,12 +17,15 @@ import pytest
 
 from tests.pure.servers import Exchange, serving
 from tests.refusals import refuses
-from weft.cluster import ray_bundles, ray_cluster
+from weft.cluster import ray_bundles, ray_cluster, ray_facts, ray_network
 from weft.cluster.messages import Facts
 from weft.cluster.ray_bundles import OwnGroup, free_bundles, settled_bundles
-from weft.cluster.ray_cluster import Seat, check_seats, uses_ray
+from weft.cluster.ray_cluster import uses_ray
+from weft.cluster.ray_facts import check_seats
+from weft.cluster.ray_seats import Seat
 from weft.config import EngineConfig
-from weft.errors import ConfigError, PlanError
+from weft.errors import Cause, ConfigError, PlanError
+from weft.executors import ranks
 from weft.executors.framing import Channel, encode_frame
 from weft.executors.node_messages import Ping, PrintStacks
 from weft.executors.ray import RayExecutor
@@ -196,11 +200,11 @@ def test_seats_with_gpus_want_cpus(monkeypatch: pytest.MonkeyPatch, facts: Calla
 
     rows = [node("a", GPU=8.0, CPU=3.0), node("b", GPU=2.0), node("c", CPU=5.0)]
     ray = SimpleNamespace(nodes=lambda: rows, get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "a"))
-    monkeypatch.setattr(ray_cluster, "gather_from", lambda ray, ids, config: [facts() for _ in ids])
-    assert [seat.room for seat in ray_cluster.find_seats(ray, config(), on_cpu=False)] == [3]
+    monkeypatch.setattr(ray_facts, "gather_from", lambda ray, ids, config: {id: facts() for id in ids})
+    assert [seat.room for seat in ray_facts.find_seats(ray, config(), on_cpu=False)] == [3]
     del rows[0]
     with refuses(PlanError, "ray-without-devices", "a GPU and a CPU", "--num-gpus N --num-cpus N"):
-        ray_cluster.find_seats(ray, config(), on_cpu=False)
+        ray_facts.find_seats(ray, config(), on_cpu=False)
 
 
 def test_actors_are_pinged_while_others_are_awaited() -> None:
@@ -222,6 +226,27 @@ def test_actors_are_pinged_while_others_are_awaited() -> None:
     for _, theirs in ends:
         theirs.close()
     assert sorted(executor._attached) == [0, 1]
+
+
+def test_ray_may_take_its_time_to_say_why_an_actor_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that others lost by it is not the cause meanwhile, nor if Ray has one."""
+    monkeypatch.setattr(ranks, "ROOT_CAUSE_S", 0.05)
+    lost, death = (Cause(rank=rank, phase="step", code="c", cause=f"{rank}") for rank in (1, 0))
+    for early in (True, False):
+        executor = RayExecutor(RayNodes("cluster", "127.0.0.1", b"k", 1.0, ()))
+        if early:
+            executor._fail(lost, lost_peer=True)
+        executor._expect_cause()
+        executor._fail(lost, lost_peer=True)
+        time.sleep(0.2)
+        assert executor._ended is None
+        executor._fail(death)
+        assert executor.failure.result(0) == death
+        executor.close()
+    alone = RayExecutor(RayNodes("cluster", "127.0.0.1", b"k", 1.0, ()))
+    alone._fail(lost, lost_peer=True)
+    assert alone.failure.result(30) == lost
+    alone.close()
 
 
 def test_keys_do_not_enter_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,16 +340,101 @@ def test_addresses_are_compared(facts: Callable[..., Facts]) -> None:
         check_seats([Seat(node, 1, facts(host_ip="10.1.0.1"))], config())
 
 
-class SlowRay:
-    """Answers of nodes that come after so many waits."""
+class NearRay:
+    """Actors that are objects of this process, and are killed once."""
 
     exceptions = SimpleNamespace(RayError=OSError, GetTimeoutError=TimeoutError)
 
-    def __init__(self, answer: bytes, waits: int) -> None:
-        self._answer, self._waits = answer, waits
+    def __init__(self) -> None:
+        self.places: list[dict[str, str]] = []
+        self.killed: list[Any] = []
+
+    def remote(self, kind: Callable[..., Any]) -> SimpleNamespace:
+        def options(*, label_selector: dict[str, str], **_: Any) -> SimpleNamespace:
+            self.places.append(label_selector)
+            return SimpleNamespace(remote=lambda *arguments: NearActor(kind(*arguments)))
+
+        return SimpleNamespace(options=options)
+
+    def wait(self, answers: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        return answers, []
+
+    def get(self, answer: Callable[[], Any], timeout: float) -> Any:
+        return answer()
+
+    def kill(self, actor: Any) -> None:
+        self.killed.append(actor)
+        actor.end()
+
+
+class NearActor:
+    def __init__(self, own: Any) -> None:
+        self._own = own
+
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        method = getattr(self._own, name)
+        return SimpleNamespace(remote=lambda *arguments: lambda: method(*arguments))
+
+    def end(self) -> None:
+        if hasattr(self._own, "_listener"):
+            self._own._listener.close()
+
+
+def seats_here(facts: Callable[..., Facts], count: int) -> list[Seat]:
+    return [Seat(RayNode(f"{n}" * 56, f"host{n}", "127.0.0.1"), 1, facts()) for n in range(count)]
+
+
+def test_the_network_between_the_nodes_of_ray_is_measured(
+    facts: Callable[..., Facts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every pair, with the key of the run; a node that others do not reach fails the preflight by its name."""
+    ray, key = NearRay(), b"a" * 32
+    seats = seats_here(facts, 3)
+    speeds = ray_network.measure_seats(ray, seats, key, "", allow_public=False, start_s=0)
+    assert [(speed.first, speed.second, speed.problem) for speed in speeds] == [(1, 0, ""), (2, 0, ""), (2, 1, "")]
+    assert all(speed.bytes_per_s > 0 and speed.round_trip_s > 0 for speed in speeds)
+    assert [list(place.values()) for place in ray.places] == [[seat.node.id] for seat in seats]
+    assert len(ray.killed) == 3
+    check_seats(seats, config(), speeds)
+    assert ray_network.measure_seats(ray, seats[:1], key, "", allow_public=False, start_s=0) == []
+    measure = ray_network.measure_network
+    monkeypatch.setattr(ray_network, "measure_network", lambda *_: measure(1, 0, "127.0.0.1", 1, key))
+    cut = ray_network.measure_seats(ray, seats[:2], key, "", allow_public=False, start_s=0)
+    with refuses(ConfigError, "preflight", "node 1", "does not reach node 0", "127.0.0.1:1"):
+        check_seats(seats[:2], config(), cut)
+
+
+def test_a_node_of_ray_that_cannot_measure(facts: Callable[..., Facts]) -> None:
+    ray = NearRay()
+
+    def get(answer: Callable[[], Any], timeout: float) -> Any:
+        raise TimeoutError
+
+    ray.get = get  # type: ignore[method-assign]
+    with refuses(ConfigError, "ray-node-not-measuring", "00000000", "host0", "no answer in time", "ray status"):
+        ray_network.measure_seats(ray, seats_here(facts, 2), b"a" * 32, "", allow_public=False, start_s=0)
+    assert len(ray.killed) == 2
+
+
+class UnschedulableError(OSError):
+    """Ray's error for a task whose node is gone."""
+
+
+class SlowRay:
+    """Answers of nodes that come after so many waits: JSON, or an error. Its only node is alive."""
+
+    exceptions = SimpleNamespace(
+        RayError=OSError, GetTimeoutError=TimeoutError, TaskUnschedulableError=UnschedulableError
+    )
+
+    def __init__(self, answer: bytes | Exception, waits: int, *, alive: bool = True) -> None:
+        self._answer, self._waits, self._alive = answer, waits, alive
 
     def remote(self, run: Callable[..., bytes]) -> SimpleNamespace:
         return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: self))
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"NodeID": "0123456789", "Alive": self._alive}]
 
     def wait(self, answers: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
         self._waits -= 1
@@ -334,6 +444,8 @@ class SlowRay:
         assert timeout == 0
         if self._waits >= 0:
             raise TimeoutError
+        if isinstance(self._answer, Exception):
+            raise self._answer
         return self._answer
 
 
@@ -342,14 +454,34 @@ def test_a_node_may_report_late(
 ) -> None:
     caplog.set_level("INFO")
     config = EngineConfig(model="x")
-    ray = SlowRay(msgspec.json.encode(facts()), waits=2)
-    assert ray_cluster.gather_from(ray, ["0123456789"], config) == [facts()]
+    now = facts(clock_s=time.time() + 0.01)
+    ray = SlowRay(msgspec.json.encode(now), waits=2)
+    [reported] = ray_facts.gather_from(ray, ["0123456789"], config).values()
+    assert msgspec.structs.replace(reported, skew_s=0.0) == now and abs(reported.skew_s) < 10
     assert [line for line in caplog.messages if "waiting for Ray node 01234567 to report" in line] == caplog.messages
     assert len(caplog.messages) == 2
-    monkeypatch.setattr(ray_cluster, "time", SimpleNamespace(monotonic=count(step=10).__next__))
+    monkeypatch.setattr(ray_facts, "time", SimpleNamespace(monotonic=count(step=10).__next__, time=time.time))
     late = replace(config, start_timeout=25)
     with refuses(ConfigError, "ray-node-not-reporting", "01234567", "no answer within 25 s", "ray status"):
-        ray_cluster.gather_from(SlowRay(b"", waits=9), ["0123456789"], late)
+        ray_facts.gather_from(SlowRay(b"", waits=9), ["0123456789"], late)
+
+
+@pytest.mark.parametrize("skew_s", [-95.0, 95.0])
+def test_a_clock_of_a_node_of_ray_that_is_wrong(facts: Callable[..., Facts], skew_s: float) -> None:
+    wrong = msgspec.json.encode(facts(clock_s=time.time() + skew_s))
+    [found] = ray_facts.gather_from(SlowRay(wrong, waits=0), ["0123456789"], EngineConfig(model="x")).values()
+    side = "ahead" if skew_s > 0 else "behind"
+    with refuses(ConfigError, "preflight", "clock of node 0", f"s {side}", "timedatectl"):
+        check_seats([Seat(RayNode("0123456789", "one", "10.0.0.1"), 1, found)], config())
+
+
+@pytest.mark.parametrize(("error", "alive"), [(UnschedulableError("gone"), True), (OSError("crashed"), False)])
+def test_a_node_that_has_died_is_left_out(error: Exception, alive: bool) -> None:
+    """Ray may still list it; one that lives and fails is an error."""
+    dead = SlowRay(error, waits=0, alive=alive)
+    assert ray_facts.gather_from(dead, ["0123456789"], EngineConfig(model="x")) == {}
+    with refuses(ConfigError, "ray-node-not-reporting", "01234567", "crashed"):
+        ray_facts.gather_from(SlowRay(OSError("crashed"), waits=0), ["0123456789"], EngineConfig(model="x"))
 
 
 @pytest.fixture

@@ -10,10 +10,16 @@ import msgspec
 
 def main(arguments: Namespace) -> int:
     """Print the status as lines, or as one JSON object."""
-    from weft.cluster.status import cluster_status, status_lines
+    from weft.cluster.status import Engine, cluster_status, status_lines
     from weft.hardware.host import probe_host
+    from weft.serving.run_files import running_servers
 
-    status = cluster_status(probe_host(), os.environ)
+    servers = [
+        Engine(name=", ".join(server.names), model=server.names[0], state="running", ranks=None, url=server.url)
+        for server in running_servers()
+        if server.names
+    ]
+    status = cluster_status(probe_host(), os.environ, servers)
     if getattr(arguments, "json", False):
         print(msgspec.json.encode(status).decode())
     else:

@@ -292,7 +292,7 @@ COMMANDS = {
         ),
         Command(
             name="cluster status",
-            summary="Show the nodes of the Ray cluster, or this machine: devices, who runs what, and what is free.",
+            summary="Show the Ray cluster's nodes, or this machine: devices, links, who runs what, and what is free.",
             module="weft.cli.cluster",
             groups=(("cluster", (AS_JSON,)),),
             argument="",

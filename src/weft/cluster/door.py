@@ -12,16 +12,17 @@ from contextlib import suppress
 
 import msgspec
 
+from weft import __version__
 from weft.cluster import preflight
 from weft.cluster.groups import Cancelled, end_of_head
-from weft.cluster.messages import HEAD_CLOSED, Dismissed, Facts, FromJoined, Join
+from weft.cluster.messages import HEAD_CLOSED, Dismissed, Facts, FromJoined, Joining, Version
 from weft.cluster.settings import NodeSettings
-from weft.errors import ConfigError, error_reason
+from weft.errors import ConfigError, error_reason, printable
 from weft.executors.beats import keep_alive
 from weft.executors.forks import open_sockets
 from weft.executors.framing import Channel, FrameError
 from weft.executors.keys import CertificateError, NotWeftError, WrongKeyError
-from weft.executors.secure import Greeter, accept_securely
+from weft.executors.secure import Complaints, Greeter, accept_securely
 from weft.hardware.addresses import check_private, interface_of
 
 log = logging.getLogger("weft.cluster")
@@ -43,9 +44,9 @@ class JoinedNode:
         self._messages = iter(self._channel)
         connection.settimeout(ASK_S)
         first = self._receive()
-        if not isinstance(first, Join):
+        if not isinstance(first, Joining):
             raise NotWeftError("its first message is not a report")
-        self.facts, self.replica = first.facts, first.replica
+        self.facts, self.replica = self._read_facts(first.facts), first.replica
 
     def ask(self, question: msgspec.Struct) -> FromJoined:
         """Ask, and wait for the answer. Raises ConfigError if the node is gone."""
@@ -81,6 +82,19 @@ class JoinedNode:
         """Close the connection without a reason: a node that has run joins again."""
         self._channel.close()
 
+    def _read_facts(self, report: msgspec.Raw) -> Facts:
+        """Read a node's report. Raises NotWeftError, of which the node is told, for that of another version."""
+        try:
+            return msgspec.msgpack.decode(report, type=Facts)
+        except msgspec.DecodeError as error:
+            reason = f"its report cannot be read: {error}"
+            with suppress(msgspec.DecodeError):
+                theirs = msgspec.msgpack.decode(report, type=Version)
+                has = f"node {theirs.node} has Weft {printable(theirs.weft)}, and node 0 has {__version__}"
+                reason = f"{has}; install the same on both"
+            self.dismiss(f"node 0 refuses this node: {reason}", "other-version")
+            raise NotWeftError(reason) from None
+
     def _receive(self) -> FromJoined:
         try:
             message = next(self._messages, None)
@@ -111,6 +125,7 @@ class Door:
                 code="cannot-listen",
             ) from None
         self._greeter = Greeter(listener, self._greet, "weft-door")
+        self._complaints = Complaints()
         self._changed = threading.Condition()  # guards the next
         self._joined: dict[tuple[int, int], JoinedNode] = {}  # by replica and node, until their engine starts
         self._wanted: set[tuple[int, int]] = set()
@@ -223,14 +238,18 @@ class Door:
             node = JoinedNode(secured)
             return lambda: self._admit(node.replica, node)
         except WrongKeyError:
-            log.error("%s has another cluster key: copy the key file of node 0 to it", peer)
+            self._complain(logging.ERROR, peer, f"{peer} has another cluster key: copy the key file of node 0 to it")
         except CertificateError as error:
-            log.error("%s is refused: %s", peer, error)
+            self._complain(logging.ERROR, peer, f"{peer} is refused: {error}")
         except (NotWeftError, FrameError, ConfigError, OSError) as error:
-            log.warning("a connection from %s is refused: %s", peer, error)
+            self._complain(logging.WARNING, peer, f"a connection from {peer} is refused: {error}")
         secured.close()
         connection.close()
         return None
+
+    def _complain(self, level: int, peer: str, line: str) -> None:
+        if self._complaints.is_due(peer):
+            log.log(level, "%s", line)
 
 
 def _address_problem(address: str, allow_public: bool) -> str:

@@ -14,7 +14,8 @@ from weft.cluster.agent import decode_doctor
 from weft.cluster.agent_messages import Examine, Examined, Failed, Progress
 from weft.cluster.hosts import HostsFile
 from weft.cluster.preflight import MOST_SKEW_S
-from weft.cluster.ray_cluster import connect, way_out
+from weft.cluster.ray_cluster import connect
+from weft.cluster.ray_facts import way_out
 from weft.cluster.remote import conversations, failure, nodes_of
 from weft.cluster.ssh import Node
 from weft.executors.ray_nodes import NODE_LABEL

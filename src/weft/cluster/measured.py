@@ -23,11 +23,14 @@ START = "start the engine once with --nnodes, or with weft cluster up: its check
 
 class MeasuredCluster(msgspec.Struct, frozen=True):
     """The machines, the head's first, and the slowest network between two of them: bytes per second, and seconds of a
-    small message, one way (None in files of earlier versions)."""
+    small message, one way (None in files of earlier versions). `speeds` are those of all pairs, by the numbers of
+    `hosts`, whose `addresses` are in the same order."""
 
     hosts: tuple[Host, ...]
     network_Bps: float
     network_s: float | None = None
+    addresses: tuple[str, ...] = ()
+    speeds: tuple[Speed, ...] = ()
 
 
 def store_cluster(facts: Sequence[Facts], speeds: Sequence[Speed]) -> None:
@@ -38,11 +41,24 @@ def store_cluster(facts: Sequence[Facts], speeds: Sequence[Speed]) -> None:
         hosts=tuple(node.host for node in facts),
         network_Bps=min(speed.bytes_per_s for speed in speeds),
         network_s=max(speed.round_trip_s for speed in speeds) / 2,
+        addresses=tuple(node.address for node in facts),
+        speeds=tuple(speeds),
     )
     try:
         write_cache_file(cache_path() / FILE, msgspec.json.format(msgspec.json.encode(measured)))
     except (OSError, RuntimeError, WeftError) as error:
         log.info("weft plan --cluster will not know these nodes: %s", error)
+
+
+def load_measured() -> MeasuredCluster | None:
+    """The nodes of the last start here; None if there has been none. Logs a file that is damaged."""
+    try:
+        return msgspec.json.decode((cache_path() / FILE).read_bytes(), type=MeasuredCluster)
+    except (OSError, RuntimeError):
+        return None
+    except msgspec.DecodeError as error:
+        warn_damaged(cache_path() / FILE, str(error), START)
+        return None
 
 
 def load_cluster() -> Cluster:
@@ -51,13 +67,9 @@ def load_cluster() -> Cluster:
     GPUs have the measured speeds of the same type on this machine, else those of their data sheet. Raises ConfigError
     if there has been no start here, or if a node has no GPU.
     """
-    try:
-        measured = msgspec.json.decode((cache_path() / FILE).read_bytes(), type=MeasuredCluster)
-    except (OSError, RuntimeError):
-        raise ConfigError(f"no nodes have been measured here yet; {START}", code="no-measured-cluster") from None
-    except msgspec.DecodeError as error:
-        warn_damaged(cache_path() / FILE, str(error), START)
-        raise ConfigError(f"the measured nodes cannot be read; {START}", code="no-measured-cluster") from None
+    measured = load_measured()
+    if measured is None:
+        raise ConfigError(f"no nodes have been measured here yet; {START}", code="no-measured-cluster")
     for number, host in enumerate(measured.hosts):
         if not host.gpus:
             raise ConfigError(

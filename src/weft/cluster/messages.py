@@ -95,6 +95,20 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     replica: int = 0
 
 
+class Joining(msgspec.Struct, frozen=True, tag="Join"):
+    """A Join as the head takes it: its facts are read once their version is known."""
+
+    facts: msgspec.Raw
+    replica: int = 0
+
+
+class Version(msgspec.Struct, frozen=True):
+    """The part of Facts that all versions of Weft understand."""
+
+    weft: str
+    node: int
+
+
 class ListeningForPeers(msgspec.Struct, frozen=True, tag=True):
     port: int
 
@@ -107,4 +121,4 @@ class Time(msgspec.Struct, frozen=True, tag=True):
     clock_s: float
 
 
-FromJoined = Join | ListeningForPeers | Measured | Time
+FromJoined = Joining | ListeningForPeers | Measured | Time

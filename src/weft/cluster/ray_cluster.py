@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import secrets
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
-from weft import __version__
 from weft.cluster import preflight
-from weft.cluster.facts import gather_facts, machine_id
+from weft.cluster.facts import machine_id
 from weft.cluster.groups import Cancelled
-from weft.cluster.messages import Facts
+from weft.cluster.measured import store_cluster
+from weft.cluster.messages import Speed
 from weft.cluster.ray_bundles import OwnGroup, own_group
+from weft.cluster.ray_facts import check_seats, find_seats, numbered_facts
+from weft.cluster.ray_network import measure_seats
 from weft.cluster.ray_seats import Occupied, Seat, beside, choose_for_replicas
-from weft.cluster.settings import NodeSettings, replica_count
+from weft.cluster.settings import replica_count
 from weft.config import EngineConfig
-from weft.errors import ConfigError, PlanError, WeftError, error_reason
+from weft.errors import ConfigError, error_reason
 from weft.executors.keys import VARIABLE, load_key
-from weft.executors.ray_nodes import NODE_LABEL, RayNode, RayNodes
+from weft.executors.ray_nodes import RayNodes
 from weft.executors.tls import load_certificate
 from weft.formats.checkpoint import Checkpoint
 from weft.hardware.addresses import check_private
-from weft.hardware.host import Host, probe_host
+from weft.hardware.host import Host
 from weft.plan.devices import device_kind
-from weft.plan.opening import resolve_checkpoint
 
 log = logging.getLogger("weft.cluster")
 
@@ -43,7 +41,11 @@ NO_TOKEN = (
     "this Ray cluster asks for no token: whoever reaches its ports can run code on it; ray get-auth-token --generate, "
     "copy ~/.ray/auth_token to all nodes, and set RAY_AUTH_MODE=token for ray start and for Weft"
 )
-SAY_S = 10.0  # seconds between two log lines on a node that has not reported yet
+TOKEN = (
+    "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file with it (without: ~/.ray/auth_token), as the cluster "
+    "has them"
+)
+CONNECT_FAILURE = "Failed to connect to Ray cluster at "  # begins an error of Ray, before the address
 ANSWER_S = 2.0  # for a connection to RAY_ADDRESS, before the backend is chosen
 AGAIN_S = 30.0  # seconds to wait for resources before a replica that starts again looks for others
 
@@ -52,10 +54,9 @@ class RayGroup:
     """The nodes of one engine on Ray, checked. Each has room for exactly the ranks that it gets."""
 
     first = 0
-    round_trip_s: float | None = None
 
-    def __init__(self, nodes: RayNodes, seats: Sequence[Seat]) -> None:
-        self.nodes, self.seats = nodes, seats
+    def __init__(self, nodes: RayNodes, seats: Sequence[Seat], speeds: Sequence[Speed] = ()) -> None:
+        self.nodes, self.seats, self.speeds = nodes, seats, speeds
 
     @property
     def hosts(self) -> list[Host]:
@@ -64,6 +65,10 @@ class RayGroup:
     @property
     def rooms(self) -> list[int | None]:
         return [seat.room for seat in self.seats]
+
+    @property
+    def round_trip_s(self) -> float | None:
+        return max((speed.round_trip_s for speed in self.speeds), default=None)
 
     def dismiss(self, error: BaseException) -> None:
         """Nobody waits."""
@@ -128,15 +133,22 @@ def sized_ranks(config: EngineConfig) -> int:
 
 def _cluster_answers(address: str) -> bool:
     """Return True if somebody listens at an address of RAY_ADDRESS. A word such as "auto" means a cluster here."""
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if not colon or not port.isdecimal():
+    place = address.removeprefix("ray://")
+    if not place.rpartition(":")[2].isdecimal():
         return bool(address) and address != "local"
+    if problem := _connect_problem(place):
+        log.warning("no Ray cluster answers at RAY_ADDRESS=%s: %s", address, problem)
+    return not problem
+
+
+def _connect_problem(place: str) -> str:
+    """Reason why nothing can be reached at HOST:PORT, "" if somebody listens there."""
+    host, _, port = place.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
-    except OSError as error:
-        log.warning("no Ray cluster answers at RAY_ADDRESS=%s: %s", address, error_reason(error))
-        return False
-    return True
+    except (OSError, ValueError) as error:
+        return error_reason(error)
+    return ""
 
 
 def _in_placement_group() -> bool:
@@ -181,22 +193,43 @@ def assemble_on_ray(
             return groups if own is None else with_bundles(groups, own)
 
     groups = gather(count, {}, float(config.start_timeout))
+    _store(groups)
     # A replica that starts again looks anew, rather than wait long for nodes that are gone.
     again_s = min(float(config.start_timeout), AGAIN_S)
     return RayAssembly(groups, lambda occupied, share: gather(1, occupied, again_s, share)[0], lasting=lasting)
 
 
+def _store(groups: Sequence[RayGroup]) -> None:
+    """Keep all nodes, each once, for `weft plan --cluster` and `weft cluster status`."""
+    seats = {seat.node.id: seat for group in groups for seat in group.seats}
+    numbers = {id: number for number, id in enumerate(seats)}
+    speeds = []
+    for group in groups:
+        own = [numbers[seat.node.id] for seat in group.seats]
+        speeds += [replace(speed, first=own[speed.first], second=own[speed.second]) for speed in group.speeds]
+    store_cluster(numbered_facts(list(seats.values())), speeds)
+
+
 def _checked_group(ray: Any, seats: Sequence[Seat], config: EngineConfig, key: bytes, timeout_s: float) -> RayGroup:
-    """The group of these seats. Raises ConfigError if a check fails."""
+    """The group of these seats, with the network between them. Raises ConfigError if a check fails."""
     check_seats(seats, config)
     own = ray.util.get_node_ip_address()
-    if any(seat.facts.machine != machine_id() for seat in seats):
+    elsewhere = any(seat.facts.machine != machine_id() for seat in seats)
+    if elsewhere:
         for address in (own, *(seat.node.address for seat in seats)):
             check_private(address, config.allow_public)
-    cluster = ray.get_runtime_context().gcs_address
     certificate = load_certificate(config.cluster_cert_file)
+    allow = config.allow_public or not elsewhere
+    speeds = measure_seats(ray, seats, key, certificate, allow_public=allow, start_s=float(config.start_timeout))
+    check_seats(seats, config, speeds)
+    facts = numbered_facts(seats)
+    for seat, one in zip(seats, facts, strict=True):
+        log.info("%s: node %d of the plan", seat.label, one.node)
+    for line in preflight.summary(facts, speeds):
+        log.info("%s", line)
+    cluster = ray.get_runtime_context().gcs_address
     nodes = RayNodes(cluster, own, key, timeout_s, tuple(seat.node for seat in seats), certificate)
-    return RayGroup(nodes, seats)
+    return RayGroup(nodes, seats, speeds)
 
 
 def with_bundles(groups: Sequence[RayGroup], own: OwnGroup) -> list[RayGroup]:
@@ -205,7 +238,8 @@ def with_bundles(groups: Sequence[RayGroup], own: OwnGroup) -> list[RayGroup]:
     for group in groups:
         own, taken = own.take({seat.node.id: seat.room for seat in group.seats})
         bundles = tuple(taken[seat.node.id] for seat in group.seats)
-        placed.append(RayGroup(replace(group.nodes, placement_group=own.id, bundles=bundles), group.seats))
+        nodes = replace(group.nodes, placement_group=own.id, bundles=bundles)
+        placed.append(RayGroup(nodes, group.seats, group.speeds))
     return placed
 
 
@@ -267,8 +301,8 @@ def _open_connection(ray: Any, environment: Mapping[str, str], *, may_start: boo
             if may_start:
                 _warn_without_token()
             return True
-        except ConnectionError:
-            if address or not may_start:
+        except ConnectionError as error:
+            if address or not may_start or _is_refused(error):
                 raise
             log.info("no Ray cluster runs here: starting a local one")
             ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
@@ -276,16 +310,31 @@ def _open_connection(ray: Any, environment: Mapping[str, str], *, may_start: boo
             return False
     except ray.exceptions.AuthenticationError:
         raise ConfigError(
-            f"the Ray cluster at {address or 'this machine'} asks for its token; set RAY_AUTH_MODE=token, and "
-            "RAY_AUTH_TOKEN_PATH to the file with it (without: ~/.ray/auth_token)",
-            code="ray-token",
+            f"the Ray cluster at {address or 'this machine'} asks for its token; {TOKEN}", code="ray-token"
         ) from None
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"cannot join the Ray cluster at {address or 'this machine'}: {' '.join(str(error).split())[:300]}; check "
-            "RAY_ADDRESS, and `ray status`",
-            code="no-ray-cluster",
-        ) from None
+        raise _not_joined(address, error) from None
+
+
+def _is_refused(error: Exception) -> bool:
+    """Return True if Ray could not connect to a cluster although somebody listens at its address."""
+    _, failure, place = str(error).partition(CONNECT_FAILURE)
+    return bool(failure) and not _connect_problem(place.strip())
+
+
+def _not_joined(address: str | None, error: Exception) -> ConfigError:
+    """The error for a cluster that cannot be joined. Ray does not say that one refuses a program without its token."""
+    reason = " ".join(str(error).split())[:300]
+    if _is_refused(error):
+        return ConfigError(
+            f"the Ray cluster at {address or 'this machine'} answers, and does not let this program in: if it has a "
+            f"token, {TOKEN}; if not, compare the versions of Ray",
+            code="ray-token",
+        )
+    return ConfigError(
+        f"cannot join the Ray cluster at {address or 'this machine'}: {reason}; check RAY_ADDRESS, and `ray status`",
+        code="no-ray-cluster",
+    )
 
 
 @cache
@@ -293,118 +342,3 @@ def _warn_without_token() -> None:
     """Warn once that the cluster asks for no token."""
     if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
         log.warning("%s", NO_TOKEN)
-
-
-def find_seats(ray: Any, config: EngineConfig, on_cpu: bool, group: OwnGroup | None = None) -> list[Seat]:
-    """The cluster's nodes with room for ranks, this process's own first, each with its facts.
-
-    With a placement group of this process the room is that of its free bundles. Raises ConfigError, and PlanError if no
-    node has room.
-    """
-    own = ray.get_runtime_context().get_node_id()
-    kinds = ("CPU",) if on_cpu else ("GPU", "CPU")  # each rank on a GPU wants a CPU as well
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    if group is None:
-        rooms = {node["NodeID"]: int(min(node["Resources"].get(kind, 0) for kind in kinds)) for node in nodes}
-    else:
-        rooms = {node: len(bundles) for node, bundles in group.bundles.items()}
-    alive = [node for node in nodes if rooms.get(node["NodeID"])]
-    alive.sort(key=lambda node: (node["NodeID"] != own, node["NodeManagerAddress"], node["NodeID"]))
-    if not alive:
-        raise PlanError(
-            f"no node of the Ray cluster has a {' and a '.join(kinds)} for a rank; ray start "
-            f"{' '.join(f'--num-{kind.lower()}s N' for kind in kinds)} gives it some",
-            code="ray-without-devices",
-        )
-    facts = gather_from(ray, [node["NodeID"] for node in alive], config)
-    return [
-        Seat(
-            RayNode(node["NodeID"], node["NodeManagerHostname"], node["NodeManagerAddress"]),
-            rooms[node["NodeID"]],
-            one,
-        )
-        for node, one in zip(alive, facts, strict=True)
-    ]
-
-
-def gather_from(ray: Any, ids: Iterable[str], config: EngineConfig) -> list[Facts]:
-    """Facts of nodes, from a task on each. Raises ConfigError for a node that does not report within --start-timeout,
-    or that dies before, which Ray finds out by itself: on a busy machine Ray takes long to start a worker."""
-    # Workers of Ray run in other folders than this process.
-    model = os.path.abspath(config.model) if os.path.exists(config.model) else config.model
-    question = msgspec.json.encode(dataclasses.replace(config, model=model))
-    task = ray.remote(report_facts)
-    questions = {
-        node: task.options(num_cpus=0, max_retries=0, label_selector={NODE_LABEL: node}).remote(number, question)
-        for number, node in enumerate(ids)
-    }
-    facts = []
-    deadline = time.monotonic() + config.start_timeout
-    for node, answer in questions.items():
-        while not ray.wait([answer], timeout=min(SAY_S, max(0.0, deadline - time.monotonic())))[0]:
-            if time.monotonic() >= deadline:
-                break
-            log.info("waiting for Ray node %s to report", node[:8])
-        try:
-            facts.append(msgspec.json.decode(ray.get(answer, timeout=0), type=Facts))
-        except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError, msgspec.DecodeError) as error:
-            lines = str(error).strip().splitlines() or [f"no answer within {config.start_timeout:g} s"]
-            raise ConfigError(
-                f"Ray node {node[:8]} does not report: {lines[-1]}; {way_out(error)}",
-                code="ray-node-not-reporting",
-            ) from None
-    return facts
-
-
-def way_out(error: Exception) -> str:
-    """The way out for a node that does not report."""
-    if "ModuleNotFoundError" in str(error) or isinstance(error, msgspec.DecodeError):
-        return f"install Weft {__version__} there, for the Python that runs Ray"
-    return "see `ray status`, and Ray's logs there (/tmp/ray/session_latest/logs)"
-
-
-def report_facts(number: int, question: bytes) -> bytes:
-    """Report of the node on which this task runs, as JSON of Facts."""
-    config = msgspec.json.decode(question, type=EngineConfig)
-    checkpoint: Checkpoint | WeftError
-    try:
-        checkpoint = resolve_checkpoint(config)
-    except WeftError as error:
-        checkpoint = error
-    import ray
-
-    library: Any = ray  # whose functions have no types
-    settings = NodeSettings(
-        nodes=0,
-        node=0,
-        address=library.util.get_node_ip_address(),
-        port=0,
-        start_timeout_s=0,
-        allow_public=True,
-        key=b"",
-    )
-    facts = gather_facts(settings, probe_host(), config.model, checkpoint, os.environ)
-    return msgspec.json.encode(replace(facts, node=number))
-
-
-def _other_addresses(seats: Sequence[Seat]) -> Iterator[str]:
-    """A failure for each node that Ray knows by another address than its VLLM_HOST_IP."""
-    for seat in seats:
-        wanted = seat.facts.host_ip
-        if wanted and wanted != seat.node.address:
-            yield (
-                f"{seat.node.label} has VLLM_HOST_IP={wanted}, another address; start Ray there with --node-ip-address "
-                f"{wanted}, or unset the variable"
-            )
-
-
-def check_seats(seats: Sequence[Seat], config: EngineConfig) -> None:
-    """Raise ConfigError for the first node that fails the preflight."""
-    facts = [replace(seat.facts, node=number) for number, seat in enumerate(seats)]
-    problems = [*_other_addresses(seats), *preflight.failures(facts, (), preflight.fetch_command(config))]
-    for failure in problems[1:]:
-        log.error("%s", failure)
-    if problems:
-        raise ConfigError(problems[0], code="preflight")
-    for seat, one in zip(seats, facts, strict=True):
-        log.info("%s: node %d of the plan, %d cores", seat.label, one.node, len(one.host.cores))

@@ -8,6 +8,7 @@ certificates. All parts have a fixed length, and no message is read before the v
 from __future__ import annotations
 
 import hmac
+import os
 import secrets
 import socket
 import stat
@@ -46,7 +47,7 @@ class NotWeftError(Exception):
 def load_key(file: str | None, environment: Mapping[str, str], nodes: int) -> bytes:
     """Read the cluster key from a file, or else from the environment.
 
-    Raises ConfigError if there is none, if others may read the file, or if the key is short.
+    Raises ConfigError if there is none, if others may read or own the file, or if the key is short.
     """
     if file is not None:
         text, where = _read_key_file(Path(file).expanduser()), file
@@ -74,18 +75,30 @@ def make_key() -> str:
 
 def _read_key_file(path: Path) -> str:
     try:
-        mode = stat.S_IMODE(path.stat().st_mode)
-        if mode & 0o077:
-            raise ConfigError(
-                f"others than its owner may read or write {path} (mode {mode:04o}); chmod 600 {path}",
-                code="open-cluster-key",
-            )
-        return path.read_text("utf-8").strip()
+        text, fault = read_private(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"cannot read the cluster key {path}: {error_reason(error)}; make one with {MAKE}",
             code="cannot-read-cluster-key",
         ) from None
+    if fault:
+        raise ConfigError(fault, code="open-cluster-key")
+    return text.strip()
+
+
+def read_private(path: Path) -> tuple[str, str]:
+    """Text of a file with a secret, and the fault by which others may know it, "" if there is none.
+
+    The file is opened once: what is checked is what is read. Raises OSError and UnicodeDecodeError.
+    """
+    with path.open(encoding="utf-8") as file:
+        about = os.fstat(file.fileno())
+        mode = stat.S_IMODE(about.st_mode)
+        if mode & 0o077:
+            return "", f"others than its owner may read or write {path} (mode {mode:04o}); chmod 600 {path}"
+        if about.st_uid not in (0, os.geteuid()):
+            return "", f"{path} belongs to another user (number {about.st_uid}); chown {os.geteuid()} {path}"
+        return file.read(), ""
 
 
 def prove_to_acceptor(connection: socket.socket, key: bytes, binding: bytes = b"") -> None:

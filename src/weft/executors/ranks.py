@@ -103,6 +103,7 @@ class RankExecutor(ABC):
         self._closing = threading.Event()
         self._ended: Cause | None = None
         self._suspicion: threading.Timer | None = None
+        self._cause_comes = False
         self._reading, self._captures = ReadingProgress(), CapturingProgress()
 
     def start(self, plan: Plan) -> Ready:
@@ -266,7 +267,7 @@ class RankExecutor(ABC):
         """
         with self._lock:
             if lost_peer:
-                if self._suspicion is None and self._ended is None:
+                if self._suspicion is None and self._ended is None and not self._cause_comes:
                     self._suspicion = threading.Timer(ROOT_CAUSE_S, self._fail, (cause,))
                     self._suspicion.daemon = True
                     self._suspicion.start()
@@ -274,6 +275,13 @@ class RankExecutor(ABC):
         if self._finish(cause):
             self._kill()
             self.failure.set_result(cause)
+
+    def _expect_cause(self) -> None:
+        """Note that a rank has died, and that `_fail` comes with its cause: what other ranks lost by it is none."""
+        with self._lock:
+            self._cause_comes = True
+            if self._suspicion:
+                self._suspicion.cancel()
 
     def _finish(self, cause: Cause) -> bool:
         """Fail all steps in flight, and those to come, with this cause. Returns True for the first call."""

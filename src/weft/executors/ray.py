@@ -32,7 +32,7 @@ from weft.executors.rank_processes import rank_environment
 from weft.executors.ranks import RankExecutor
 from weft.executors.ray_actor import RankActor
 from weft.executors.ray_nodes import ENGINE_NAME, NODE_LABEL, Attached, FromActor, Present, RayNodes
-from weft.executors.secure import Greeter, accept_securely
+from weft.executors.secure import Complaints, Greeter, accept_securely
 from weft.plan.plan import Plan
 from weft.plan.wiring import Network, Tcp
 
@@ -78,6 +78,7 @@ class RayExecutor(RankExecutor):
         self._runs: list[Any] = []
         self._attached: dict[int, AttachedRank] = {}
         self._came: SimpleQueue[AttachedRank] = SimpleQueue()
+        self._complaints = Complaints()
         self._node_names: list[str] = []
         self._stacks = threading.Lock()  # guards the next
         self._stacks_asked = False
@@ -228,7 +229,8 @@ class RayExecutor(RankExecutor):
             attached = self._attach(secured)
             return lambda: self._came.put(attached)
         except (NotWeftError, WrongKeyError, CertificateError, FrameError, OSError) as error:
-            log.warning("a connection from %s is refused: %s", peer, str(error) or "it has another cluster key")
+            if self._complaints.is_due(peer):
+                log.warning("a connection from %s is refused: %s", peer, str(error) or "it has another cluster key")
         secured.close()
         connection.close()
         return None
@@ -279,6 +281,7 @@ class RayExecutor(RankExecutor):
         except FrameError as error:
             self._fail(Cause(rank=rank, phase=self._phases[rank], code=error.code, cause=str(error)))
         if not attached.ended:
+            self._expect_cause()  # Ray may take seconds to say it
             self._fail(Cause(rank=rank, phase=self._phases[rank], code="actor-died", cause=self._death(rank)))
 
     def _with_node(self, rank: int, message: FromRank) -> FromRank:

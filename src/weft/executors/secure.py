@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -21,6 +22,8 @@ from weft.executors.tls import start_tls
 
 FIRST_BYTE = b"\x16"  # of a TLS connection: a record of its handshake
 MOST_GREETED = 64  # connections that prove their key at the same time
+QUIET_S = 10.0  # between two lines about refused connections from one address
+MOST_PEERS = 1024  # addresses that are remembered for that
 AGAIN_S = 0.1  # after a connection that could not be accepted
 
 
@@ -75,6 +78,28 @@ def _secure(
         pump.finish()  # the other side learns of a wrong key
         raise
     return pump.outer
+
+
+class Complaints:
+    """Choice of the refused connections that are logged: one of each address in QUIET_S seconds.
+
+    Otherwise a stranger could fill the disk with lines about connections that cost nothing.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards the next
+        self._said_s: dict[str, float] = {}
+
+    def is_due(self, peer: str) -> bool:
+        """Return True if a line about this address shall be logged now."""
+        now = time.monotonic()
+        with self._lock:
+            if now - self._said_s.get(peer, -QUIET_S) < QUIET_S:
+                return False
+            if len(self._said_s) >= MOST_PEERS:
+                self._said_s.clear()
+            self._said_s[peer] = now
+            return True
 
 
 Greet = Callable[[socket.socket, str], Callable[[], object] | None]

@@ -14,7 +14,6 @@ import re
 import selectors
 import socket
 import ssl
-import stat
 import tempfile
 import threading
 import time
@@ -25,7 +24,7 @@ from pathlib import Path
 from weft.errors import ConfigError, error_reason
 from weft.executors.beats import keep_alive
 from weft.executors.forks import open_sockets
-from weft.executors.keys import WANTS_NO_TLS, CertificateError
+from weft.executors.keys import WANTS_NO_TLS, CertificateError, read_private
 
 MAKE = "weft cluster cert makes new ones"
 PIECE_BYTES = 1 << 16
@@ -40,25 +39,20 @@ ALERTS = {"CERTIFICATE_EXPIRED": f"has expired: {MAKE}", "UNKNOWN_CA": "is of an
 def load_certificate(file: str | None) -> str:
     """Text of a node's bundle in PEM: its private key, its certificate, and the authority's. "" without a file.
 
-    Raises ConfigError if it cannot be read or used, has expired, or others may read it.
+    Raises ConfigError if it cannot be read or used, has expired, or if others may read or own it.
     """
     if file is None:
         return ""
     path = Path(file).expanduser()
     try:
-        mode = stat.S_IMODE(path.stat().st_mode)
-        text = path.read_text("ascii")
+        text, fault = read_private(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"cannot read the cluster certificate {path}: {error_reason(error)}; {MAKE}",
             code="cannot-read-cluster-certificate",
         ) from None
-    if mode & 0o077:
-        raise ConfigError(
-            f"others than its owner may read or write {path} (mode {mode:04o}), which has a private key; chmod 600 "
-            f"{path}",
-            code="open-cluster-certificate",
-        )
+    if fault:
+        raise ConfigError(f"{fault}; it has a private key", code="open-cluster-certificate")
     if fault := bundle_fault(text):
         raise ConfigError(f"the cluster certificate {path} {fault}", code="bad-cluster-certificate")
     return text

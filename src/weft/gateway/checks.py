@@ -181,6 +181,9 @@ class Watch:
                 self._replicas[name] = self._fleet.add(upstream)
                 log.info("upstream %s is added", name)
 
+    def close(self) -> None:
+        """Close the connections of its own, if it has some."""
+
 
 class FileWatch(Watch):
     """Keeps the fleet as a file of upstreams says."""

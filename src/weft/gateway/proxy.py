@@ -122,6 +122,8 @@ class Proxy:
     def close(self) -> None:
         """Close the idle connections, the log and the ledger."""
         self.fleet.close()
+        if self.watch is not None:
+            self.watch.close()
         if self.accounts.ledger is not None:
             self.accounts.ledger.close()
         if self.access_log is not None:

@@ -65,6 +65,10 @@ class RayWatch(PollWatch):
         self._timeouts = timeouts
         self._seen_at: float | None = None  # when there was a proxy, by the fleet's clock
 
+    def close(self) -> None:
+        """Close the connection to the dashboard."""
+        self._dashboard.close()
+
     async def _ask(self) -> list[UpstreamConfig]:
         attempt = Attempt(self._dashboard, counted=False)
         try:

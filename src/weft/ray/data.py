@@ -7,7 +7,7 @@ import inspect
 import os
 import threading
 from collections.abc import Coroutine, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from weft.serving.options import ServeOptions
 
 BLOCK_ROWS = 32  # that an engine gets together, and whose answers come together
 CALLS = 16  # blocks that an engine has at once
+CLOSE_S = 5.0  # for the end of an engine
 
 T = TypeVar("T")
 
@@ -102,12 +103,22 @@ class RowAnswerer:
 
     async def _open(self, config: EngineConfig, options: ServeOptions) -> None:
         opened = await asyncio.to_thread(open_for_service, config)
-        self._stack = AsyncExitStack()  # its process ends with the job, and the engine with the process
+        self._stack = AsyncExitStack()
         self._service = await self._stack.enter_async_context(run_service(config, options, opened))
         self._places = asyncio.Semaphore(min(self._service.capacity, self._service.plan.max_running + 1))
 
     def _run_on_loop(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def __del__(self) -> None:
+        """End the engine in order: Ray Data deletes this object when the job is done.
+
+        Otherwise Ray kills the engine's processes first, which would be logged as a death. Processes that are left end
+        with this one.
+        """
+        with suppress(Exception):
+            asyncio.run_coroutine_threadsafe(self._stack.aclose(), self._loop).result(CLOSE_S)
+            self._loop.call_soon_threadsafe(self._loop.stop)
 
     def __call__(self, rows: Any) -> dict[str, list[Any]]:
         """The answers to a table with `number` and `text`, as columns of Answered."""
