@@ -310,3 +310,36 @@ async def test_the_requests_of_ollama_run_and_ollama_rm(hub: Hub) -> None:
     assert (await http.get("/api/tags")).status_code == (await http.get("/api/ps")).status_code == 200
     assert (await http.request("DELETE", "/api/delete", json={"model": ADDRESS, "name": ADDRESS})).status_code == 200
     assert (await http.get("/api/version")).status_code == 200
+
+
+# `model`, `prompt`, `suffix`, `system`, `template` and `options` are sent even if they are empty; a duration is a text.
+LOAD: dict[str, Any] = {
+    "model": "tiny",
+    "prompt": "",
+    "suffix": "",
+    "system": "",
+    "template": "",
+    "options": None,
+}
+
+
+@pytest.mark.parametrize("keep_alive", [None, "5m0s", "0s", "-1"])
+async def test_the_requests_of_ollama_run_with_a_question_and_of_ollama_stop(keep_alive: str | None) -> None:
+    """The command loads the model, asks in a chat or at once, and unloads it with `keep_alive` 0."""
+    http = World().client
+    kept = {} if keep_alive is None else {"keep_alive": keep_alive}
+    assert (await http.head("/")).status_code == 200
+    shown = await http.post(
+        "/api/show", json={"model": "tiny", "system": "", "template": "", "verbose": False, "options": None}
+    )
+    assert shown.status_code == 200 and "completion" in shown.json()["capabilities"]
+    loaded = await http.post("/api/generate", json={**LOAD, **kept})
+    reason = "unload" if keep_alive == "0s" else "load"
+    assert [(row["done"], row["done_reason"]) for row in map(json.loads, loaded.text.splitlines())] == [(True, reason)]
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "options": {}, **kept}
+    once = {**LOAD, "prompt": "hi", "options": {}, **kept}
+    for path, body in (("/api/chat", chat), ("/api/chat", {**chat, "format": ""}), ("/api/generate", once)):
+        rows = [json.loads(line) for line in (await http.post(path, json=body)).text.splitlines()]
+        assert "".join(row["message"]["content"] if "chat" in path else row["response"] for row in rows) == "hello"
+        assert rows[-1]["done_reason"] == "stop" and rows[-1]["eval_count"] == 6
+    assert (await http.get("/api/ps")).json()["models"][0]["name"] == "tiny:latest"
