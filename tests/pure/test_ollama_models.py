@@ -15,7 +15,9 @@ import ollama
 import pytest
 from huggingface_hub import constants
 
+from tests.pure.gateways import gateway
 from tests.pure.hubs import Fault, Hub, running_hub
+from tests.pure.servers import weft_server
 from tests.pure.worlds import Wire, World
 from weft import __version__
 from weft.formats import demo, local_models
@@ -189,6 +191,24 @@ async def test_a_model_is_removed(hub: Hub) -> None:
     with pytest.raises(ollama.ResponseError) as caught:
         await client(world).delete(ADDRESS)
     assert caught.value.status_code == 404
+
+
+async def test_a_gateway_fetches_and_removes_models_that_nobody_serves_yet(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They go to one server, always the same, with the gateway's key for it."""
+    monkeypatch.setenv("FIRST_KEY", "secret")
+    async with weft_server(World(admin_key="secret")) as first, weft_server(World(admin_key="other")) as second:
+        upstreams = [{"url": first.url, "key_env": "FIRST_KEY"}, {"url": second.url}]
+        async with gateway(upstreams=upstreams, admin_key="boss") as live:
+            host = str(live.client.base_url)
+            for _ in range(2):
+                api = ollama.AsyncClient(host=host, headers={"x-api-key": "boss"})
+                assert (await api.pull(ADDRESS)).status == "success"
+                await api.delete(ADDRESS)
+                with pytest.raises(ollama.ResponseError, match="not found"):
+                    await api.delete(ADDRESS)
+                await api.close()
 
 
 async def test_the_served_model_is_not_removed(hub: Hub) -> None:
