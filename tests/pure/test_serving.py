@@ -269,3 +269,11 @@ async def test_the_first_grammar_keeps_the_event_loop_free(monkeypatch: pytest.M
         assert (await world.complete(structured_outputs={"choice": ["yes", "no"]})).status_code == 200
     assert len(builders) == 1 and builders[0] is not threading.main_thread()
     assert len(world.engine.requests) == 4
+
+
+@pytest.mark.parametrize(
+    "fields", [{"model": ""}, {"model": None}, {"top_logprobs": 0}, {"logprobs": False, "top_logprobs": 0}]
+)
+async def test_fields_that_ask_for_nothing(fields: dict[str, Any]) -> None:
+    answer = (await World().chat(**fields)).json()
+    assert (answer["model"], answer["choices"][0]["message"]["content"]) == ("tiny", "hello")

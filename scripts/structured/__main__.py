@@ -1,0 +1,95 @@
+"""`scripts/bench structured`: the cost of constrained answers on the demo, and whether all of them are valid.
+
+32 requests with as many tokens each, free and constrained in turns, in tokens per second; and 100 answers to a schema
+with bounded fields at temperatures from 0 to 1. `--xgrammar PYTHON FOLDER` also compares the library with xgrammar:
+PYTHON has both and transformers, FOLDER the demo's tokenizer (`scripts/bench peers` makes both kinds of environment).
+Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jsonschema
+
+from scripts.structured.schemas import MANY, SMALL
+from weft import LLM, SamplingParams
+
+ROWS, TOKENS = 32, 64
+ANSWERS, ANSWER_TOKENS = 100, 200
+PROMPT = "Write about person number {} of the village, with a name, an age and some tags, as JSON."
+
+
+def prompts(number: int, round: int) -> list[str]:
+    """Prompts that no earlier round had: the prefix cache helps none of them."""
+    return [f"{round}. " + PROMPT.format(1000 * round + row) for row in range(number)]
+
+
+def tokens_per_s(llm: LLM, round: int, constrained: bool) -> float:
+    """Output tokens per second of one run."""
+    wanted: dict[str, Any] = {"structured_outputs": {"json": MANY}} if constrained else {"ignore_eos": True}
+    params = [SamplingParams(max_tokens=TOKENS, temperature=0.8, seed=row, **wanted) for row in range(ROWS)]
+    began = time.perf_counter()
+    outputs = llm.generate(prompts(ROWS, round), params, use_tqdm=False)
+    seconds = time.perf_counter() - began
+    made = [len(output.outputs[0].token_ids) for output in outputs]
+    assert made == [TOKENS] * ROWS, made
+    return sum(made) / seconds
+
+
+def count_valid(llm: LLM) -> int:
+    """Number of valid answers of ANSWERS, at temperatures from 0 to 1."""
+    params = [
+        SamplingParams(
+            max_tokens=ANSWER_TOKENS, temperature=row / (ANSWERS - 1), seed=row, structured_outputs={"json": SMALL}
+        )
+        for row in range(ANSWERS)
+    ]
+    valid = 0
+    for output in llm.generate(prompts(ANSWERS, 0), params, use_tqdm=False):
+        answer = output.outputs[0]
+        try:
+            jsonschema.validate(json.loads(answer.text), SMALL)
+            valid += answer.finish_reason == "stop"
+        except (ValueError, jsonschema.ValidationError):
+            print(f"not valid: {answer.text!r}, {answer.finish_reason}")
+    return valid
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--xgrammar", nargs=2, metavar=("PYTHON", "FOLDER"))
+    given = parser.parse_args()
+    report: dict[str, Any] = {}
+    with LLM("demo", max_model_len=512, max_num_seqs=ROWS, kv_cache_memory_bytes=2**29) as llm:
+        report |= {"answers": ANSWERS, "valid": count_valid(llm)}
+        for constrained in (False, True):  # what is computed once
+            tokens_per_s(llm, 1, constrained)
+        runs = [
+            tuple(tokens_per_s(llm, 2 + 2 * round + constrained, constrained) for constrained in (False, True))
+            for round in range(given.rounds)
+        ]
+    free, constrained = ([round(run[at], 1) for run in runs] for at in (0, 1))
+    report |= {
+        "rows": ROWS,
+        "free_tokens_per_s": free,
+        "constrained_tokens_per_s": constrained,
+        "ratio": round(median(constrained) / median(free), 3),
+        "ratio_of_pairs": round(median(one / other for other, one in runs), 3),
+    }
+    if given.xgrammar:
+        python, folder = given.xgrammar
+        compare = Path(__file__).with_name("libraries.py")
+        report["libraries"] = json.loads(subprocess.check_output([python, str(compare), folder], text=True))
+    print(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
