@@ -40,8 +40,9 @@ BOUNDED = {
         "share": {"type": "number", "minimum": 0, "maximum": 1},
         "exact": {"type": "boolean"},
         "unit": {"const": "m"},
+        "form": {"enum": [{"a": [1, "x"], "b": {}}, ["y", None]]},
     },
-    "required": ["kind", "code", "short", "level", "place", "tags", "near", "unit"],
+    "required": ["kind", "code", "short", "level", "place", "tags", "near", "unit", "form"],
     "additionalProperties": False,
     "$defs": {
         "place": {
@@ -58,7 +59,7 @@ END = "<end of the answer>"
 # Ends of texts, values and calls.
 CLOSINGS = ["\n</parameter>\n", "</arg_value>", "<escape>", '<|"|>', "<|end|>", *"\"'}])"]
 MOST = 3000  # tokens of an answer
-WALKS = 4
+WALKS = 2
 
 
 class Vocabulary(NamedTuple):

@@ -16,8 +16,8 @@ from weft.serving.parsers.rules import ANYTHING, Rules, escaped, is_token, json_
 from weft.serving.parsers.schemas import TYPES, resolve
 from weft.structured.grammar import quoted, regex
 
-MOST_CHOICES = 512  # values of an enum that become alternatives of a grammar
 LOOKING = re.compile(r"\(\?[^:]")  # a group that is no plain one: a look ahead or back
+_COMMA = ' "," '  # Lark between two parts
 Argument = Callable[[str, Any], str]  # Lark of an argument by its key and its schema
 
 
@@ -87,13 +87,13 @@ def is_text(schema: Any) -> bool:
 
 
 def choices_of(schema: Any) -> list[Any] | None:
-    """The values that a schema lists; None if it lists none, or too many."""
+    """The values that a schema lists; None if it lists none."""
     if not isinstance(schema, Mapping):
         return None
     if "const" in schema:
         return [schema["const"]]
     values = schema.get("enum")
-    return values if isinstance(values, list) and 0 < len(values) <= MOST_CHOICES else None
+    return values if isinstance(values, list) and values else None
 
 
 def _text(rules: Rules, schema: Any, closing: str) -> str:
@@ -241,6 +241,11 @@ class GemmaValues:
         if isinstance(value, str):
             mark = self._rules.mark(self._quote)
             return f"{mark} {quoted(value)} {mark}" if value else f"{mark} {mark}"
+        if isinstance(value, dict):
+            members = (f"{quoted(f'{key}:')} {self._literal(item)}" for key, item in value.items())
+            return f'("{{" {_COMMA.join(members)} "}}")'
+        if isinstance(value, list):
+            return f'("[" {_COMMA.join(map(self._literal, value))} "]")'
         return quoted(_dumped(value))
 
     def _any_object(self) -> str:
