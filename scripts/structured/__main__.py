@@ -1,4 +1,4 @@
-"""`scripts/bench structured`: the cost of constrained answers on the demo, and whether all of them are valid.
+"""`scripts/bench structured`: the cost of constrained answers, and whether all of them are valid.
 
 32 requests with as many tokens each, free and constrained in turns, in tokens per second; and 100 answers to a schema
 with bounded fields at temperatures from 0 to 1. `--xgrammar PYTHON FOLDER` also compares the library with xgrammar:
@@ -64,11 +64,12 @@ def count_valid(llm: LLM) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="demo")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--xgrammar", nargs=2, metavar=("PYTHON", "FOLDER"))
     given = parser.parse_args()
     report: dict[str, Any] = {}
-    with LLM("demo", max_model_len=512, max_num_seqs=ROWS, kv_cache_memory_bytes=2**29) as llm:
+    with LLM(given.model, max_model_len=512, max_num_seqs=ROWS, kv_cache_memory_bytes=2**29) as llm:
         report |= {"answers": ANSWERS, "valid": count_valid(llm)}
         for constrained in (False, True):  # what is computed once
             tokens_per_s(llm, 1, constrained)
