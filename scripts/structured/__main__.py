@@ -1,8 +1,9 @@
 """`scripts/bench structured`: the cost of constrained answers, and whether all of them are valid.
 
-32 requests with as many tokens each, free and constrained in turns, in tokens per second; and 100 answers to a schema
-with bounded fields at temperatures from 0 to 1. `--xgrammar PYTHON FOLDER` also compares the library with xgrammar:
-PYTHON has both and transformers, FOLDER the demo's tokenizer (`scripts/bench peers` makes both kinds of environment).
+32 requests with as many tokens each, in turns: free, and constrained to lists of objects with tight and with wide bounds
+of their texts; in tokens per second. 100 answers to a schema with bounded fields, at temperatures from 0 to 1. `--xgrammar
+PYTHON FOLDER` also compares the library with xgrammar: PYTHON has both and transformers, FOLDER the demo's tokenizer
+(`scripts/bench peers` makes both kinds of environment).
 Prints one JSON object.
 """
 
@@ -18,7 +19,7 @@ from typing import Any
 
 import jsonschema
 
-from scripts.structured.schemas import MANY, SMALL
+from scripts.structured.schemas import SMALL, WIDE, many
 from weft import LLM, SamplingParams
 
 ROWS, TOKENS = 32, 64
@@ -31,9 +32,15 @@ def prompts(number: int, round: int) -> list[str]:
     return [f"{round}. " + PROMPT.format(1000 * round + row) for row in range(number)]
 
 
-def tokens_per_s(llm: LLM, round: int, constrained: bool) -> float:
+KINDS: dict[str, dict[str, Any]] = {
+    "free": {"ignore_eos": True},
+    "tight": {"structured_outputs": {"json": many(SMALL)}},
+    "wide": {"structured_outputs": {"json": many(WIDE)}},
+}
+
+
+def tokens_per_s(llm: LLM, round: int, wanted: dict[str, Any]) -> float:
     """Output tokens per second of one run."""
-    wanted: dict[str, Any] = {"structured_outputs": {"json": MANY}} if constrained else {"ignore_eos": True}
     params = [SamplingParams(max_tokens=TOKENS, temperature=0.8, seed=row, **wanted) for row in range(ROWS)]
     began = time.perf_counter()
     outputs = llm.generate(prompts(ROWS, round), params, use_tqdm=False)
@@ -71,20 +78,20 @@ def main() -> None:
     report: dict[str, Any] = {}
     with LLM(given.model, max_model_len=512, max_num_seqs=ROWS, kv_cache_memory_bytes=2**29) as llm:
         report |= {"answers": ANSWERS, "valid": count_valid(llm)}
-        for constrained in (False, True):  # what is computed once
-            tokens_per_s(llm, 1, constrained)
+        for number, wanted in enumerate(KINDS.values(), start=1):
+            tokens_per_s(llm, number, wanted)  # with what is computed once
         runs = [
-            tuple(tokens_per_s(llm, 2 + 2 * round + constrained, constrained) for constrained in (False, True))
+            {
+                name: tokens_per_s(llm, len(KINDS) * (round + 1) + number, wanted)
+                for number, (name, wanted) in enumerate(KINDS.items(), start=1)
+            }
             for round in range(given.rounds)
         ]
-    free, constrained = ([round(run[at], 1) for run in runs] for at in (0, 1))
-    report |= {
-        "rows": ROWS,
-        "free_tokens_per_s": free,
-        "constrained_tokens_per_s": constrained,
-        "ratio": round(median(constrained) / median(free), 3),
-        "ratio_of_pairs": round(median(one / other for other, one in runs), 3),
-    }
+    report["rows"] = ROWS
+    for name in KINDS:
+        report[f"{name}_tokens_per_s"] = [round(run[name], 1) for run in runs]
+    for name in list(KINDS)[1:]:
+        report[f"{name}_ratio"] = round(median(run[name] / run["free"] for run in runs), 3)
     if given.xgrammar:
         python, folder = given.xgrammar
         compare = Path(__file__).with_name("libraries.py")

@@ -16,8 +16,22 @@ SMALL: dict[str, Any] = {
     "required": ["name", "age", "tags", "ok"],
     "additionalProperties": False,
 }
-# So long that no answer ends before its limit of tokens.
-MANY: dict[str, Any] = {"type": "array", "items": SMALL, "minItems": 40, "maxItems": 60}
+# The same with bounds that few texts come near to.
+WIDE: dict[str, Any] = {
+    **SMALL,
+    "properties": {
+        **SMALL["properties"],
+        "name": {"type": "string", "maxLength": 80},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 60}, "minItems": 1, "maxItems": 3},
+    },
+}
+
+
+def many(schema: dict[str, Any]) -> dict[str, Any]:
+    """A list that is so long that no answer ends before its limit of tokens."""
+    return {"type": "array", "items": schema, "minItems": 40, "maxItems": 60}
+
+
 FORMS = [
     {"type": "string", "maxLength": 20},
     {"type": "integer", "minimum": -1000, "maximum": 1000},
