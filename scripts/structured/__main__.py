@@ -1,9 +1,9 @@
 """`scripts/bench structured`: the cost of constrained answers, and whether all of them are valid.
 
-32 requests with as many tokens each, in turns: free, and constrained to lists of objects with tight and with wide bounds
-of their texts; in tokens per second. 100 answers to a schema with bounded fields, at temperatures from 0 to 1. `--xgrammar
-PYTHON FOLDER` also compares the library with xgrammar: PYTHON has both and transformers, FOLDER the demo's tokenizer
-(`scripts/bench peers` makes both kinds of environment).
+32 requests with as many tokens each, in turns: free, and constrained to lists of objects with tight and with wide
+bounds of their texts; in tokens per second. 100 answers to a schema with bounded fields, at temperatures from 0 to 1.
+`--xgrammar PYTHON FOLDER` also compares the library with xgrammar: PYTHON has both and transformers, FOLDER the demo's
+tokenizer (`scripts/bench peers` makes both kinds of environment).
 Prints one JSON object.
 """
 

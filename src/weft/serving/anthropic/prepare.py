@@ -10,14 +10,14 @@ import msgspec
 
 from weft.errors import RequestError
 from weft.serving.anthropic.types import (
+    AnthropicMessage,
+    AnthropicTool,
     Block,
     CountRequest,
-    Message,
     MessagesRequest,
     OutputConfig,
     OutputFormat,
     Thinking,
-    Tool,
     ToolChoice,
 )
 from weft.serving.chat_prompt import PreparedChat, count_prompt, prepare_chat
@@ -101,7 +101,7 @@ def _set_output(common: ChatRequest, effort: str | None, wanted: OutputFormat | 
         common.response_format = {"type": wanted.type, "json_schema": {"name": "output", "schema": wanted.schema}}
 
 
-def _messages(message: Message, place: str) -> Iterable[dict[str, Any]]:
+def _messages(message: AnthropicMessage, place: str) -> Iterable[dict[str, Any]]:
     """A message as all chats have it: tool results are messages of their own."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
@@ -175,7 +175,7 @@ def _block_text(block: Block, place: str) -> str:
     return block.text
 
 
-def _tool(tool: Tool, place: str) -> dict[str, Any]:
+def _tool(tool: AnthropicTool, place: str) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         raise RequestError(
             f"{place} is of type {tool.type!r:.80}, which Anthropic's servers run; give tools with an input_schema",
