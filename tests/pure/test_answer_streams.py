@@ -146,13 +146,13 @@ def hear(family: str, case: Case, stream: Stream) -> tuple[Heard, str | None]:
     reader = ChoiceReader(0, prepared.new_parser(case.get("prompt", "")), prepared, AnswerIds())
     heard, reason = Heard(), None
     for text in collector.begun:
-        heard.add(reader.read(text, last=False))
+        heard.add(reader.read_text(text, last=False))
     (request,) = collector.requests
     for output in outputs(request.id, stream, request.stop_ids[0]):
         delta = collector.add(output, 0.0)
         assert (delta is None) == (reason is not None)
         if delta is not None:
-            heard.add(reader.read(delta.text, last=delta.finish_reason is not None))
+            heard.add(reader.read_text(delta.text, last=delta.finish_reason is not None))
             reason = reader.finish_reason(delta.finish_reason)
     whole = reader.choice
     calls = [[call.name, call.arguments] for call in whole.tool_calls]

@@ -31,27 +31,18 @@ def harmony(reader: Reader, tools: ToolSchemas) -> Steps[None]:
         recipient = RECIPIENT.search(header)
         if recipient is not None and recipient[1] not in ("assistant", "user"):
             reader.begin_call(recipient[1])
-<<<<<<< HEAD
-            say = reader.arguments
+            emit = reader.arguments
             if (yield from reader.peek(1)) == "{":  # whose texts may have marks in them
                 yield from read_value(reader, reader.arguments)
-                say = _leave_out
-=======
-            emit = reader.arguments
->>>>>>> main
+                emit = _leave_out
         elif channel is not None and channel[0] == "analysis":
             emit = reader.reasoning
         else:
             if content:
                 reader.content("\n")
-<<<<<<< HEAD
-            content, say = True, reader.content
-        yield from reader.until((*ENDS, START), say)
+            content, emit = True, reader.content
+        yield from reader.until((*ENDS, START), emit)
 
 
 def _leave_out(text: str) -> None:
-    """Say nothing of what stands behind the arguments of a call."""
-=======
-            content, emit = True, reader.content
-        yield from reader.until((*ENDS, START), emit)
->>>>>>> main
+    """Emit nothing of what stands behind the arguments of a call."""

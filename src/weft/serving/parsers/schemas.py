@@ -13,19 +13,19 @@ MOST_REFERENCES = 16  # of a schema that is only a reference to another
 
 def resolve(schema: Any, root: Any) -> Any:
     """A schema without a reference to a definition of `root`; as it is if there is no such definition."""
-    found = schema
+    resolved = schema
     for _ in range(MOST_REFERENCES):
-        reference = found.get("$ref") if isinstance(found, Mapping) else None
+        reference = resolved.get("$ref") if isinstance(resolved, Mapping) else None
         if not isinstance(reference, str) or not reference.startswith("#/"):
-            return found
+            return resolved
         target = root
         for step in reference.removeprefix("#/").split("/"):
             name = step.replace("~1", "/").replace("~0", "~")
             target = target.get(name) if isinstance(target, Mapping) else None
         if not isinstance(target, Mapping):
-            return found
-        found = {**target, **{key: value for key, value in found.items() if key != "$ref"}}
-    return found
+            return resolved
+        resolved = {**target, **{key: value for key, value in resolved.items() if key != "$ref"}}
+    return resolved
 
 
 class ToolSchemas:

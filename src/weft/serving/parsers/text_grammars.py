@@ -46,10 +46,10 @@ def glm45(rules: Rules, name: str, schema: Any) -> str:
 
 def pythonic_call(rules: Rules, name: str, schema: Any) -> str:
     def argument(key: str, part: Any) -> str:
-        found = resolve(part, schema)
-        boolean = isinstance(found, Mapping) and found.get("type") == "boolean"
+        resolved = resolve(part, schema)
+        boolean = isinstance(resolved, Mapping) and resolved.get("type") == "boolean"
         value = '("True" | "False")' if boolean else _json(schema, part)
-        if is_text(found) and not found.keys() & BOUNDS:
+        if is_text(resolved) and not resolved.keys() & BOUNDS:
             value = f"({value} | /'([^'\\\\\\x00-\\x1f]|\\\\['\\\\])*'/)"
         return f"{quoted(key + '=')} {value}"
 
@@ -58,14 +58,14 @@ def pythonic_call(rules: Rules, name: str, schema: Any) -> str:
 
 def _plain_value(rules: Rules, root: Any, part: Any, closing: str) -> str:
     """Lark for a value as text up to `closing`, and that: a string without quotes, anything else as JSON."""
-    found = resolve(part, root)
+    resolved = resolve(part, root)
     end = _end(rules, closing)
-    choices = choices_of(found)
+    choices = choices_of(resolved)
     if choices is not None:
         texts = (value if isinstance(value, str) else _dumped(value) for value in choices)
         return f"({' | '.join(map(quoted, texts))}) {end}"
-    if is_text(found):
-        return _text(rules, found, closing)
+    if is_text(resolved):
+        return _text(rules, resolved, closing)
     return f"{_json(root, part)} {end}"
 
 
@@ -129,7 +129,7 @@ def _number(value: Any) -> int | None:
 
 
 def _pattern(schema: Mapping[str, Any]) -> list[str]:
-    """Expression of the texts in which a schema's pattern is found; none for one that the compiler does not know."""
+    """Expression of the texts in which a schema's pattern is resolved; none for one that the compiler does not know."""
     pattern = schema.get("pattern")
     if not isinstance(pattern, str) or LOOKING.search(pattern):
         return []
@@ -221,11 +221,11 @@ class GemmaValues:
 
     def _referred(self, reference: str, schema: Mapping[str, Any]) -> str:
         if reference not in self._named:
-            found = resolve(schema, self._root)
-            if not isinstance(found, Mapping) or "$ref" in found:
+            resolved = resolve(schema, self._root)
+            if not isinstance(resolved, Mapping) or "$ref" in resolved:
                 raise RequestError(f"unknown reference: {reference!r:.80}", param="tools", code="invalid-grammar")
             self._named[reference] = self._rules.reserve()
-            self._rules.fill(self._named[reference], self.value(found))
+            self._rules.fill(self._named[reference], self.value(resolved))
         return self._named[reference]
 
     def _array(self, schema: Mapping[str, Any]) -> str:
