@@ -1,6 +1,6 @@
 """Other people's clients and load generators against `weft serve demo`; each test needs its package, or is skipped.
 
-None of them is installed for tests: docs/apis.md says which versions have been run.
+LangChain's is installed for tests; docs/apis.md says which versions of the others have been run.
 """
 
 from __future__ import annotations

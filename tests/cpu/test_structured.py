@@ -68,14 +68,17 @@ def truth(model: str) -> list[tuple[list[int], str | None]]:
     [
         {"attention_backend": "torch"},
         {"tensor_parallel_size": 2},
+        {"tensor_split": (3, 1)},
         {"pipeline_parallel_size": 2},
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "async_scheduling": True},
+        {"data_parallel_size": 2},
         {"async_scheduling": True},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
         {"max_num_seqs": 3, "max_num_batched_tokens": 32},
         PREEMPTING,
         {"executor": "processes"},
     ],
-    ids=["torch", "tp2", "pp2", "ahead", "drafts", "waiting", "preemption", "processes"],
+    ids=["torch", "tp2", "tp 3:1", "pp2", "tp2 x pp2", "dp2", "ahead", "drafts", "waiting", "preemption", "processes"],
 )
 def test_every_layout_gives_the_same_valid_answers(
     model: str, truth: list[tuple[list[int], str | None]], how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -83,6 +86,42 @@ def test_every_layout_gives_the_same_valid_answers(
     if how == PREEMPTING:
         monkeypatch.setattr(kv, "GROWTH", 1)
     assert answers(model, **how) == truth
+
+
+MIXTURE = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The model with experts."""
+    path = tiny.write(tmp_path_factory.mktemp("mixture"))
+    (path / "config.json").write_text(json.dumps({**tiny.CONFIG, **MIXTURE}))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def mixed_truth(mixture: str) -> list[tuple[list[int], str | None]]:
+    return answers(mixture)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"tensor_parallel_size": 2},
+        {"data_parallel_size": 2},
+        {"data_parallel_size": 2, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    ],
+    ids=["ep2", "dp2 x ep2", "dp2 x ep2, drafts"],
+)
+def test_every_layout_of_experts_gives_the_same_valid_answers(
+    mixture: str, mixed_truth: list[tuple[list[int], str | None]], how: dict[str, Any]
+) -> None:
+    assert answers(mixture, enable_expert_parallel=True, **how) == mixed_truth
 
 
 def test_drafts_are_accepted_in_a_grammar(model: str, truth: list[tuple[list[int], str | None]]) -> None:

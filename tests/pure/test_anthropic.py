@@ -219,6 +219,9 @@ async def test_tokens_are_counted_as_the_prompt_has_them() -> None:
         {"tool_choice": {"type": "some"}},
         {"thinking": {"type": "maybe"}},
         {"output_config": {"effort": "huge"}},
+        {"output_format": {"type": "xml"}},
+        {"mcp_servers": [{"type": "url", "url": "https://a.example", "name": "a"}]},
+        {"container": "c"},
         {"stop_sequences": ["x"] * 65},
     ],
     ids=str,
@@ -229,6 +232,16 @@ async def test_refusals(fields: dict[str, Any]) -> None:
     body = answer.json()
     assert set(body) == {"type", "error"} and body["type"] == "error"
     assert set(body["error"]) == {"type", "message"} and body["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+async def test_a_schema_constrains_the_answer(earlier: bool) -> None:
+    world = World(FakeEngine(saying('{"a": 1}')))
+    wanted = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+    fields = {"output_format": wanted} if earlier else {"output_config": {"format": wanted}}
+    answer = await world.client.post("/v1/messages", json={**ASK, **fields, "mcp_servers": []})
+    assert answer.status_code == 200, answer.text
+    assert '"integer"' in world.engine.requests[0].grammar
 
 
 async def test_a_body_without_max_tokens_is_refused() -> None:

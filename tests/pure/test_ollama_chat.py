@@ -70,6 +70,10 @@ async def test_options() -> None:
     params = world.engine.requests[0].params
     assert (params.max_tokens, params.top_k, params.top_p, params.min_p, params.temperature) == (4, 5, 0.5, 0.1, 0.7)
     assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.1, 0.2, 0.3)
+    for unlimited in ({"num_predict": 0}, {"num_predict": -2}, {"num_predict": -1, "top_p": 0, "top_k": 0}):
+        answer = await client(world).chat("tiny", HI, options=unlimited)
+        assert answer.message.content == "hello" and answer.done_reason == "stop"
+    assert 0 < world.engine.requests[-1].params.top_p < 1e-3
     stopped = await client(world).chat("tiny", HI, options={"stop": ["l"], "num_predict": -1})
     assert (stopped.message.content, stopped.done_reason) == ("he", "stop")
 

@@ -15,7 +15,9 @@ import ollama
 import pytest
 from huggingface_hub import constants
 
+from tests.pure.gateways import gateway
 from tests.pure.hubs import Fault, Hub, running_hub
+from tests.pure.servers import weft_server
 from tests.pure.worlds import Wire, World
 from weft import __version__
 from weft.formats import demo, local_models
@@ -191,6 +193,24 @@ async def test_a_model_is_removed(hub: Hub) -> None:
     assert caught.value.status_code == 404
 
 
+async def test_a_gateway_fetches_and_removes_models_that_nobody_serves_yet(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They go to one server, always the same, with the gateway's key for it."""
+    monkeypatch.setenv("FIRST_KEY", "secret")
+    async with weft_server(World(admin_key="secret")) as first, weft_server(World(admin_key="other")) as second:
+        upstreams = [{"url": first.url, "key_env": "FIRST_KEY"}, {"url": second.url}]
+        async with gateway(upstreams=upstreams, admin_key="boss") as live:
+            host = str(live.client.base_url)
+            for _ in range(2):
+                api = ollama.AsyncClient(host=host, headers={"x-api-key": "boss"})
+                assert (await api.pull(ADDRESS)).status == "success"
+                await api.delete(ADDRESS)
+                with pytest.raises(ollama.ResponseError, match="not found"):
+                    await api.delete(ADDRESS)
+                await api.close()
+
+
 async def test_the_served_model_is_not_removed(hub: Hub) -> None:
     with pytest.raises(ollama.ResponseError, match="served") as caught:
         await client(World()).delete("tiny")
@@ -310,3 +330,36 @@ async def test_the_requests_of_ollama_run_and_ollama_rm(hub: Hub) -> None:
     assert (await http.get("/api/tags")).status_code == (await http.get("/api/ps")).status_code == 200
     assert (await http.request("DELETE", "/api/delete", json={"model": ADDRESS, "name": ADDRESS})).status_code == 200
     assert (await http.get("/api/version")).status_code == 200
+
+
+# `model`, `prompt`, `suffix`, `system`, `template` and `options` are sent even if they are empty; a duration is a text.
+LOAD: dict[str, Any] = {
+    "model": "tiny",
+    "prompt": "",
+    "suffix": "",
+    "system": "",
+    "template": "",
+    "options": None,
+}
+
+
+@pytest.mark.parametrize("keep_alive", [None, "5m0s", "0s", "-1"])
+async def test_the_requests_of_ollama_run_with_a_question_and_of_ollama_stop(keep_alive: str | None) -> None:
+    """The command loads the model, asks in a chat or at once, and unloads it with `keep_alive` 0."""
+    http = World().client
+    kept = {} if keep_alive is None else {"keep_alive": keep_alive}
+    assert (await http.head("/")).status_code == 200
+    shown = await http.post(
+        "/api/show", json={"model": "tiny", "system": "", "template": "", "verbose": False, "options": None}
+    )
+    assert shown.status_code == 200 and "completion" in shown.json()["capabilities"]
+    loaded = await http.post("/api/generate", json={**LOAD, **kept})
+    reason = "unload" if keep_alive == "0s" else "load"
+    assert [(row["done"], row["done_reason"]) for row in map(json.loads, loaded.text.splitlines())] == [(True, reason)]
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "options": {}, **kept}
+    once = {**LOAD, "prompt": "hi", "options": {}, **kept}
+    for path, body in (("/api/chat", chat), ("/api/chat", {**chat, "format": ""}), ("/api/generate", once)):
+        rows = [json.loads(line) for line in (await http.post(path, json=body)).text.splitlines()]
+        assert "".join(row["message"]["content"] if "chat" in path else row["response"] for row in rows) == "hello"
+        assert rows[-1]["done_reason"] == "stop" and rows[-1]["eval_count"] == 6
+    assert (await http.get("/api/ps")).json()["models"][0]["name"] == "tiny:latest"

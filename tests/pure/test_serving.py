@@ -269,3 +269,28 @@ async def test_the_first_grammar_keeps_the_event_loop_free(monkeypatch: pytest.M
         assert (await world.complete(structured_outputs={"choice": ["yes", "no"]})).status_code == 200
     assert len(builders) == 1 and builders[0] is not threading.main_thread()
     assert len(world.engine.requests) == 4
+
+
+@pytest.mark.parametrize(
+    "fields", [{"model": ""}, {"model": None}, {"top_logprobs": 0}, {"logprobs": False, "top_logprobs": 0}]
+)
+async def test_fields_that_ask_for_nothing(fields: dict[str, Any]) -> None:
+    answer = (await World().chat(**fields)).json()
+    assert (answer["model"], answer["choices"][0]["message"]["content"]) == ("tiny", "hello")
+
+
+@pytest.mark.parametrize("text", ["hello", 'a "q" \\ \n\u0001 \u2028 é 😀 </script>'], ids=ascii)
+async def test_events_that_are_made_in_the_shorter_way_are_the_same(text: str) -> None:
+    """Token ids are asked for, and taken out again: such events are made one by one."""
+    made = []
+    for ids in (False, True):
+        seen = events(await World(FakeEngine(saying(text))).chat(stream=True, n=2, return_token_ids=ids))
+        for event in seen:
+            event.pop("prompt_token_ids", None)
+            for choice in event["choices"]:
+                choice.pop("token_ids", None)
+            event |= {"id": "", "created": 0}
+        # With ids, a token of which no text is final yet has an event too.
+        made.append([event for event in seen if event["choices"][0]["delta"] != {"content": ""}])
+    assert made[0] == made[1] and len(made[0]) > 4
+    assert all(list(event) == list(made[1][0]) for event in made[0])

@@ -14,7 +14,7 @@ from weft.gateway.exchange import OWNER_HEADER, ClientGoneError, Exchange, clien
 from weft.gateway.fleet import Fleet
 from weft.gateway.marked import MarkedAnswer
 from weft.gateway.metrics import GatewayMetrics
-from weft.gateway.paths import KEPT
+from weft.gateway.paths import ON_DISK
 from weft.gateway.replica import Attempt, Replica
 from weft.gateway.upstream import ResponseHead, UpstreamError
 from weft.serving.errors import HttpError
@@ -74,7 +74,7 @@ class Dispatcher:
 
     def _choose_candidate(self, exchange: Exchange, candidates: list[Replica]) -> Replica:
         """The policy's choice; for what replicas keep on their disks, always the same one."""
-        if exchange.scope["path"].startswith(KEPT):
+        if exchange.scope["path"].startswith(ON_DISK):
             return min(candidates, key=lambda replica: replica.name)
         return self.fleet.choose_replica(exchange.fingerprint, candidates)
 

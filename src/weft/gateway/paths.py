@@ -50,6 +50,10 @@ BATCHES = "/v1/batches"
 KEPT = ("/v1/files", BATCHES)
 KEPT_PATH = re.compile(r"/v1/(?:files|batches)(?:/[A-Za-z0-9_-]+(?:/content|/cancel)?)?")
 
+# Ollama's paths about models on an upstream's disk, which it need not serve.
+DISK = (*(f"/api/{name}" for name in ("pull", "delete", "create", "copy", "push")), "/api/blobs/")
+ON_DISK = (*KEPT, *DISK)  # to one upstream, always the same
+
 WITH_FORMS = frozenset(("/v1/audio/transcriptions", "/v1/audio/translations"))  # bodies with files, not JSON
 
 

@@ -28,7 +28,7 @@ from weft.gateway.fingerprint import RoutedFields, fingerprint, model_of, read_f
 from weft.gateway.fleet import Fleet, unknown_model
 from weft.gateway.keys import Keys
 from weft.gateway.metrics import GatewayMetrics
-from weft.gateway.paths import BATCHES, PUBLIC, WITH_FORMS, is_kept, is_public
+from weft.gateway.paths import BATCHES, DISK, PUBLIC, WITH_FORMS, is_kept, is_public
 from weft.gateway.replica import Attempt
 from weft.gateway.upstream import ResponseHead, UpstreamError
 from weft.serving.errors import WHOLE, HttpError, error_response
@@ -184,7 +184,12 @@ class Proxy:
         return read_object(body) if body or path in COUNTED else RoutedFields()
 
     def _model_of(self, fields: RoutedFields, path: str) -> str:
-        """The model that a request asks for; in Ollama's API, NAME and NAME:latest are the same."""
+        """The model that a request asks for; in Ollama's API, NAME and NAME:latest are the same.
+
+        Empty for one about files of models.
+        """
+        if path.startswith(DISK):
+            return ""
         model = model_of(fields)
         if not path.startswith("/api/"):
             return model

@@ -8,13 +8,11 @@ from typing import Any
 from weft.core.params import StructuredOutputsParams
 from weft.serving.parsers import harmony
 from weft.serving.parsers.choose import AnswerFormat
-from weft.serving.parsers.grammars import Mark, Rules
 from weft.serving.parsers.reasoning import THINK, THINK_END, Begin
+from weft.serving.parsers.rules import Mark, Rules, is_token
 from weft.serving.tools import ToolUse
 from weft.structured.grammar import BODY, body_of, grammar_text, quoted
 from weft.text.tokenizer import Tokenizer
-
-ANYTHING = "/(?s:.*)/"
 
 
 def answer_grammar(
@@ -72,14 +70,12 @@ def _before(rules: Rules, answer_format: AnswerFormat, begin: Begin) -> str:
     """The reasoning before the answer, as far as there may be some."""
     mark = rules.mark
     if answer_format.harmony:
-        channel, message, end, start = map(mark, (harmony.CHANNEL, harmony.MESSAGE, harmony.END, harmony.START))
-        return f'({channel} "analysis" {message} {ANYTHING} {end} {start} "assistant")?'
+        channel, message, start = map(mark, (harmony.CHANNEL, harmony.MESSAGE, harmony.START))
+        return f'({channel} "analysis" {message} {rules.text_until(harmony.END)} {start} "assistant")?'
     if begin is Begin.NONE:
         return ""
-    end = mark(THINK_END)
-    if end.startswith("<["):
-        inside = f"{ANYTHING} {end}"
-    else:
-        inside = rules.add("/(?s:.*)<\\/think>/", "[lazy]")
+    inside = rules.text_until(THINK_END)
+    if begin is Begin.INSIDE and is_token(mark(THINK)):  # a model that always reasons may say so
+        inside = f"({mark(THINK)})? {inside}"
     rest = f"{inside} /\\n{{0,2}}/"
     return rest if begin is Begin.INSIDE else f"({mark(THINK)} {rest})?"

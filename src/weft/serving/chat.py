@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 
+import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
@@ -30,6 +31,9 @@ from weft.serving.openai_types import (
     Usage,
 )
 from weft.serving.service import Service
+from weft.serving.sse import encode_event
+
+MARK = "\ue000text\ue001"  # in the place of a text, in an event that is made once
 
 
 async def chat(request: Request) -> Response:
@@ -58,6 +62,9 @@ class ChatStream(OpenAIStream[ChatChunkChoice]):
         self._sends_ids = bool(body.return_token_ids)
         self._sends_prompt_ids = self._sends_ids and body.continue_token_ids is None
         self._top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        # True if the answer's text is its content, and nothing comes with it.
+        self._plain = not (answers.prepared.parsed or self._sends_ids) and self._top_logprobs is None
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}  # by choice: the bytes of an event around its text
         self._unsent_roles = [
             ChatChunkChoice(index=choice.index, delta=ChatDelta(role=self._role, content=""))
             for choice in (answers.whole() if self._streaming and not answers.continued else [])
@@ -115,6 +122,17 @@ class ChatStream(OpenAIStream[ChatChunkChoice]):
                 )
             )
         return choices
+
+    def _text_event(self, number: int, delta: Delta) -> bytes | None:
+        if not self._plain or not delta.text or delta.finish_reason is not None or self._unsent_roles:
+            return None
+        self._answers.add_text(delta)
+        around = self._around_text.get(delta.index)
+        if around is None:
+            choice = ChatChunkChoice(index=delta.index, delta=ChatDelta(content=MARK))
+            before, _, after = encode_event(self._chunk([choice], None)).partition(msgspec.json.encode(MARK))
+            around = self._around_text[delta.index] = before, after
+        return around[0] + msgspec.json.encode(delta.text) + around[1]
 
     def _delta(self, delta: AnswerDelta) -> ChatDelta:
         made = ChatDelta()

@@ -217,6 +217,10 @@ class ChatAnswers:
             content, reasoning, calls = reader.read_text(text, last=False)
             yield AnswerDelta(0, content, reasoning, calls, token_ids=[token])
 
+    def add_text(self, delta: Delta) -> None:
+        """Add the text of the next delta of `stream`, in an answer that is not `PreparedChat.parsed`."""
+        self._choices[delta.index].choice.content += delta.text
+
     def read_delta(self, delta: Delta) -> AnswerDelta:
         """Read the next delta of `stream`, for a caller that iterates over that itself."""
         reader = self._choices[delta.index]

@@ -68,7 +68,7 @@ def prepare_chat(service: Service, body: ChatRequest, state: StreamState | None 
     fields = sampling_fields(body)
     if body.max_completion_tokens is not None:
         fields["max_tokens"] = body.max_completion_tokens
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise RequestError(
             "top_logprobs needs logprobs to be true", param="top_logprobs", code="top-logprobs-without-logprobs"
         )

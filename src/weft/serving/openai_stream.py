@@ -76,6 +76,10 @@ class OpenAIStream(ABC, Generic[ChunkChoice]):
     def _new_choices(self, number: int, delta: Delta) -> Sequence[ChunkChoice]:
         """Choices of the chunks, one each, that an output of prompt `number` makes."""
 
+    def _text_event(self, number: int, delta: Delta) -> bytes | None:
+        """Event of an output that is text and nothing else, made in a shorter way; None: as any other output."""
+        return None
+
     @abstractmethod
     def _chunk(self, choices: list[ChunkChoice], usage: Usage | None) -> Any: ...
 
@@ -98,6 +102,10 @@ class OpenAIStream(ABC, Generic[ChunkChoice]):
         for choice in self._opening_choices():
             yield encode(choice)
         async for number, delta in self._outputs():
+            event = None if usage_in_chunks else self._text_event(number, delta)
+            if event is not None:
+                yield event
+                continue
             for choice in self._new_choices(number, delta):
                 yield encode(choice)
         if self._options.include_usage:

@@ -60,6 +60,8 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "prompt_logprobs": (),
     "chat_template": (),
     "documents": ([],),
+    "mcp_servers": ([],),
+    "container": (),
 }
 ACCEPTED_FIELDS = frozenset((*IGNORED, *UNSUPPORTED))
 

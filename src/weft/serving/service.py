@@ -229,7 +229,7 @@ class Service:
 
     def resolve_model(self, model: str | None) -> str:
         """Name of the model for the response: the requested one, or the first. HttpError 404 for an unknown one."""
-        name = self.names[0] if model is None else model
+        name = model or self.names[0]
         visible = self.visible_names()
         if name in visible:
             return name

@@ -105,9 +105,10 @@ class MessageStream:
         return AnthropicAnswer(id=self._id, content=content, model=self._model, usage=self._usage())
 
     def _blocks(self, choice: AnswerChoice) -> Iterator[TextBlock | ThinkingBlock | ToolUseBlock]:
-        if choice.reasoning and self._shows_thinking:
+        thinking = bool(choice.reasoning) and self._shows_thinking
+        if thinking:
             yield ThinkingBlock(thinking=choice.reasoning)
-        if choice.content or not choice.tool_calls:
+        if choice.content or not (thinking or choice.tool_calls):
             yield TextBlock(text=choice.content)
         for call in choice.tool_calls:
             yield ToolUseBlock(id=call.id, name=call.name, input=read_arguments(call.arguments))

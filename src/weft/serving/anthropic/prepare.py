@@ -16,6 +16,7 @@ from weft.serving.anthropic.types import (
     CountRequest,
     MessagesRequest,
     OutputConfig,
+    OutputFormat,
     Thinking,
     ToolChoice,
 )
@@ -73,7 +74,8 @@ def common_request(body: CountRequest) -> ChatRequest:
         common.tool_choice = _tool_choice(body.tool_choice)
         common.parallel_tool_calls = not body.tool_choice.disable_parallel_tool_use
     common.chat_template_kwargs = _thinking(body.thinking)
-    _set_output(common, body.output_config)
+    config = body.output_config or OutputConfig()
+    _set_output(common, config.effort, config.format or body.output_format)
     if body.messages and body.messages[-1].role == "assistant" and isinstance(messages[-1].get("content"), str):
         # The answer goes on where the last message ends.
         common.continue_final_message, common.add_generation_prompt = True, False
@@ -86,20 +88,17 @@ def _thinking(thinking: Thinking | None) -> dict[str, Any]:
     return {"enable_thinking": thinks, "thinking": thinks}
 
 
-def _set_output(common: ChatRequest, config: OutputConfig | None) -> None:
-    if config is None:
-        return
-    if config.effort is not None:
-        if config.effort not in EFFORTS:
+def _set_output(common: ChatRequest, effort: str | None, wanted: OutputFormat | None) -> None:
+    if effort is not None:
+        if effort not in EFFORTS:
             raise RequestError(
-                f"output_config.effort is {config.effort!r:.60}; it can be {', '.join(EFFORTS)}",
+                f"output_config.effort is {effort!r:.60}; it can be {', '.join(EFFORTS)}",
                 param="output_config.effort",
                 code="unknown-effort",
             )
-        common.reasoning_effort = EFFORTS[config.effort]
-    if config.format is not None:
-        schema = {"name": "output", "schema": config.format.schema}
-        common.response_format = {"type": config.format.type, "json_schema": schema}
+        common.reasoning_effort = EFFORTS[effort]
+    if wanted is not None:
+        common.response_format = {"type": wanted.type, "json_schema": {"name": "output", "schema": wanted.schema}}
 
 
 def _messages(message: AnthropicMessage, place: str) -> Iterable[dict[str, Any]]:

@@ -61,7 +61,7 @@ class OutputConfig(Struct, kw_only=True):
 
 
 class CountRequest(Struct, kw_only=True):
-    """A conversation whose tokens are to be counted."""
+    """A conversation whose tokens are to be counted. `output_format` is an earlier name of `output_config.format`."""
 
     model: str
     messages: list[AnthropicMessage]
@@ -70,6 +70,7 @@ class CountRequest(Struct, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
 
 
 class MessagesRequest(CountRequest, kw_only=True):

@@ -119,7 +119,7 @@ class OllamaMessage(Struct, kw_only=True):
 class OllamaOptions(Struct, kw_only=True):
     """Parameters of an answer by Ollama's names; those about the loading of a model are ignored.
 
-    `num_predict` below 0 sets no limit. The last three are refused unless they ask for nothing.
+    `num_predict` sets no limit unless it is above 0. The last three are refused unless they ask for nothing.
     """
 
     seed: int | None = None

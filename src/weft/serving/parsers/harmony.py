@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from weft.serving.parsers.json_text import read_value
 from weft.serving.parsers.reader import Reader, Steps
 from weft.serving.parsers.schemas import ToolSchemas
 
@@ -31,6 +32,9 @@ def harmony(reader: Reader, tools: ToolSchemas) -> Steps[None]:
         if recipient is not None and recipient[1] not in ("assistant", "user"):
             reader.begin_call(recipient[1])
             emit = reader.arguments
+            if (yield from reader.peek(1)) == "{":  # whose texts may have marks in them
+                yield from read_value(reader, reader.arguments)
+                emit = _leave_out
         elif channel is not None and channel[0] == "analysis":
             emit = reader.reasoning
         else:
@@ -38,3 +42,7 @@ def harmony(reader: Reader, tools: ToolSchemas) -> Steps[None]:
                 reader.content("\n")
             content, emit = True, reader.content
         yield from reader.until((*ENDS, START), emit)
+
+
+def _leave_out(text: str) -> None:
+    """Emit nothing of what stands behind the arguments of a call."""

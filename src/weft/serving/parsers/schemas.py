@@ -7,12 +7,34 @@ from typing import Any
 
 from weft.serving.parsers.json_text import from_json, to_json
 
+TYPES = frozenset(("string", "number", "integer", "boolean", "null", "array", "object"))
+MOST_REFERENCES = 16  # of a schema that is only a reference to another
+
+
+def resolve(schema: Any, root: Any) -> Any:
+    """A schema without a reference to a definition of `root`; as it is if there is no such definition."""
+    resolved = schema
+    for _ in range(MOST_REFERENCES):
+        reference = resolved.get("$ref") if isinstance(resolved, Mapping) else None
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            return resolved
+        target = root
+        for step in reference.removeprefix("#/").split("/"):
+            name = step.replace("~1", "/").replace("~0", "~")
+            target = target.get(name) if isinstance(target, Mapping) else None
+        if not isinstance(target, Mapping):
+            return resolved
+        resolved = {**target, **{key: value for key, value in resolved.items() if key != "$ref"}}
+    return resolved
+
 
 class ToolSchemas:
     """The parameters of each tool, for formats whose arguments are plain text: only the schema tells 5 from "5"."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        self._properties = {tool["function"]["name"]: _properties(tool["function"]) for tool in tools}
+        functions = [tool["function"] for tool in tools]
+        self._properties = {function["name"]: _properties(function) for function in functions}
+        self._parameters = {function["name"]: function.get("parameters") for function in functions}
 
     def encode(self, tool: str, key: str, text: str) -> str:
         """The JSON of an argument that is written as plain text.
@@ -35,7 +57,7 @@ class ToolSchemas:
 
     def _types(self, tool: str, key: str) -> set[str]:
         """Types that the schema allows for an argument; none if it does not say."""
-        return _schema_types(self._properties.get(tool, {}).get(key))
+        return _schema_types(self._properties.get(tool, {}).get(key), self._parameters.get(tool))
 
 
 def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -44,18 +66,21 @@ def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:
     return properties if isinstance(properties, Mapping) else {}
 
 
-def _schema_types(schema: object) -> set[str]:
-    if not isinstance(schema, Mapping):
+def _schema_types(schema: object, root: object, depth: int = 0) -> set[str]:
+    schema = resolve(schema, root)
+    if not isinstance(schema, Mapping) or depth > MOST_REFERENCES:
         return set()
     types = schema.get("type")
     if isinstance(types, str):
         return {types}
     if isinstance(types, list):
         return {item for item in types if isinstance(item, str)}
+    if "const" in schema:
+        return _types_of(schema["const"])
     if isinstance(values := schema.get("enum"), list):
         return set().union(*map(_types_of, values))
     parts = [part for key in ("anyOf", "oneOf") if isinstance(part := schema.get(key), list)]
-    return set().union(*(_schema_types(item) for part in parts for item in part))
+    return set().union(*(_schema_types(item, root, depth + 1) for part in parts for item in part))
 
 
 def _types_of(value: object) -> set[str]:

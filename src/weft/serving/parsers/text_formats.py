@@ -20,7 +20,8 @@ KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</ar
 GEMMA_CALLS = {"<start_function_call>": "<end_function_call>", "<|tool_call>": "<tool_call|>"}
 GEMMA_QUOTES = ("<escape>", '<|"|>')
 GEMMA_MARKS = (*GEMMA_CALLS, *GEMMA_CALLS.values(), *GEMMA_QUOTES)
-GEMMA_KEY = re.compile(r"[^:{}\[\],\s]+")
+GEMMA_NAME = re.compile(r"[^:{}\[\],\s]+")
+GEMMA_KEY = re.compile(r"[^:{}\[\],]+")
 GEMMA_LITERAL = re.compile(r"[^{}\[\],<\s]+")
 
 
@@ -109,7 +110,7 @@ def gemma(reader: Reader, tools: ToolSchemas) -> Steps[None]:
         reader.record()
         yield from reader.skip()
         yield from reader.accept("call:")
-        name = yield from reader.skip(GEMMA_KEY)
+        name = yield from reader.skip(GEMMA_NAME)
         if not name or (yield from reader.peek(1)) != "{":
             between.say(mark + reader.recorded())
             continue
@@ -149,9 +150,9 @@ def _gemma_object(reader: Reader, depth: int) -> Steps[dict[str, Any]]:
         if quote is not None:
             key, _ = yield from reader.text_until(quote)
         else:
-            key = yield from reader.skip(GEMMA_KEY)
+            key = (yield from reader.skip(GEMMA_KEY)).rstrip()
         yield from reader.skip()
-        if not key or (yield from reader.accept(":")) is None:
+        if (yield from reader.accept(":")) is None:
             return made
         yield from reader.skip()
         made[key] = yield from _gemma_value(reader, depth)

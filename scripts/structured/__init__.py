@@ -1,0 +1,1 @@
+"""`scripts/bench structured`: the cost of constrained answers, and the libraries that could compute them."""
