@@ -191,7 +191,7 @@ def test_shared_experts_beside_the_routed_ones(type: str | None, tokens: int, ga
 
 
 def test_shared_experts_apart() -> None:
-    """What no launch can hold together: weights of another scheme, biases, and gates of another form."""
+    """Weights of another scheme, biases and gates of another form are not multiplied in one launch."""
     matrices = triton_kernels().matrices
     experts = matrices.experts(SEVEN, *random_stacks(SEVEN, HIDDEN, torch.float32), 0)
     gpt_oss = matrices.experts(GPT_OSS, *random_stacks(GPT_OSS, HIDDEN, torch.float32), 0)
