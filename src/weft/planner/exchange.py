@@ -25,8 +25,7 @@ class TokenExchange(msgspec.Struct, frozen=True):
 
     - `sent`: number of ranks to which a token is sent, on average; None if all groups gather all tokens.
     - `senders`: number of ranks of a group that divide its tokens among themselves; `ranks`: those of all groups.
-    - `graph_tokens`: a step of as many tokens or fewer is taken for a CUDA graph, in which all groups pad to the largest
-      and gather all tokens.
+    - `graph_tokens`: a step of as many tokens or fewer is taken for a CUDA graph: all groups gather all tokens.
     """
 
     link: LinkCost
