@@ -37,7 +37,11 @@ TOGETHER = 16
 MOST_SHARED = 64
 
 
-@triton.jit(do_not_specialize=["blocks", "lacking", "tokens", "shared_lacking"])
+# None of two values that a branch chooses between may be a constant, as a 1 would be.
+VARIABLE = ["blocks", "tokens", "units", "shared_units", "groups", "shared_groups", "lacking", "shared_lacking"]
+
+
+@triton.jit(do_not_specialize=VARIABLE)
 def _multiply_experts(
     x, words, scales, lowest, bias, members, owners, out, blocks, rows, cols, units, groups, lacking,
     shared_x, shared_words, shared_scales, shared_lowest, shared_out, tokens, shared_rows, shared_cols, shared_units,
