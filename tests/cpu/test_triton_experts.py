@@ -12,8 +12,9 @@ from tests.cpu.kernels import triton_kernels
 from tests.cpu.matrices import KINDS, MXFP4, TYPICAL_KINDS, random_stacks
 from weft.architectures.place import Span
 from weft.architectures.shape import Experts
-from weft.kernels.base import ExpertProducts, ExpertStack, FusedMLP, Kernels
+from weft.kernels.base import ExpertProducts, ExpertStack, Kernels
 from weft.kernels.experts import choose_experts
+from weft.kernels.fused import FusedMLP
 from weft.kernels.plain import create_plain_kernels
 from weft.plan.backends import against_fused_experts
 

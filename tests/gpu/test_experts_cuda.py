@@ -12,8 +12,9 @@ from msgspec.structs import replace as changed
 from tests.cpu.matrices import KINDS, MXFP4, random_stacks
 from weft.architectures.place import Span
 from weft.architectures.shape import Experts
-from weft.kernels.base import ExpertStack, FusedMLP
+from weft.kernels.base import ExpertStack
 from weft.kernels.experts import choose_experts
+from weft.kernels.fused import FusedMLP
 from weft.kernels.plain import create_plain_kernels
 from weft.kernels.triton import routing
 from weft.kernels.triton.experts import MOST_SHARED, TritonExperts

@@ -8,9 +8,10 @@ from typing import Protocol, TypeVar
 import torch
 
 from weft.architectures.shape import Experts
-from weft.kernels.base import ExpertProducts, ExpertStack, FusedMLP, MixtureProducts, Product
+from weft.kernels.base import ExpertProducts, ExpertStack, MixtureProducts, Product
 from weft.kernels.dense_latents import DenseLatentProducts
 from weft.kernels.experts import GroupedExperts
+from weft.kernels.fused import FusedMLP
 from weft.kernels.latents import LatentDims, LatentProducts
 from weft.quant.dense import RouterProduct
 from weft.quant.quantised import QuantisedWeight, stack_size

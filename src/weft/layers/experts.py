@@ -8,8 +8,8 @@ import torch
 
 from weft.architectures.place import Place
 from weft.architectures.shape import Experts
-from weft.kernels.base import FusedMLP
 from weft.kernels.batch import Batch
+from weft.kernels.fused import FusedMLP
 from weft.layers.exchange import RoutedTokens
 from weft.layers.mlp import multiply_by_gate
 from weft.layers.weights import LayerWeights

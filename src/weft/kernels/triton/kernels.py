@@ -11,8 +11,9 @@ import torch
 from weft.architectures.shape import Experts
 from weft.comm import Group
 from weft.comm.symmetric import SymmetricGroup
-from weft.kernels.base import EmbeddingTable, ExpertProducts, ExpertStack, FusedMLP, HeadNorm, KVCache, Product
+from weft.kernels.base import EmbeddingTable, ExpertProducts, ExpertStack, HeadNorm, KVCache, Product
 from weft.kernels.batch import Batch
+from weft.kernels.fused import FusedMLP
 from weft.kernels.held import HeldMatrices
 from weft.kernels.plain.sampling import score
 from weft.kernels.sampling import SampledRows, SamplingSettings, SettingsUpdate, SlotSettings
