@@ -132,7 +132,7 @@ def launch_all():
         weights = stack(None, 2 * 2880, 2880).weight, stack(None, 2880, 2880).weight
         routed = (TritonStack(weight, rows, None) for weight, rows in zip(weights, (2 * 2880, 2880)))
         routed = TritonExperts(spec=plain, gate_up=next(routed), down=next(routed), first=0, processors=132)
-        for launch in TritonMixture(experts=routed, shared=weights).launches(2048):
+        for launch in TritonMixture(experts=routed, shared=weights).launches(16):
             launch()
 """
     + COMPILED
