@@ -32,15 +32,18 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 # One request more than groups: one of these has two rows, the others one; in the end one goes on alone.
 PROMPTS = [[5, 9, 44], [7], [30, 31, 32, 33], [8, 8]]
-LENGTHS = [2, 5, 3, 3]
+LENGTHS = [2, 4, 3, 2]
+Mixture = tuple[Path, list[list[int]]]
 
 
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
-    """A checkpoint of two layers with 7 experts, and Transformers' answers."""
-    path = make_mixture(
-        tmp_path_factory.mktemp("card"), "groups", num_experts=7, num_hidden_layers=2, mlp_only_layers=[]
-    )
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Mixture:
+    return with_answers(tmp_path_factory.mktemp("card"), 1)
+
+
+def with_answers(folder: Path, layers: int) -> Mixture:
+    """A checkpoint of so many layers with 7 experts, and Transformers' answers."""
+    path = make_mixture(folder, f"groups-{layers}", num_experts=7, num_hidden_layers=layers, mlp_only_layers=[])
     model = checkpoints.reference(path)
     return path, [greedy(model, prompt, length) for prompt, length in zip(PROMPTS, LENGTHS, strict=True)]
 
@@ -50,9 +53,10 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[i
     [name if name in ("dp2 x ep2", "dp3 x ep3") else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS],
 )
 def test_groups_exchange_tokens_in_graphs(
-    layout: str, mixture: tuple[Path, list[list[int]]], card: Card, monkeypatch: pytest.MonkeyPatch
+    layout: str, mixture: Mixture, card: Card, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    path, truth = mixture
+    piped = "pipeline_parallel_size" in LAYOUTS[layout]
+    path, truth = with_answers(tmp_path, 2) if piped else mixture
     monkeypatch.setattr(threads, "ThreadGroup", Captured)
     monkeypatch.setattr(graphs, "graph_sizes", lambda most: [1, 2])
     replayed: list[tuple[int, int]] = []
@@ -82,7 +86,7 @@ def test_groups_exchange_tokens_in_graphs(
         max_num_batched_tokens=16,
         kv_cache_memory_bytes=500_000,
     ) as llm:
-        assert llm.plan.exchange == ("gather" if ranks == 2 or "pp" in layout else "dispatch")
+        assert llm.plan.exchange == ("gather" if ranks == 2 or piped else "dispatch")
         replayed.clear()
         waits = card.waits.copy()
         requests = LAYOUTS[layout]["data_parallel_size"] + 1
@@ -91,12 +95,13 @@ def test_groups_exchange_tokens_in_graphs(
         assert [output.outputs[0].token_ids for output in outputs] == truth[:requests]
     # The tokens of prompts are exchanged by what they choose, those of decode steps in graphs, without a wait.
     assert card.waits == waits or layout != "dp2 x ep2"
-    assert (2, 0) in replayed and (2, 1) in replayed, "groups of different sizes take the same graph"
+    # The requests of a pipeline are in steps of their own.
+    assert piped or {(2, 0), (2, 1)} <= {*replayed}, "groups of different sizes take the same graph"
     assert (1, 0) in replayed and (1, 1) in replayed, "a group without rows takes part in it"
 
 
 def test_memory_of_graphs_is_measured_with_their_exchange(
-    mixture: tuple[Path, list[list[int]]], card: Card, monkeypatch: pytest.MonkeyPatch
+    mixture: Mixture, card: Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All tokens come to each rank in a graph, whatever they choose."""
     seen: list[bool] = []
@@ -123,4 +128,4 @@ def test_memory_of_graphs_is_measured_with_their_exchange(
         skip_tokenizer_init=True,
         executor="inline",
     ):
-        assert seen.count(True) == 3 * 2, "one step of each rank, in two layers"
+        assert seen.count(True) == 3, "one step of each rank"
