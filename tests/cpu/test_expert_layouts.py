@@ -13,8 +13,11 @@ from safetensors.torch import load_file, save_file
 from tests.cpu import checkpoints
 from tests.cpu.layouts import logits_of, plan_for
 from tests.cpu.test_parity import NEW, PROMPTS, greedy
+from tests.refusals import refuses
 from weft import LLM, SamplingParams
 from weft.core import kv
+from weft.errors import ModelError
+from weft.formats.checkpoint import resolve
 
 EXPERTS = {"enable_expert_parallel": True}
 # Layouts of one attention group.
@@ -149,6 +152,32 @@ def test_one_expert_gets_every_token(folder: Path, shared_memory: None) -> None:
     truth = [greedy(checkpoints.reference(path), prompt, NEW) for prompt in PROMPTS]
     for layout in ("tensor_parallel_size", "data_parallel_size"):
         assert answers(path, **EXPERTS, **{layout: 2}) == truth
+
+
+EXPERT = "model.layers.2.mlp.experts.4."
+
+
+@pytest.mark.parametrize(
+    ("name", "dims", "code", "values"),
+    [
+        ("down_proj.weight", None, "missing-tensor", [EXPERT + "down_proj.weight"]),
+        ("gate_proj.weight", None, "missing-tensor", [EXPERT + "gate_proj.weight"]),
+        ("up_proj.weight", (95, 48), "tensor-of-other-dims", [EXPERT + "up_proj.weight", [95, 48], [96, 48]]),
+    ],
+)
+def test_an_expert_that_is_missing_or_misshapen(
+    folder: Path, name: str, dims: tuple[int, int] | None, code: str, values: list[object]
+) -> None:
+    """One of those that a checkpoint has one by one."""
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[EXPERT + name]
+        if dims:
+            tensors[EXPERT + name] = torch.zeros(dims)
+
+    path = make_mixture(folder, f"without-{name}", edit=edit)
+    with refuses(ModelError, code, *values):
+        resolve(str(path))
 
 
 def test_dealt_experts_in_processes(mixture: Mixture) -> None:

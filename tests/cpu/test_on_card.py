@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 from scripts.gpu.work import bench
 from tests.cpu import fake_cuda, tiny
+from tests.cpu.captured import Captured
 from tests.cpu.fake_cuda import CUDA, Card, CardError, OnCard, the_card  # noqa: F401
 from weft import LLM, SamplingParams
 from weft.client.outputs import RequestOutput
@@ -327,29 +328,6 @@ def test_nothing_of_the_whole_device_happens_while_a_graph_is_captured(card: Car
         job.result()
     replay()
     assert x.tolist()[0] >= 1
-
-
-Waiting = threads.ThreadGroup
-
-
-class Captured(Waiting):
-    """Sums that a graph may hold, as NCCL's are."""
-
-    capturable = True
-
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        assert isinstance(x, OnCard)
-
-        def run() -> None:
-            self._device = torch.device("cpu")
-            Waiting.sum(self, x.held)
-            self._device = CUDA
-
-        if fake_cuda.card.captures():
-            fake_cuda.card.record(run, [])
-        else:
-            run()
-        return x
 
 
 def test_ranks_that_sum_in_graphs(path: str, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:

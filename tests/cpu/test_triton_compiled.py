@@ -101,7 +101,7 @@ EXPERTS = (
 from weft.architectures.place import Span
 from weft.architectures.shape import Experts
 from weft.kernels.base import ExpertStack
-from weft.kernels.triton.experts import TritonExperts, pack_stack
+from weft.kernels.triton.experts import TritonExperts, TritonMixture, TritonStack, pack_stack
 from weft.kernels.triton.routing import choose_experts
 from weft.quant.quantised import QuantisedWeight
 
@@ -117,11 +117,22 @@ def stack(kind, rows, cols):
 
 def launch_all():
     choose_experts(torch.zeros(2, 32), spec, torch.zeros(2, dtype=torch.int64))
+    for score, groups in ("max", 8), ("top2", 8), ("max", 1):
+        grouped = Experts(count=256, top_k=8, width=2048, scoring="sigmoid", correction=True, scaling=2.5,
+                          groups=groups, top_groups=groups // 2 or 1, group_score=score)
+        choose_experts(torch.zeros(2, 256), grouped, torch.zeros(2, dtype=torch.int64), torch.zeros(256))
     for kind in sys.argv[3].split(","):
         kind = None if kind == "None" else kind
         experts = TritonExperts(spec=spec, gate_up=stack(kind, 2 * 2880, 2880), down=stack(kind, 2880, 2880), first=0,
                                 processors=132)
         for launch in experts.launches(2048):
+            launch()
+    if "None" in sys.argv[3]:
+        plain = Experts(count=32, top_k=4, width=2880, shared=1, shared_width=2880, shared_gate=True)
+        weights = stack(None, 2 * 2880, 2880).weight, stack(None, 2880, 2880).weight
+        routed = (TritonStack(weight, rows, None) for weight, rows in zip(weights, (2 * 2880, 2880)))
+        routed = TritonExperts(spec=plain, gate_up=next(routed), down=next(routed), first=0, processors=132)
+        for launch in TritonMixture(experts=routed, shared=weights).launches(16):
             launch()
 """
     + COMPILED

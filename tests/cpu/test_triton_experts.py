@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from msgspec.structs import replace as changed
@@ -10,8 +12,9 @@ from tests.cpu.kernels import triton_kernels
 from tests.cpu.matrices import KINDS, MXFP4, TYPICAL_KINDS, random_stacks
 from weft.architectures.place import Span
 from weft.architectures.shape import Experts
-from weft.kernels.base import ExpertStack
+from weft.kernels.base import ExpertProducts, ExpertStack, Kernels
 from weft.kernels.experts import choose_experts
+from weft.kernels.fused import FusedMLP
 from weft.kernels.plain import create_plain_kernels
 from weft.plan.backends import against_fused_experts
 
@@ -155,6 +158,91 @@ def test_choice(normalised: bool) -> None:
     got, want = triton_kernels().pointwise.choose_experts(scores, spec), choose_experts(scores, spec)
     assert torch.equal(got[0], want[0])
     torch.testing.assert_close(got[1], want[1])
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(
+    ("type", "tokens"), [(None, 5), (None, 40), ("Q4_16_MIN", 5), (MXFP4, 3)], ids=lambda value: str(value)
+)
+def test_shared_experts_beside_the_routed_ones(type: str | None, tokens: int, gated: bool) -> None:
+    """In one pass, on a rank that has some experts and a share of the columns of the shared ones."""
+    dtype = torch.float32
+    spec = changed(SEVEN, shared=1, shared_width=64, shared_gate=gated)
+    stacks = random_stacks(changed(spec, count=3), HIDDEN, dtype, type)
+    two = random_stacks(changed(spec, count=2, width=64), HIDDEN, dtype, type)
+    gate = torch.randn(tokens, 1) if gated else None
+    x, (chosen, shares) = random_tokens(tokens, dtype), random_choice(spec, tokens)
+
+    def parts(kernels: Kernels) -> tuple[ExpertProducts, FusedMLP]:
+        matrices = kernels.matrices
+        experts = matrices.experts(spec, *stacks, 2)
+        products = [matrices.matrix(stack.weight.select(0, 0), None, f"shared {stack.name}") for stack in two]
+        return experts, FusedMLP(*products)
+
+    plain = create_plain_kernels()
+    experts, shared = parts(plain)
+    factor = 1.0 if gate is None else gate.sigmoid()
+    want = experts(x, chosen, shares) + shared.down(plain.pointwise.silu_mul(shared.gate_up(x))) * factor
+    kernels = triton_kernels()
+    mixture = kernels.matrices.mixture(*parts(kernels))
+    assert mixture and mixture.most_tokens >= 40
+    torch.testing.assert_close(mixture(x, chosen, shares, gate), want, **CLOSE[dtype])
+    kernels.matrices.replace(f"shared {two[0].name}", two[0].weight.select(0, 1))
+    assert not torch.allclose(mixture(x, chosen, shares, gate), want, rtol=1e-2), "it reads the product's own memory"
+
+
+def test_shared_experts_apart() -> None:
+    """Weights of another scheme, biases and gates of another form are not multiplied in one launch."""
+    matrices = triton_kernels().matrices
+    experts = matrices.experts(SEVEN, *random_stacks(SEVEN, HIDDEN, torch.float32), 0)
+    gpt_oss = matrices.experts(GPT_OSS, *random_stacks(GPT_OSS, HIDDEN, torch.float32), 0)
+
+    def shared(type: str | None, bias: torch.Tensor | None = None) -> FusedMLP:
+        one = random_stacks(changed(SEVEN, count=1), HIDDEN, torch.float32, type)
+        return FusedMLP(*(matrices.matrix(stack.weight.select(0, 0), bias, f"{type} {stack.name}") for stack in one))
+
+    assert matrices.mixture(experts, shared(None))
+    assert matrices.mixture(experts, shared(MXFP4)) is None
+    assert matrices.mixture(experts, shared(None, torch.zeros(HIDDEN))) is None
+    assert matrices.mixture(gpt_oss, shared(None)) is None
+    assert create_plain_kernels().matrices.mixture(experts, shared(None)) is None
+
+
+# 36 experts in groups of 6, 9 or 12: none is a power of two. Kimi-K2 has one group, of corrected sigmoids.
+DEEPSEEK: dict[str, dict[str, Any]] = {
+    "scaled": {"scaling": 2.5},
+    "V2": {"groups": 6, "top_groups": 2, "scaling": 16.0},
+    "V3": {"scoring": "sigmoid", "correction": True, "groups": 4, "top_groups": 2, "group_score": "top2"},
+    "three groups": {"scoring": "sigmoid", "groups": 3, "top_groups": 2, "group_score": "top2"},
+    "no groups": {"scoring": "sigmoid", "correction": True},
+}
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("name", DEEPSEEK)
+def test_choice_as_deepseek_has_it(name: str, normalised: bool) -> None:
+    spec = Experts(count=36, top_k=5, width=8, normalised=normalised, **DEEPSEEK[name])
+    generator = torch.Generator().manual_seed(5)
+    scores = torch.randn(60, spec.count, generator=generator) * 3
+    scores[:20] = scores[:20].round()  # equal scores: the lower number comes first
+    correction = torch.randn(spec.count, generator=generator) if spec.correction else None
+    slots = torch.arange(60) - 10
+    got = triton_kernels().pointwise.choose_experts(scores, spec, slots, correction)
+    want = choose_experts(scores, spec, slots, correction)
+    assert torch.equal(got[0], want[0]) and want[0][:10].eq(-1).all()
+    torch.testing.assert_close(got[1], want[1])
+
+
+@NOT_FINITE
+@pytest.mark.parametrize("name", ["V2", "V3"])
+def test_grouped_choice_among_scores_that_are_not_finite(name: str) -> None:
+    spec = Experts(count=36, top_k=5, width=8, **DEEPSEEK[name])
+    scores = torch.full((3, 36), torch.nan)
+    scores[1, 2:4] = 1.0
+    scores[2] = -torch.inf
+    correction = torch.zeros(36) if spec.correction else None
+    chosen, _ = triton_kernels().pointwise.choose_experts(scores, spec, None, correction)
+    assert all(len({*row}) == 5 and {*row} <= {*range(36)} for row in chosen.tolist())
 
 
 @NOT_FINITE

@@ -30,7 +30,7 @@ class SumsWorker(FakeWorker):
         self.comm, self.pointwise = comm, TritonPointwise()
         self.weight = torch.rand(WIDTH, device=self.device, dtype=BF16)
         with torch.inference_mode():
-            (self.bits, self.graphs, self.speed, self.operations)[step.tokens[0]]()
+            (self.bits, self.graphs, self.speed, self.operations, self.exchange)[step.tokens[0]]()
         torch.cuda.synchronize(self.device)
         return StepResult(step.id, [0], [None], {}) if self.rank == self.plan.output_rank else None
 
@@ -94,6 +94,26 @@ class SumsWorker(FakeWorker):
             dtype, columns, source = draw.randrange(len(DTYPES)), draw.randrange(9), draw.randrange(self.comm.size)
             case = Case(number % len(OPERATIONS), self.comm.size, dtype, columns, source, number, rows)
             check_case(self.comm, case, str(self.device))
+
+    def exchange(self) -> None:
+        """A graph of the exchange of attention groups (layers/exchange.py), whose tokens are others at each replay."""
+        capture, sizes = CudaGraphs(), [3 + rank % 2 for rank in range(self.comm.size)]
+        given = torch.zeros(sizes[self.rank], WIDTH, device=self.device, dtype=BF16)
+        out = torch.zeros_like(given)
+
+        def run() -> None:
+            everyone = self.comm.all_gather(given, sizes)
+            out.copy_(self.comm.reduce_scatter(everyone * (self.rank + 1), sizes))
+
+        run()
+        replay = capture(run)
+        for turn in range(40):
+            if turn % self.comm.size == self.rank:
+                self.late()
+            given.copy_(self.brought(self.rank, turn, len(given)))
+            replay()
+            parts = [given * (rank + 1) for rank in range(self.comm.size)]
+            torch.testing.assert_close(out, add_up(parts, torch.empty_like(out)), atol=0.05, rtol=0.05)
 
     def speed(self) -> None:
         """Microseconds of a sum with its add and norm, in a graph, by how the sum is made."""

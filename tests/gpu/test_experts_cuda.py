@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ from weft.architectures.place import Span
 from weft.architectures.shape import Experts
 from weft.kernels.base import ExpertStack
 from weft.kernels.experts import choose_experts
+from weft.kernels.fused import FusedMLP
 from weft.kernels.plain import create_plain_kernels
 from weft.kernels.triton import routing
-from weft.kernels.triton.experts import TritonExperts
+from weft.kernels.triton.experts import MOST_SHARED, TritonExperts
 from weft.kernels.triton.kernels import TritonMatrices
+from weft.kernels.triton.pointwise import silu_mul
 from weft.kernels.usable import multiprocessor_count
 from weft.quant.quantised import QuantisedWeight
 
@@ -132,6 +135,48 @@ def test_choice(count: int, top_k: int, normalised: bool) -> None:
     got, want = routing.choose_experts(scores, spec, slots), choose_experts(scores, spec, slots)
     assert torch.equal(got[0], want[0])
     torch.testing.assert_close(got[1], want[1])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"count": 160, "top_k": 6, "groups": 8, "top_groups": 3, "scaling": 16.0, "normalised": False},
+        {"count": 256, "groups": 8, "top_groups": 4, "group_score": "top2", "scoring": "sigmoid", "correction": True},
+        {"count": 384, "scoring": "sigmoid", "correction": True, "scaling": 2.827},
+        {"count": 64, "top_k": 6, "normalised": False},
+    ],
+    ids=["DeepSeek-V2", "DeepSeek-V3", "Kimi-K2", "DeepSeek-V2-Lite"],
+)
+def test_choice_as_deepseek_has_it(fields: dict[str, Any]) -> None:
+    spec = Experts(**{"top_k": 8, "width": 8, **fields})
+    scores, slots = torch.randn(5000, spec.count, device=CUDA) * 3, torch.arange(5000, device=CUDA) % 10 - 1
+    correction = torch.randn(spec.count, device=CUDA) if spec.correction else None
+    got, want = (choose(scores, spec, slots, correction) for choose in (routing.choose_experts, choose_experts))
+    # Weights that differ in the last bit may change places.
+    assert (got[0] == want[0]).all(dim=1).float().mean() > 0.999
+    torch.testing.assert_close(got[1].sort().values, want[1].sort().values, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tokens", [1, 16, MOST_SHARED])
+@pytest.mark.parametrize("type", [None, "Q4_1", MXFP4])
+def test_shared_experts_beside_the_routed_ones(type: str | None, tokens: int, gated: bool) -> None:
+    """Captured too: in one pass, what both give apart."""
+    dtype, spec = torch.bfloat16, WIDE
+    matrices = TritonMatrices(multiprocessor_count(CUDA))
+    experts = matrices.experts(spec, *there(random_stacks(spec, 512, dtype, type)), 0)
+    one = there(random_stacks(changed(spec, count=1, width=640), 512, dtype, type))
+    gate_up, down = (matrices.matrix(stack.weight.select(0, 0), None, f"shared {stack.name}") for stack in one)
+    mixture = matrices.mixture(experts, FusedMLP(gate_up, down))
+    assert mixture
+    step, gate = random_step(spec, tokens, 512, dtype), torch.randn(tokens, 1, device=CUDA) if gated else None
+    apart = down(silu_mul(gate_up(step[0]))).float() * (1.0 if gate is None else gate.sigmoid())
+    assert_close(mixture(*step, gate), experts(*step).float() + apart, dtype)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = mixture(*step, gate)
+    graph.replay()
+    torch.testing.assert_close(out, mixture(*step, gate), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("tokens", "count", "size"), [(1, 128, 16), (300, 60, 32), (8192, 128, 128)])

@@ -11,7 +11,7 @@ import torch
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 
 
-@pytest.mark.parametrize("scenario", [0, 1, 2, 3], ids=["bits", "graphs", "speed", "operations"])
+@pytest.mark.parametrize("scenario", [0, 1, 2, 3, 4], ids=["bits", "graphs", "speed", "operations", "exchange"])
 def test_sums(scenario: int, monkeypatch: pytest.MonkeyPatch) -> None:
     here = Path(__file__).parent
     monkeypatch.syspath_prepend(str(here.parent / "cpu"))

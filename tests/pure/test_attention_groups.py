@@ -91,6 +91,10 @@ def test_the_bytes_of_an_exchange() -> None:
     counts = 8
     assert dispatch.seconds(6, 20) == pytest.approx(counts + 3 * 2 * (row + result) / 2)
     assert dispatch.seconds(0, 20) == pytest.approx(counts + 20 / 8 * 2 * (row + result) / 2)  # it only receives
+    # In a graph all groups gather what all of them pad to.
+    in_graphs = token_exchange(MIX, shared(MIX, 4, tensor=2), link, graphs=True)
+    assert in_graphs is not None and in_graphs.seconds(6, 20) == pytest.approx(20 * (row + result) / 2)
+    assert in_graphs.seconds(600, 2400) == dispatch.seconds(600, 2400), "a prompt"
     assert token_exchange(MIX, cut(MIX, range(2), tensor=2, experts=True), link) is None
 
 
@@ -117,13 +121,16 @@ def test_layouts_of_experts_are_weighed_or_refused() -> None:
     assert {"TP 8 x DP 2, bf16", "TP 4 x DP 2 x PP 2, bf16"} & names, names
     refused = {str(miss.cut): miss.reason for miss in answer.rejected}
     assert refused["TP 16 x EP 16, bf16"].values["fault"] == "more-expert-ranks-than-experts"
-    assert refused["TP 8 x DP 2 x EP 16, bf16"].code == "groups_not_asked_for"
+    assert refused["TP 8 x DP 2 x EP 16, bf16"].values["fault"] == "more-expert-ranks-than-experts"
 
 
-def test_attention_groups_of_gpus_are_weighed_if_they_are_asked_for() -> None:
-    answer = searched("Mixtral-8x7B", "16xH100", expert_parallel=True)
+@pytest.mark.parametrize("asked", [None, True])
+def test_attention_groups_of_gpus_are_weighed(asked: bool | None) -> None:
+    """They run in CUDA graphs as other layouts do."""
+    answer = searched("Mixtral-8x7B", "16xH100", expert_parallel=asked)
     assert any(candidate.cut.shares_experts for candidate in answer.candidates)
-    assert {miss.reason.values["fault"] for miss in answer.rejected} == {"more-expert-ranks-than-experts"}
+    refused = {miss.reason.values.get("fault") for miss in answer.rejected if miss.cut.shares_experts}
+    assert refused == {"more-expert-ranks-than-experts"}
 
 
 def test_a_draft_model_has_no_attention_groups() -> None:
@@ -139,14 +146,14 @@ def test_a_draft_model_has_no_attention_groups() -> None:
         assert bool(answer.best) is not bool(code)
 
 
-EXPERTS_ON_GPUS = {"experts_one_by_one", "experts_not_measured", "groups_without_graphs"}
+EXPERTS_ON_GPUS = {"experts_one_by_one", "experts_not_measured"}
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (["Qwen3-30B-A3B", "--gpus", "2xH100"], {"experts_not_measured"}),
-        (["Qwen3-30B-A3B", "--gpus", "2xH100", "-dp", "2", "-ep"], {"experts_not_measured", "groups_without_graphs"}),
+        (["Qwen3-30B-A3B", "--gpus", "2xH100", "-dp", "2", "-ep"], {"experts_not_measured"}),
         (["Qwen3-30B-A3B", "--gpus", "2xH100", "--engine", "vllm"], set()),
         (["Qwen3-8B", "--gpus", "2xH100"], set()),
     ],

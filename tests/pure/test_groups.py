@@ -52,6 +52,8 @@ class Groups:
         self.steps += 1
         tokens = [len(plan.tokens) for plan in step.plans]
         assert any(tokens) and all(plan.group_tokens == tokens for plan in step.plans)
+        single = {count for plan in step.plans for count in plan.counts} == {1}
+        assert all(plan.graph_rows == (max(tokens) if single else 0) for plan in step.plans)
         self.flight.append(step)
         return step
 
@@ -154,10 +156,12 @@ def test_a_group_without_requests_takes_the_step_empty() -> None:
     step = groups.schedule()
     assert step and [plan.slots for plan in step.plans] == [[0], [], []]
     assert [plan.group_tokens for plan in step.plans] == [[3, 0, 0]] * 3
+    assert [plan.graph_rows for plan in step.plans] == [0, 0, 0], "a prompt has no graph"
     assert groups.scheduler.schedule() is None
     groups.apply()
     decode = groups.schedule()
     assert decode and [plan.group_tokens for plan in decode.plans] == [[1, 0, 0]] * 3
+    assert [plan.graph_rows for plan in decode.plans] == [1, 1, 1], "groups without rows replay it too"
 
 
 def test_a_full_queue_is_full_when_all_groups_are() -> None:

@@ -23,7 +23,7 @@ class Group(Protocol):
 
     rank: int
     size: int
-    # True if `sum` may be captured in a CUDA graph, that is, if no part of a sum happens on the host.
+    # True if a CUDA graph may hold sums, and exchanges of sizes that the host knows: no part of them happens there.
     capturable: bool
 
     @property

@@ -92,7 +92,7 @@ class GroupedScheduler:
         self.started = [id for group in self.groups for id in group.started]
         self.prompt_tokens = self._most_prompt_tokens(plans)
         step = LockStep([plan or empty_plan() for plan in plans])
-        _set_group_tokens(step)
+        _tell_sizes(step)
         self._in_flight.append(step)
         return step
 
@@ -182,11 +182,12 @@ class GroupedScheduler:
         return sum_groups([group.stats() for group in self.groups], self._counters)
 
 
-def _set_group_tokens(step: LockStep) -> None:
-    """Set in each group's plan the numbers of tokens of all groups."""
+def _tell_sizes(step: LockStep) -> None:
+    """Set in each group's plan the numbers of tokens of all groups, and the rows of the graph that all of them take."""
     tokens = [len(plan.tokens) for plan in step.plans]
+    graph_rows = max(tokens) if max(step.counts) == 1 else 0
     for plan in step.plans:
-        plan.group_tokens = tokens
+        plan.group_tokens, plan.graph_rows = tokens, graph_rows
 
 
 def empty_plan() -> StepPlan:

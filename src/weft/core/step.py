@@ -54,6 +54,8 @@ class StepPlan(msgspec.Struct, array_like=True):
 
     If several attention groups step together, each gets a plan of its own: `group_tokens` has the number of tokens of
     each group's plan, and a group whose plan has no rows still computes its experts for the tokens of the others.
+    `graph_rows` is the number of rows of the largest of these plans if each of their rows has one token, else 0: all
+    groups then pad to the same CUDA graph, in which they exchange as many tokens each.
 
     `masks[slot]` says which tokens may be sampled for a constrained request: for each token that its row samples, in
     order, a bit per token id of the vocabulary, in little-endian words of 32 bits, the lowest id in the lowest bit.
@@ -72,6 +74,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     draft_requests: list[int] = []
     masks: dict[int, bytes] = {}
     group_tokens: list[int] = []
+    graph_rows: int = 0
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
@@ -116,8 +119,8 @@ class StepResult(msgspec.Struct, array_like=True):
 class LockStep(msgspec.Struct):
     """One step of several attention groups, which begins in all of them at once: a plan for each group, in order.
 
-    All plans carry the same `group_tokens`, the number of tokens of each group. The properties are those of a
-    StepPlan, over the rows of all groups.
+    All plans carry the same `group_tokens` and `graph_rows`. The properties are those of a StepPlan, over the rows of
+    all groups.
     """
 
     plans: list[StepPlan]

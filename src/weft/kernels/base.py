@@ -11,7 +11,7 @@ import torch
 from weft.architectures.shape import Attention, Experts, LatentAttention
 from weft.comm import Group
 from weft.kernels.batch import Batch
-from weft.kernels.fused import FusedLayer, FusedStage, fuse_nothing
+from weft.kernels.fused import FusedLayer, FusedMLP, FusedStage, fuse_nothing
 from weft.kernels.sampling import Sampling
 from weft.kernels.staged import StagedStep
 from weft.kernels.warm import KernelLaunch
@@ -159,6 +159,20 @@ class ExpertProducts(Protocol):
         ...
 
 
+class MixtureProducts(Protocol):
+    """The MLPs of a rank's routed experts, and of those that see every token, for up to `most_tokens` tokens."""
+
+    @property
+    def most_tokens(self) -> int: ...
+
+    def __call__(
+        self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, gate: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The sum of an `ExpertProducts`, plus the result of the shared experts times the sigmoid of `gate` [T, 1]
+        float32, if there is one."""
+        ...
+
+
 class PagedAttention(Protocol):
     """Attention over paged KV.
 
@@ -288,6 +302,10 @@ class Matrices(Protocol):
 
     def experts(self, spec: Experts, gate_up: ExpertStack, down: ExpertStack, first: int) -> ExpertProducts:
         """The same for the experts of a rank, of which `first` is the number of the first one."""
+        ...
+
+    def mixture(self, experts: ExpertProducts, shared: FusedMLP) -> MixtureProducts | None:
+        """The experts of a rank with those that see every token, in one pass; None if that is not possible."""
         ...
 
     def latent_products(

@@ -23,6 +23,9 @@ class Lengths:
         return Lengths(np.concatenate((self.row_starts, starts)), np.pad(self.context, (0, padding)))
 
 
+NO_ROWS = Lengths(np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64))
+
+
 @dataclass(frozen=True)
 class Batch:
     """T tokens of R rows, row after row. Tensors are on the rank's device, int32 if no other dtype is given.

@@ -8,9 +8,10 @@ from typing import Protocol, TypeVar
 import torch
 
 from weft.architectures.shape import Experts
-from weft.kernels.base import ExpertProducts, ExpertStack, Product
+from weft.kernels.base import ExpertProducts, ExpertStack, MixtureProducts, Product
 from weft.kernels.dense_latents import DenseLatentProducts
 from weft.kernels.experts import GroupedExperts
+from weft.kernels.fused import FusedMLP
 from weft.kernels.latents import LatentDims, LatentProducts
 from weft.quant.dense import RouterProduct
 from weft.quant.quantised import QuantisedWeight, stack_size
@@ -50,6 +51,9 @@ class HeldMatrices:
 
     def experts(self, spec: Experts, gate_up: ExpertStack, down: ExpertStack, first: int) -> ExpertProducts:
         return GroupedExperts(spec, self._matrices(gate_up), self._matrices(down), first)
+
+    def mixture(self, experts: ExpertProducts, shared: FusedMLP) -> MixtureProducts | None:
+        return None
 
     def latent_products(
         self, weight: torch.Tensor | QuantisedWeight, dims: LatentDims, name: str = ""

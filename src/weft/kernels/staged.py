@@ -18,7 +18,7 @@ class StagedStep:
 
     `tokens` [T]: an id, or ~slot for the token that the request slot sampled last. `positions`, `places` [G, T] int64,
     `row_starts`, `context`, `order`, `decodes`, `host` and `group_tokens` are those of a Batch, whose `slots` are
-    `places` here.
+    `places` here; `graph_rows` is that of a StepPlan.
     `slots` [R]: the request slot of each row. `growth` [3, R]: number of blocks in a row's tables before the step,
     number of blocks now, and index in `blocks` [G, N] of its first new block.
 
@@ -41,6 +41,7 @@ class StagedStep:
     width: int  # columns of the tables that the step reads, at least the most blocks of a row
     host: Lengths
     group_tokens: tuple[int, ...] = ()
+    graph_rows: int = 0
 
     @property
     def rows(self) -> int:

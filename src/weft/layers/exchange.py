@@ -5,7 +5,8 @@ Every rank of a stage takes part in each exchange, also one whose group has no t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -30,15 +31,21 @@ class RoutedTokens(NamedTuple):
 class TokenExchange(Protocol):
     """An exchange among the ranks of a stage of all attention groups: `dispatch`, then `combine`, for each layer.
 
-    `ranks` says who exchanges, for fused kernels, which do so themselves.
+    `ranks` says who exchanges, for fused kernels, which do so themselves. A CUDA graph can hold the exchange if it is
+    `capturable`. `as_in_graphs` is set while the memory of graphs is measured: every exchange is `static`.
     """
 
     ranks: ExchangeRanks
+    as_in_graphs: bool
 
-    def dispatch(self, tokens: RoutedTokens, group_tokens: Sequence[int]) -> RoutedTokens:
+    @property
+    def capturable(self) -> bool: ...
+
+    def dispatch(self, tokens: RoutedTokens, group_tokens: Sequence[int], *, static: bool = False) -> RoutedTokens:
         """Return the tokens that this rank computes its experts on; `tokens` are those of its attention group.
 
-        `group_tokens[g]` is the number of tokens of group g in this step.
+        `group_tokens[g]` is the number of tokens of group g in this step. If `static`, no size depends on what the
+        tokens choose, and nothing waits for the device.
         """
         ...
 
@@ -53,14 +60,16 @@ class TokenExchange(Protocol):
 class GatherExchange:
     """Every rank gets the tokens of all groups, from the rank with its own share of each; `data` are these ranks."""
 
+    as_in_graphs = False
+
     def __init__(self, data: Group) -> None:
-        self._data = data
+        self._data, self.capturable = data, data.capturable
         self.ranks = ExchangeRanks(data, lambda group_tokens: group_tokens, data.rank, complete=False)
         self._sizes: Sequence[int] = ()
 
-    def dispatch(self, tokens: RoutedTokens, group_tokens: Sequence[int]) -> RoutedTokens:
+    def dispatch(self, tokens: RoutedTokens, group_tokens: Sequence[int], *, static: bool = False) -> RoutedTokens:
         self._sizes = group_tokens
-        return unpack_tokens(self._data.all_gather(pack_tokens(tokens), group_tokens), tokens)
+        return gather_tokens(tokens, self._data, group_tokens)
 
     def combine(self, parts: torch.Tensor) -> torch.Tensor:
         return self._data.reduce_scatter(parts, self._sizes)
@@ -69,12 +78,15 @@ class GatherExchange:
 class DispatchExchange:
     """A token is sent to the ranks that have its experts, and each returns one row of results.
 
-    The tensor-parallel ranks of a group divide its tokens. `experts` are the ranks of a stage of all groups; `places`
-    are theirs, in the same order.
+    The tensor-parallel ranks of a group divide its tokens. In a static exchange every token is sent to every rank: the
+    host need not know what the tokens choose. `experts` are the ranks of a stage of all groups; `places` are theirs, in
+    the same order.
     """
 
+    as_in_graphs = False
+
     def __init__(self, experts: Group, places: Sequence[Place], device: torch.device) -> None:
-        self._experts, self._place = experts, places[experts.rank]
+        self._experts, self._place, self.capturable = experts, places[experts.rank], experts.capturable
         count = max(place.experts.stop for place in places)
         # holds[rank, expert]: True if the rank has columns of the expert.
         self._holds = torch.zeros(len(places), count, dtype=torch.bool, device=device)
@@ -82,35 +94,49 @@ class DispatchExchange:
             row[place.experts.start : place.experts.stop] = True
         self.ranks = ExchangeRanks(experts, self._divide_tokens, experts.rank - self._place.tp_rank, complete=True)
         self._ones = [1] * len(places)
-        self._sent: _SentTokens | None = None
+        self._total, self._own = 0, range(0)  # tokens of the group, and this rank's of them
+        # The parts that this rank computed, returned to the senders: [tokens dispatched, hidden] -> [own, hidden].
+        self._return_parts: Callable[[torch.Tensor], torch.Tensor] | None = None
 
-    def dispatch(self, tokens: RoutedTokens, group_tokens: Sequence[int]) -> RoutedTokens:
-        total, group = len(tokens.x), self._experts
-        own = self._own_rows(total)
-        tokens = RoutedTokens(*(part[own.start : own.stop] for part in tokens))
+    def dispatch(self, tokens: RoutedTokens, group_tokens: Sequence[int], *, static: bool = False) -> RoutedTokens:
+        self._total, self._own = len(tokens.x), self._own_rows(len(tokens.x))
+        tokens = RoutedTokens(*(part[self._own.start : self._own.stop] for part in tokens))
+        if not (static or self.as_in_graphs):
+            return self._dispatch_chosen(tokens)
+        sizes = self._divide_tokens(group_tokens)
+        self._return_parts = partial(self._experts.reduce_scatter, sizes=sizes)
+        return gather_tokens(tokens, self._experts, sizes)
+
+    def combine(self, parts: torch.Tensor) -> torch.Tensor:
+        assert self._return_parts, "combine comes after dispatch"
+        sums, own = self._return_parts(parts).to(parts.dtype), self._own
+        if len(own) == self._total:
+            return sums
+        out = parts.new_zeros(self._total, parts.shape[1])
+        out[own.start : own.stop] = sums
+        return out
+
+    def _dispatch_chosen(self, tokens: RoutedTokens) -> RoutedTokens:
+        """Send this rank's tokens to the ranks whose experts they chose; return those that it receives."""
+        group = self._experts
         wanted = self._holds[:, tokens.chosen].any(dim=-1)  # [ranks, own tokens]
         counts = wanted.sum(dim=1)
         send = counts.tolist()
         receive = group.all_to_all(counts[:, None], self._ones, self._ones).flatten().tolist()
         numbers = wanted.nonzero()[:, 1].split(send)
-        self._sent = _SentTokens(total, own, numbers, send, receive)
+        self._return_parts = partial(self._sum_returned, _SentTokens(len(tokens.x), numbers, send, receive))
         rows = pack_tokens(tokens)[torch.cat(numbers)]
         return unpack_tokens(group.all_to_all(rows, send, receive), tokens)
 
-    def combine(self, parts: torch.Tensor) -> torch.Tensor:
-        assert self._sent, "combine comes after dispatch"
-        total, own, numbers, send, receive = self._sent
-        returned = self._experts.all_to_all(parts, receive, send).split(send)
+    def _sum_returned(self, sent: _SentTokens, parts: torch.Tensor) -> torch.Tensor:
+        """Return `parts` to the ranks that sent the tokens; sum what comes back for each of this rank's tokens."""
+        returned = self._experts.all_to_all(parts, sent.receive, sent.send).split(sent.send)
         # In the order of ranks, whatever arrives first; rounded once.
         dtype = torch.promote_types(parts.dtype, torch.float32)
-        sums = parts.new_zeros(len(own), parts.shape[1], dtype=dtype)
-        for rows, results in zip(numbers, returned, strict=True):
+        sums = parts.new_zeros(sent.count, parts.shape[1], dtype=dtype)
+        for rows, results in zip(sent.numbers, returned, strict=True):
             sums[rows] += results
-        if len(own) == total:
-            return sums.to(parts.dtype)
-        out = parts.new_zeros(total, parts.shape[1])
-        out[own.start : own.stop] = sums
-        return out
+        return sums
 
     def _own_rows(self, tokens: int) -> range:
         """The tokens of this rank's group that this rank sends."""
@@ -123,10 +149,9 @@ class DispatchExchange:
 
 
 class _SentTokens(NamedTuple):
-    """Number of tokens of the group, the rank's range of them, and by rank those sent to it, with their counts."""
+    """Number of a rank's own tokens, and by rank those sent to it, with their counts."""
 
-    total: int
-    own: range
+    count: int
     numbers: Sequence[torch.Tensor]
     send: list[int]
     receive: list[int]
@@ -143,6 +168,11 @@ def create_exchange(
             stage = [place for place in places if place.stage == places[rank].stage]
             return DispatchExchange(links.expert, stage, device)
     return None
+
+
+def gather_tokens(tokens: RoutedTokens, group: Group, sizes: Sequence[int]) -> RoutedTokens:
+    """The tokens of all ranks of a group, `sizes[r]` of rank r, on every rank."""
+    return unpack_tokens(group.all_gather(pack_tokens(tokens), sizes), tokens)
 
 
 def pack_tokens(tokens: RoutedTokens) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from weft.architectures.place import Place
 from weft.architectures.shape import Experts
 from weft.kernels.batch import Batch
+from weft.kernels.fused import FusedMLP
 from weft.layers.exchange import RoutedTokens
 from weft.layers.mlp import multiply_by_gate
 from weft.layers.weights import LayerWeights
@@ -27,17 +28,28 @@ class ExpertsBlock:
         self.correction = weights.vector("router.correction") if spec.correction else None
         self.experts = weights.experts("experts", spec, place)
         self.shared = SharedExperts(spec, weights) if spec.shared else None
+        self.together = None  # routed and shared experts in one pass
+        if self.shared and self.exchange is None:
+            self.together = self.kernels.matrices.mixture(self.experts, self.shared.products)
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Compute [T, hidden] -> [T, hidden], to be summed over the ranks."""
         slots = batch.slots if batch.fixed else None
         choose = self.kernels.pointwise.choose_experts
         tokens = RoutedTokens(x, *choose(self.router(x, batch), self.spec, slots, self.correction))
+        if self.together and self.shared and len(x) <= self.together.most_tokens:
+            return self.together(*tokens, self.shared.gate(x, batch))
         if self.exchange is None:
             routed = self.experts(*tokens)
         else:
-            routed = self.exchange.combine(self.experts(*self.exchange.dispatch(tokens, batch.group_tokens)))
+            received = self.exchange.dispatch(tokens, batch.group_tokens, static=batch.fixed)
+            routed = self.exchange.combine(self.experts(*received))
         return routed if self.shared is None else routed + self.shared(x, batch)
+
+    @property
+    def capturable(self) -> bool:
+        """True if a CUDA graph can hold this block."""
+        return self.experts.capturable and (self.exchange is None or self.exchange.capturable)
 
     def serve_others(self, group_tokens: Sequence[int], like: torch.Tensor) -> None:
         """Compute this rank's experts on the tokens of the other attention groups; this group has none.
@@ -61,4 +73,13 @@ class SharedExperts:
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Compute [T, hidden] -> [T, hidden], to be summed over the ranks."""
         out = self.down(multiply_by_gate(self.gate_up(x, batch), self.spec.activation, self.kernels), batch)
-        return out if self.weigher is None else out * self.weigher(x, batch).sigmoid().to(out.dtype)
+        gate = self.gate(x, batch)
+        return out if gate is None else out * gate.sigmoid().to(out.dtype)
+
+    def gate(self, x: torch.Tensor, batch: Batch) -> torch.Tensor | None:
+        """Numbers whose sigmoids multiply the results: [T, hidden] -> [T, 1] float32."""
+        return None if self.weigher is None else self.weigher(x, batch)
+
+    @property
+    def products(self) -> FusedMLP:
+        return FusedMLP(self.gate_up.weight, self.down.weight)

@@ -148,10 +148,10 @@ class DecoderModel:
 
     @property
     def capturable(self) -> bool:
-        """True if a step can be captured as a CUDA graph: if the kernels compute all experts at once, and no experts
-        are on ranks of other groups."""
+        """True if a step can be captured as a CUDA graph: if the kernels compute all experts at once, and no part of an
+        exchange with other attention groups happens on the host."""
         mixtures = [layer.ffn for layer in self.layers if isinstance(layer.ffn, ExpertsBlock)]
-        return all(mixture.exchange is None and mixture.experts.capturable for mixture in mixtures)
+        return all(mixture.capturable for mixture in mixtures)
 
     @property
     def is_fused(self) -> bool:

@@ -92,7 +92,7 @@ def describe_ffn(ffn: MLPBlock | ExpertsBlock) -> FusedMLP | FusedMixture:
         return FusedMLP(ffn.up.weight, ffn.down.weight)
     shared, weigher = None, None
     if ffn.shared is not None:
-        shared = FusedMLP(ffn.shared.gate_up.weight, ffn.shared.down.weight)
+        shared = ffn.shared.products
         weigher = ffn.shared.weigher and ffn.shared.weigher.weight
     exchange = ffn.exchange.ranks if ffn.exchange else None
     return FusedMixture(ffn.spec, ffn.router.weight, ffn.experts, shared, weigher, exchange, ffn.correction)

@@ -13,6 +13,7 @@ from weft.planner.deployment import DeploymentLayout
 
 HIDDEN_BYTES = 2  # bytes of a number that passes between ranks
 CHOICE_BYTES = 8  # bytes of a token's choice of one expert: its number and its share
+GRAPH_ROWS = 512  # of the largest CUDA graph (worker/graphs.py)
 COUNT_BYTES = 8  # bytes of a number of tokens, which ranks tell each other first
 
 
@@ -24,6 +25,7 @@ class TokenExchange(msgspec.Struct, frozen=True):
 
     - `sent`: number of ranks to which a token is sent, on average; None if all groups gather all tokens.
     - `senders`: number of ranks of a group that divide its tokens among themselves; `ranks`: those of all groups.
+    - `graph_tokens`: a step of as many tokens or fewer is taken for a CUDA graph: all groups gather all tokens.
     """
 
     link: LinkCost
@@ -32,10 +34,11 @@ class TokenExchange(msgspec.Struct, frozen=True):
     sent: float | None = None
     senders: int = 1
     ranks: int = 1
+    graph_tokens: int = 0
 
     def seconds(self, tokens: float, routed: float) -> float:
         """Seconds for a group with `tokens` of the `routed` tokens of all groups."""
-        if self.sent is None:
+        if self.sent is None or routed <= self.graph_tokens:
             return self._half(routed * self.token_bytes) + self._half(routed * self.result_bytes)
         # A rank of a group without tokens still receives those of the others.
         rows = max(tokens / self.senders, routed / self.ranks) * self.sent
@@ -46,8 +49,11 @@ class TokenExchange(msgspec.Struct, frozen=True):
         return self.link.seconds(nbytes / 2)
 
 
-def token_exchange(shape: ModelShape, layout: DeploymentLayout, link: LinkCost) -> TokenExchange | None:
-    """The exchange of our engine for a layout; None without attention groups. `link` as in `exchanging_ranks`."""
+def token_exchange(
+    shape: ModelShape, layout: DeploymentLayout, link: LinkCost, *, graphs: bool = False
+) -> TokenExchange | None:
+    """The exchange of our engine for a layout; None without attention groups. `link` as in `exchanging_ranks`. With
+    `graphs`, decode steps are CUDA graphs."""
     experts = shape.experts
     kind = exchange_kind(shape, layout.places[0].dp_size, layout.expert_parallel)
     if kind is None or experts is None:
@@ -58,7 +64,8 @@ def token_exchange(shape: ModelShape, layout: DeploymentLayout, link: LinkCost) 
         return TokenExchange(link, token_bytes, result_bytes)
     parts, ranks = layout.expert_parallel, layout.tensor_parallel * layout.data_parallel
     sent = parts_chosen(experts, parts) * ranks / parts
-    return TokenExchange(link, token_bytes, result_bytes, sent, layout.tensor_parallel, ranks)
+    graph_tokens = GRAPH_ROWS * layout.data_parallel if graphs else 0
+    return TokenExchange(link, token_bytes, result_bytes, sent, layout.tensor_parallel, ranks, graph_tokens)
 
 
 def parts_chosen(experts: Experts, parts: int) -> float:

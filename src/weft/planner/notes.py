@@ -89,8 +89,6 @@ def _experts_on_gpus(question: Question, best: Candidate) -> Iterator[Note]:
         yield create_note("experts_one_by_one", reason=reason)
     else:
         yield create_note("experts_not_measured")
-    if best.layout.shares_experts:
-        yield create_note("groups_without_graphs")
 
 
 def _latent_copies(question: Question, best: Candidate) -> Iterator[Note]:

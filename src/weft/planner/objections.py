@@ -39,7 +39,6 @@ def objection(question: Question, layout: CandidateLayout) -> Note | None:
         _depth,
         _shared_gpus,
         _draft_model,
-        _groups_without_graphs,
     )
     return next((note for rule in rules if (note := rule(question, layout))), None)
 
@@ -143,14 +142,6 @@ def _draft_model(question: Question, layout: CandidateLayout) -> Note | None:
     if not drafts or not layout.cut.shares_experts:
         return None
     return create_note("draft_of_groups", groups=layout.cut.data_parallel)
-
-
-def _groups_without_graphs(question: Question, layout: CandidateLayout) -> Note | None:
-    """Figures count on CUDA graphs, without which our own engine runs attention groups: they have to be asked for."""
-    on_cpu = layout.devices[0].gpu.kind == "cpu"
-    if question.engine != "weft" or on_cpu or not layout.cut.shares_experts or question.constraints.expert_parallel:
-        return None
-    return create_note("groups_not_asked_for", groups=layout.cut.data_parallel)
 
 
 def unsupported_reasons(shape: ModelShape, precision: str, *, draft: bool = False) -> list[Note]:

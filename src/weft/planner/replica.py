@@ -299,7 +299,8 @@ def _exchange(
     ranks = exchanging_ranks(shape, layout, stage) if ours else stage_ranks(layout, stage)
     link = all_reduce_between(cluster, [layout.gpus[rank] for rank in ranks], profile)
     size = shape.hidden * HIDDEN_BYTES
-    return token_exchange(shape, layout, link) if ours else TokenExchange(link, size, size)
+    graphs = bool(profile.graphs.value) and not cluster.on_cpu
+    return token_exchange(shape, layout, link, graphs=graphs) if ours else TokenExchange(link, size, size)
 
 
 def scaled(seconds: Seconds, by: float) -> Seconds:

@@ -18,6 +18,10 @@ class DenseProduct:
         return F.linear(x, self.weight, self._bias)
 
     @property
+    def has_bias(self) -> bool:
+        return self._bias is not None
+
+    @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return (self.weight,)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from weft.kernels.batch import Batch, split_groups, table_columns
+from weft.kernels.batch import NO_ROWS, Batch, Lengths, split_groups, table_columns
 from weft.kernels.capture import capture_graph
 from weft.kernels.staged import NOWHERE, StagedStep
 
@@ -48,7 +48,8 @@ class CapturedGraph:
 class Graphs:
     """Graphs of `forward` for batches of one token per row. A step replays the smallest captured graph that has room.
 
-    `rows` is the largest batch, `width` the number of columns of a block table, `groups` that of KV groups.
+    `rows` is the largest batch, `width` the number of columns of a block table, `groups` that of KV groups,
+    `attention_groups` that of the groups that exchange tokens in `forward`: all of them pad to the same graph.
     `incoming` is the width and dtype of the hidden states from the stage before, None on the first stage. With `alone`
     no other rank takes part in `forward`. `clock` gives seconds.
     """
@@ -62,13 +63,14 @@ class Graphs:
         rows: int,
         width: int,
         groups: int = 1,
+        attention_groups: int = 1,
         incoming: tuple[int, torch.dtype] | None,
         device: torch.device,
         alone: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._forward, self._capture, self._alone = forward, capture, alone
-        self._prepare, self._clock = prepare, clock
+        self._prepare, self._clock, self._attention_groups = prepare, clock, attention_groups
         self._sizes = graph_sizes(rows)
         self._captured: dict[int, CapturedGraph] = {}
         # All graphs read the same tensors, each graph the first rows of them.
@@ -128,14 +130,36 @@ class Graphs:
         return len(self.uncaptured)
 
     def captured_batch(self, staged: StagedStep) -> Batch | None:
-        """The batch of the smallest graph that has room for a step, None if there is none."""
+        """The batch of the smallest graph that has room for a step, in all attention groups; None if there is none."""
         rows = staged.rows
-        size = next((size for size in self._sizes if size >= rows and size in self._captured), None)
-        if size is None or staged.decodes < rows:
-            return None
-        batch, host = self._captured[size].batch, staged.host.padded(size)
-        others = tuple(replace(other, host=host, idle=size - rows) for other in batch.others)
-        return replace(batch, host=host, idle=size - rows, others=others)
+        if self._attention_groups > 1:
+            size = self._smallest_graph(staged.graph_rows) if staged.graph_rows else None
+        else:
+            size = self._smallest_graph(rows) if staged.decodes == rows else None
+        return None if size is None else self._padded_batch(size, staged.host)
+
+    def run_idle(self, rows: int) -> bool:
+        """Replay the graph of a step in which another attention group has `rows` rows, and this one has none.
+
+        Return False if there is no such graph: if no rank replays one, or if `rows` is 0.
+        """
+        size = self._smallest_graph(rows) if rows else None
+        if size is None:
+            return False
+        batch = self._padded_batch(size, NO_ROWS)
+        clear_rows(batch)
+        self.run_batch(batch, None)
+        return True
+
+    def _smallest_graph(self, rows: int) -> int | None:
+        """Number of rows of the smallest captured graph that has room for `rows`."""
+        return next((size for size in self._sizes if size >= rows and size in self._captured), None)
+
+    def _padded_batch(self, size: int, lengths: Lengths) -> Batch:
+        """The batch of the graph of `size` rows, for a step whose rows have these lengths."""
+        batch, host, idle = self._captured[size].batch, lengths.padded(size), size - len(lengths.context)
+        others = tuple(replace(other, host=host, idle=idle) for other in batch.others)
+        return replace(batch, host=host, idle=idle, others=others)
 
     def run_batch(self, batch: Batch, incoming: torch.Tensor | None) -> torch.Tensor:
         """Replay the graph of a batch from `captured_batch`, or run any other batch without a graph.
@@ -146,9 +170,9 @@ class Graphs:
         if not batch.fixed:
             return self._forward(batch, incoming)
         graph, rows = self._captured[batch.rows], batch.rows - batch.idle
-        if incoming is not None:
-            assert graph.incoming is not None
-            graph.incoming[:rows].copy_(incoming)
+        if graph.incoming is not None:
+            if incoming is not None:
+                graph.incoming[:rows].copy_(incoming)
             if batch.idle:
                 # The layers add to it in place: what is left in idle rows would grow with every replay.
                 graph.incoming[rows:].zero_()
@@ -166,7 +190,8 @@ class Graphs:
             self._sizes = [kept for kept in self._sizes if kept < size or kept in self._captured]
 
     def _capture_graph(self, size: int) -> CapturedGraph:
-        batch = leading_rows(self._batch, size)
+        exchanged = (size,) * self._attention_groups if self._attention_groups > 1 else ()
+        batch = leading_rows(self._batch, size, exchanged)
         incoming = None if self._incoming is None else self._incoming[:size]
         out: list[torch.Tensor] = []
 
@@ -177,10 +202,7 @@ class Graphs:
             else:
                 out.append(hidden)
 
-        for part in batch.groups:
-            part.slots.fill_(NOWHERE)
-        batch.context.zero_()
-        batch.order.copy_(batch.row_starts[:-1])
+        clear_rows(batch)
         self._prepare(batch)
         forward()  # kernels are compiled, and libraries take their memory, before anything is captured
         out.clear()
@@ -210,7 +232,15 @@ def blank_batch(rows: int, width: int, device: torch.device, groups: int = 1) ->
     return split_groups(batch, slots, tables)
 
 
-def leading_rows(batch: Batch, rows: int) -> Batch:
+def clear_rows(batch: Batch) -> None:
+    """Turn all rows of a graph's batch into padding."""
+    for part in batch.groups:
+        part.slots.fill_(NOWHERE)
+    batch.context.zero_()
+    batch.order.copy_(batch.row_starts[:-1])
+
+
+def leading_rows(batch: Batch, rows: int, group_tokens: tuple[int, ...] = ()) -> Batch:
     """The first rows of a batch of one token per row, in the same memory."""
     return Batch(
         tokens=batch.tokens[:rows],
@@ -223,7 +253,8 @@ def leading_rows(batch: Batch, rows: int) -> Batch:
         decodes=rows,
         fixed=True,
         group=batch.group,
-        others=tuple(leading_rows(other, rows) for other in batch.others),
+        others=tuple(leading_rows(other, rows, group_tokens) for other in batch.others),
+        group_tokens=group_tokens,
     )
 
 

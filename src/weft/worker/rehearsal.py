@@ -60,6 +60,7 @@ def rehearsal_step(plan: Plan, counts: list[int], params: SamplingParams, num_bl
             first = end
     slots = list(range(len(counts)))
     drafts = [min(draft_limit(plan), count - 1) for count in counts]
+    in_groups = plan.data_parallel > 1
     return StepPlan(
         id=-1,
         released=[],
@@ -74,7 +75,8 @@ def rehearsal_step(plan: Plan, counts: list[int], params: SamplingParams, num_bl
         blocks=blocks,
         samples=[True] * len(counts),
         draft_counts=drafts,
-        group_tokens=[sum(counts)] * plan.data_parallel if plan.data_parallel > 1 else [],
+        group_tokens=[sum(counts)] * plan.data_parallel if in_groups else [],
+        graph_rows=len(counts) if in_groups and max(counts) == 1 else 0,
         masks={slot: ALL_TOKENS * mask_words(plan.shape.vocab) * (1 + count) for slot, count in enumerate(drafts)},
     )
 

@@ -131,6 +131,7 @@ class RequestSlots:
             width=table_columns(int(growth[1].max())),
             host=Lengths(row_starts, context),
             group_tokens=tuple(step.group_tokens),
+            graph_rows=step.graph_rows,
         )
         return staged, samples.with_tensors(tensors[len(arrays) :]) if samples else None
 

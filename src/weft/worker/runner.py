@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
@@ -22,7 +23,7 @@ from weft.kernels.capture import synchronize_device
 from weft.kernels.fused import PhaseTimes
 from weft.kernels.staged import StagedStep
 from weft.kernels.warm import warm_kernels
-from weft.layers.exchange import create_exchange
+from weft.layers.exchange import TokenExchange, create_exchange
 from weft.models.create import create_model
 from weft.plan.determinism import not_deterministic
 from weft.plan.fills import rank_weight_bytes
@@ -65,6 +66,7 @@ class ModelRunner:
         self._num_blocks = 0  # of the KV cache, asleep too
         self._copies: HostCopies | None = None  # of a GPU's weights, asleep
         self._asleep = self._dropped = False
+        self._exchange: TokenExchange | None = None  # with other attention groups
         self.graphs: Graphs | None = None
         self.weight_bytes = self.activation_bytes = self.graph_bytes = 0
 
@@ -90,7 +92,7 @@ class ModelRunner:
             logger.warning("The kernels of torch do not multiply quantised weights: they are held in %s", plan.dtype)
         if plan.graphs and not self.kernels.attention.capturable:
             logger.warning("The kernels of torch cannot be captured: decode steps run without CUDA graphs")
-        exchange = create_exchange(plan.exchange, self.links, plan.places, self.rank, self.device)
+        self._exchange = create_exchange(plan.exchange, self.links, plan.places, self.rank, self.device)
         self.model = create_model(
             shape_within(shape, plan.max_model_len),
             plan.places,
@@ -98,7 +100,7 @@ class ModelRunner:
             tensors,
             self.links.tensor,
             self.kernels,
-            exchange=exchange,
+            exchange=self._exchange,
         )
         if plan.deterministic and not self.model.is_fused:
             raise not_deterministic("C++ does not compute all layers of this layout in one call")
@@ -144,11 +146,17 @@ class ModelRunner:
             # Graphs have memory of their own: that of the largest, and what the driver takes for each.
             sizes = graph_sizes(rows)
             torch.cuda.reset_peak_memory_stats(self.device)
+            self._measure_as_in_graphs(self.captures)
             rehearse([1] * sizes[-1], rehearsal.DEMANDING)
+            self._measure_as_in_graphs(False)
             largest = torch.cuda.max_memory_allocated(self.device) - before
             self.graph_bytes = (largest + GRAPH_BYTES * len(sizes)) * self.captures
         self.caches = []
         self.model.forget_caches()
+
+    def _measure_as_in_graphs(self, value: bool) -> None:
+        if self._exchange:
+            self._exchange.as_in_graphs = value
 
     @property
     def _steps_with_cpu(self) -> bool:
@@ -194,7 +202,7 @@ class ModelRunner:
         rehearse([1], rehearsal.PLAIN)
         if self.captures:
             self.graphs = self._create_graphs()
-            self.graphs.capture_at_start(self._sum_seconds, report_captured)
+            self.graphs.capture_at_start(self._add_seconds, report_captured)
         if not plan.on_cpu:
             # The largest steps again, beside the KV cache: the allocator keeps their memory, and later steps find it.
             for counts, params in rehearsal.largest_steps(plan):
@@ -264,14 +272,18 @@ class ModelRunner:
             rows=plan.max_num_seqs,
             width=-(-plan.max_model_len // plan.block_size),
             groups=len(plan.kv_layout.groups),
+            attention_groups=plan.data_parallel if plan.exchange else 1,
             incoming=None if self.place.first else (plan.shape.hidden, self.dtype),
             device=self.device,
-            alone=self.links.tensor.size == 1,
+            alone=self.links.tensor.size == 1 and not plan.exchange,
         )
 
-    def _sum_seconds(self, seconds: float) -> float:
-        """Sum of all ranks' seconds, the same bits on each."""
-        return self.links.tensor.sum(torch.tensor([seconds], device=self.device)).item()
+    def _add_seconds(self, seconds: float) -> float:
+        """Sum of the seconds of all ranks that capture together, the same bits on each."""
+        links, parts = self.links, torch.tensor([seconds], dtype=torch.float64, device=self.device)
+        for group in (links.expert,) if links.expert.size > 1 else (links.tensor, links.data):
+            parts = group.all_gather(parts, [len(parts)] * group.size)
+        return math.fsum(parts.tolist())
 
     @property
     def uncaptured(self) -> int:
@@ -331,10 +343,10 @@ class ModelRunner:
     def _forward(self, batch: Batch, incoming: torch.Tensor | None) -> torch.Tensor:
         return self.model.hidden(incoming, self.caches, batch)
 
-    def serve_others(self, group_tokens: Sequence[int]) -> None:
+    def serve_others(self, step: StepPlan) -> None:
         """Take part in a step in which this rank's attention group has no tokens, if other groups need experts."""
-        if self.plan.exchange:
-            self.model.serve_others(group_tokens)
+        if self._exchange and not (self.graphs and self.graphs.run_idle(step.graph_rows)):
+            self.model.serve_others(step.group_tokens)
 
     def states(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final states of rows of the last stage: [S, hidden] -> [S, hidden], see `DecoderModel.states`."""

@@ -220,7 +220,7 @@ class Worker:
         self._update_slots(step)
         if not step.slots:
             if any(step.group_tokens):
-                self.runner.serve_others(step.group_tokens)
+                self.runner.serve_others(step)
             return StepResult(step.id, [], [], {}) if self.sampler else None
         samples, arrays = self._prepare_samples(step)
         runner = self.runner

@@ -1,4 +1,5 @@
-"""The MLPs of a rank's experts, each of which computes the tokens that chose it: two launches for all of them.
+"""The MLPs of a rank's experts, each of which computes the tokens that chose it: two launches for all of them, and for
+the experts that see every token.
 
 A program multiplies some rows of one expert's matrix with a block of that expert's tokens. Blocks without tokens end at
 once. Their number depends on the number of tokens alone, so that a CUDA graph can hold the launches. The weights of
@@ -11,6 +12,7 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,10 +20,11 @@ import triton.language as tl
 
 from weft.architectures.shape import Experts
 from weft.kernels.base import ExpertStack
-from weft.kernels.triton.products import MOST, TILES
+from weft.kernels.triton.products import MOST, TILES, QuantisedMatrix
 from weft.kernels.triton.routing import SortedRows, most_blocks, sort_rows, sum_parts
 from weft.kernels.triton.weights import PackedWeight, load_weights, pack_weight
 from weft.kernels.warm import KernelLaunch, first_of_variants
+from weft.quant.dense import DenseProduct
 from weft.quant.quantised import QuantisedWeight
 
 # The same as TILES for weights that are not quantised: chosen by bytes in flight and shared memory. Not yet measured.
@@ -29,25 +32,47 @@ FLOAT_TILES = {16: (64, 2, 4), 32: (64, 2, 4), 64: (64, 2, 4), 128: (128, 2, 8)}
 LEAST_ROWS = 32  # of a matrix per program: fewer than in a tile if there are fewer programs than processors
 # Blocks that go through all rows of the matrices before the next ones: their tokens stay in the second cache.
 TOGETHER = 16
+# Tokens up to which shared experts are computed beside the routed ones; for more, products of their own have larger
+# tiles. Not yet measured.
+MOST_SHARED = 64
 
 
-@triton.jit(do_not_specialize=["blocks", "lacking"])
+# None of two values that a branch chooses between may be a constant, as a 1 would be.
+VARIABLE = ["blocks", "tokens", "units", "shared_units", "groups", "shared_groups", "lacking", "shared_lacking"]
+
+
+@triton.jit(do_not_specialize=VARIABLE)
 def _multiply_experts(
     x, words, scales, lowest, bias, members, owners, out, blocks, rows, cols, units, groups, lacking,
-    gain, limit, up_offset,
-    CHOICES: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, LOWEST: tl.constexpr, BIAS: tl.constexpr,
-    GATED: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, TOKENS: tl.constexpr, TOGETHER: tl.constexpr,
+    shared_x, shared_words, shared_scales, shared_lowest, shared_out, tokens, shared_rows, shared_cols, shared_units,
+    shared_groups, shared_lacking, gain, limit, up_offset,
+    SHARED: tl.constexpr, CHOICES: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, LOWEST: tl.constexpr,
+    BIAS: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, TOKENS: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(rows, ROWS)
-    begin = tl.program_id(0) // (TOGETHER * tiles) * TOGETHER
+    number, beyond = tl.program_id(0), tl.program_id(0) - blocks * tiles
+    if SHARED:
+        number = tl.where(beyond < 0, number, 0)
+    begin = number // (TOGETHER * tiles) * TOGETHER
     size = tl.minimum(blocks - begin, TOGETHER)
-    within = tl.program_id(0) - begin * tiles
+    within = number - begin * tiles
     block, tile = begin + within % size, within // size
     expert = tl.load(owners + block).to(tl.int64)
+    member = tl.load(members + block * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    source = member // CHOICES
+    if SHARED:
+        # Further programs multiply blocks of all tokens with the matrix of the shared experts.
+        across = tl.cdiv(tokens, TOKENS)
+        if beyond >= 0:
+            source = (beyond % across * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+            member = tl.where(source < tokens, source, -1)
+            tile, expert = beyond // across, expert * 0
+            x, words, scales, lowest, out = shared_x, shared_words, shared_scales, shared_lowest, shared_out
+            rows, cols, units, groups, lacking = shared_rows, shared_cols, shared_units, shared_groups, shared_lacking
     if expert < 0:
         return
-    member = tl.load(members + block * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
-    exists, source = member >= 0, member // CHOICES
+    exists = member >= 0
     at = tile * ROWS + tl.arange(0, ROWS)
     mine, row = at < rows, at
     if GATED:
@@ -111,6 +136,14 @@ def pack_stack(stack: ExpertStack) -> TritonStack:
     return TritonStack(pack_weight(stack.weight), stack.weight.shape[-2], stack.bias)
 
 
+class SharedRows(NamedTuple):
+    """The product of all rows of x with a matrix of the shared experts, into `out`."""
+
+    x: torch.Tensor
+    weight: PackedWeight
+    out: torch.Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class TritonExperts:
     """`ExpertProducts` in Triton, of the experts from number `first` on. Work is spread over `processors`.
@@ -128,15 +161,30 @@ class TritonExperts:
 
     def __call__(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """Compute [T, hidden] -> [T, hidden] in four launches."""
+        return self.with_shared(x, chosen, shares, None, None)
+
+    def with_shared(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        shares: torch.Tensor,
+        shared: tuple[PackedWeight, PackedWeight] | None,
+        gate: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Compute also the MLP of `shared` matrices, of gate and up and of down projection, on all tokens, times the
+        sigmoid of `gate` [T, 1]."""
         if not len(x):
             return torch.empty_like(x)
-        chosen, shares, rows = chosen.contiguous(), shares.contiguous(), chosen.numel()
+        x, chosen, shares, rows = x.contiguous(), chosen.contiguous(), shares.contiguous(), chosen.numel()
         blocks = sort_rows(chosen, self.first, self._count, self._block_size(rows))
-        inner = x.new_empty(rows, self.down.weight.cols)
-        self.multiply(x.contiguous(), self.gate_up, blocks, inner, choices=chosen.shape[1], gated=True)
-        parts = x.new_empty(rows, x.shape[1])
-        self.multiply(inner, self.down, blocks, parts, choices=1, gated=False)
-        return sum_parts(parts, chosen, shares, self.first, self._count)
+        inner, parts = x.new_empty(rows, self.down.weight.cols), x.new_empty(rows, x.shape[1])
+        first = second = None
+        if shared:
+            first = SharedRows(x, shared[0], x.new_empty(len(x), shared[1].cols))
+            second = SharedRows(first.out, shared[1], torch.empty_like(x))
+        self.multiply(x, self.gate_up, blocks, inner, choices=chosen.shape[1], gated=True, shared=first)
+        self.multiply(inner, self.down, blocks, parts, choices=1, gated=False, shared=second)
+        return sum_parts(parts, chosen, shares, self.first, self._count, second and second.out, gate)
 
     @property
     def kind(self) -> Hashable:
@@ -148,14 +196,16 @@ class TritonExperts:
         top_k, zeros = self.spec.top_k, partial(torch.zeros, device=self.gate_up.weight.words.device)
         dtype, hidden = self.gate_up.weight.dtype, self.gate_up.weight.cols
 
-        def variant(tokens: int) -> Hashable:
-            return self._tile(self.gate_up, tokens * top_k), self._tile(self.down, tokens * top_k)
-
         def launch(tokens: int) -> KernelLaunch:
             choice = zeros(tokens, top_k, dtype=torch.int64), zeros(tokens, top_k)
             return partial(self, zeros(tokens, hidden, dtype=dtype), *choice)
 
-        return [launch(tokens) for tokens in first_of_variants(variant, most)]
+        return [launch(tokens) for tokens in first_of_variants(self.variant, most)]
+
+    def variant(self, tokens: int) -> Hashable:
+        """Key of the variants of the kernels that compute as many tokens."""
+        rows = tokens * self.spec.top_k
+        return self._tile(self.gate_up, rows), self._tile(self.down, rows)
 
     @property
     def _count(self) -> int:
@@ -185,12 +235,17 @@ class TritonExperts:
         *,
         choices: int,
         gated: bool,
+        shared: SharedRows | None = None,
     ) -> None:
         """Multiply the rows of all blocks with their experts' matrices; row r of the result is that of row r // choices
-        of x, activated if `gated`."""
+        of x, activated if `gated`. Programs after these multiply the `shared` rows likewise."""
         spec, weight, count = self.spec, stack.weight, len(blocks.owners)
         tokens, taken_rows, taken_units, warps = self._tile(stack, len(out))
-        _multiply_experts[(count * triton.cdiv(stack.rows, taken_rows),)](
+        programs = count * triton.cdiv(stack.rows, taken_rows)
+        beside = shared or SharedRows(x, weight, out)
+        if shared:
+            programs += triton.cdiv(len(shared.x), tokens) * triton.cdiv(shared.weight.rows, taken_rows)
+        _multiply_experts[(programs,)](
             x,
             weight.words,
             weight.scales,
@@ -205,9 +260,21 @@ class TritonExperts:
             weight.units,
             weight.groups,
             weight.lacking,
+            beside.x,
+            beside.weight.words,
+            beside.weight.scales,
+            beside.weight.lowest,
+            beside.out,
+            len(beside.x),
+            beside.weight.rows,
+            beside.weight.cols,
+            beside.weight.units,
+            beside.weight.groups,
+            beside.weight.lacking,
             float(spec.gain),
             math.inf if spec.limit is None else float(spec.limit),
             float(spec.up_offset),
+            SHARED=shared is not None,
             CHOICES=choices,
             **weight.constants,
             BIAS=stack.bias is not None,
@@ -218,3 +285,57 @@ class TritonExperts:
             TOGETHER=TOGETHER,
             num_warps=warps,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonMixture:
+    """`MixtureProducts` in Triton: routed experts, and those that see every token, in the same launches."""
+
+    experts: TritonExperts
+    shared: tuple[PackedWeight, PackedWeight]  # of the gate and up projection, and of the down projection
+
+    most_tokens = MOST_SHARED
+
+    def __call__(
+        self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, gate: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Compute [T, hidden] -> [T, hidden] in four launches."""
+        return self.experts.with_shared(x, chosen, shares, self.shared, gate)
+
+    @property
+    def kind(self) -> Hashable:
+        """Key of mixtures that launch the same kernels."""
+        return self.experts.kind, *(weight.kind for weight in self.shared)
+
+    def launches(self, most: int) -> list[KernelLaunch]:
+        """Calls that launch each variant of the kernels that compute up to `most` tokens."""
+        spec, zeros = self.experts.spec, partial(torch.zeros, device=self.shared[0].words.device)
+
+        def launch(tokens: int) -> KernelLaunch:
+            choice = zeros(tokens, spec.top_k, dtype=torch.int64), zeros(tokens, spec.top_k)
+            x = zeros(tokens, self.shared[0].cols, dtype=self.shared[0].dtype)
+            return partial(self, x, *choice, zeros(tokens, 1) if spec.shared_gate else None)
+
+        return [launch(tokens) for tokens in first_of_variants(self.experts.variant, min(most, self.most_tokens))]
+
+
+def create_mixture(experts: TritonExperts, gate_up: object, down: object) -> TritonMixture | None:
+    """The mixture of routed experts with shared ones, whose products are given; None if the kernels cannot multiply
+    both in one launch: if these have biases, another scheme or another activation."""
+    spec, packed = experts.spec, (packed_weight(gate_up), packed_weight(down))
+    if packed[0] is None or packed[1] is None or (spec.gain, spec.limit, spec.up_offset) != (1.0, None, 0.0):
+        return None
+    for stack, weight in zip((experts.gate_up, experts.down), packed, strict=True):
+        alike = stack.weight.constants == weight.constants and stack.weight.dtype == weight.dtype
+        if stack.bias is not None or not alike:
+            return None
+    return TritonMixture(experts=experts, shared=packed)
+
+
+def packed_weight(product: object) -> PackedWeight | None:
+    """The weight of a product without a bias, as the kernels read it, in the same memory; None for other products."""
+    if isinstance(product, QuantisedMatrix) and product.bias is None:
+        return product.weight
+    if isinstance(product, DenseProduct) and not product.has_bias:
+        return pack_weight(product.weight)
+    return None

@@ -13,14 +13,13 @@ from weft.comm import Group
 from weft.comm.symmetric import SymmetricGroup
 from weft.kernels.base import EmbeddingTable, ExpertProducts, ExpertStack, HeadNorm, KVCache, Product
 from weft.kernels.batch import Batch
-from weft.kernels.experts import choose_experts as choose_in_torch
-from weft.kernels.experts import is_plain_choice
+from weft.kernels.fused import FusedMLP
 from weft.kernels.held import HeldMatrices
 from weft.kernels.plain.sampling import score
 from weft.kernels.sampling import SampledRows, SamplingSettings, SettingsUpdate, SlotSettings
 from weft.kernels.staged import StagedStep
 from weft.kernels.triton import pointwise, reduce, sampling
-from weft.kernels.triton.experts import TritonExperts, pack_stack
+from weft.kernels.triton.experts import TritonExperts, TritonMixture, create_mixture, pack_stack
 from weft.kernels.triton.fp8 import ScaledMatrix, takes_scaled_product
 from weft.kernels.triton.products import QuantisedMatrix, create_quantised_matrix
 from weft.kernels.triton.routing import choose_experts
@@ -62,9 +61,7 @@ class TritonPointwise:
         slots: torch.Tensor | None = None,
         correction: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not is_plain_choice(spec):
-            return choose_in_torch(scores, spec, slots, correction)
-        return choose_experts(scores, spec, slots)
+        return choose_experts(scores, spec, slots, correction)
 
     def rotate_and_store(
         self, qkv: torch.Tensor, q_heads: int, rope: torch.Tensor, cache: KVCache, batch: Batch, norm: HeadNorm | None
@@ -87,6 +84,7 @@ class TritonMatrices(HeldMatrices):
         # One product of each kind: others launch the same kernels.
         self._quantised: dict[Hashable, QuantisedMatrix] = {}
         self._experts: dict[Hashable, TritonExperts] = {}
+        self._mixtures: dict[Hashable, TritonMixture] = {}
 
     def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, name: str = "") -> Product:
         if isinstance(weight, QuantisedWeight):
@@ -113,8 +111,16 @@ class TritonMatrices(HeldMatrices):
         self._experts.setdefault(experts.kind, experts)
         return experts
 
+    def mixture(self, experts: ExpertProducts, shared: FusedMLP) -> TritonMixture | None:
+        if not isinstance(experts, TritonExperts):
+            return None
+        mixture = create_mixture(experts, shared.gate_up, shared.down)
+        if mixture:
+            self._mixtures.setdefault(mixture.kind, mixture)
+        return mixture
+
     def launches(self, tokens: int) -> Sequence[Sequence[KernelLaunch]]:
-        parts = self._quantised.values(), self._experts.values()
+        parts = self._quantised.values(), self._experts.values(), self._mixtures.values()
         return [list(chain(*(product.launches(tokens) for product in part))) for part in parts]
 
 

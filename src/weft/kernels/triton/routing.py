@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from weft.architectures.shape import Experts
+from weft.kernels.experts import LEAST_SUM, is_plain_choice
 
 NOBODY = -1  # number of the expert that a padding row chooses; owner of a block without rows; row that does not exist
 PAIRS = 1024  # of token and choice, which one program of _sort reads in one pass
@@ -21,30 +22,90 @@ UNAVAILABLE = tl.constexpr(-(2**31))  # below the place of every score
 
 
 @triton.jit
+def _place(value):
+    """Integers in the order of floats, of which none is a NaN."""
+    bits = value.to(tl.int32, bitcast=True)
+    return bits ^ (bits >> 31 & 0x7FFFFFFF)
+
+
+@triton.jit
+def _weigh(score, SIGMOID: tl.constexpr):
+    """Weights of the experts with these scores, -inf of those that do not exist."""
+    if SIGMOID:
+        weight = 1.0 / (1.0 + tl.exp(-score))
+    else:
+        weight = tl.exp(score - tl.max(score, 0))
+        weight = weight / tl.sum(weight, 0)
+    return weight
+
+
+@triton.jit
+def _in_best_groups(
+    value, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr, SIZE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """True for the experts of the best groups. `value` is -inf for experts that do not exist."""
+    grouped = tl.reshape(value, [GROUP_BLOCK, SIZE_BLOCK])
+    total = tl.max(grouped, 1)
+    if GROUP_BEST == 2:
+        first = tl.arange(0, SIZE_BLOCK)[None, :] == tl.argmax(grouped, 1)[:, None]
+        total += tl.max(tl.where(first, float("-inf"), grouped), 1)
+    group = tl.arange(0, GROUP_BLOCK)
+    place = tl.where(group < GROUPS, _place(total), UNAVAILABLE)
+    for _ in tl.static_range(TOP_GROUPS):
+        place = tl.where(group == tl.argmax(place, 0), UNAVAILABLE, place)
+    taken = (group < GROUPS) & (place == UNAVAILABLE)
+    return tl.reshape(tl.broadcast_to(taken[:, None], [GROUP_BLOCK, SIZE_BLOCK]), [GROUP_BLOCK * SIZE_BLOCK])
+
+
+@triton.jit
 def _choose(
-    scores, slots, chosen, shares, count,
-    TOP_K: tl.constexpr, NORMALISED: tl.constexpr, PADDED: tl.constexpr, NOBODY: tl.constexpr,
-    BLOCK: tl.constexpr, CHOICES: tl.constexpr,
+    scores, correction, slots, chosen, shares, count, size, scaling,
+    TOP_K: tl.constexpr, NORMALISED: tl.constexpr, PLAIN: tl.constexpr, SIGMOID: tl.constexpr,
+    CORRECTED: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
+    PADDED: tl.constexpr, NOBODY: tl.constexpr, LEAST_SUM: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr, SIZE_BLOCK: tl.constexpr, CHOICES: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    expert, choice = tl.arange(0, BLOCK), tl.arange(0, CHOICES)
-    score = tl.load(scores + token * count + expert, expert < count, other=float("-inf"))
+    index, choice = tl.arange(0, GROUP_BLOCK * SIZE_BLOCK), tl.arange(0, CHOICES)
+    expert, exists = index, index < count
+    if GROUPS > 1:
+        member = index % SIZE_BLOCK
+        expert = index // SIZE_BLOCK * size + member
+        exists = (index // SIZE_BLOCK < GROUPS) & (member < size)
+    score = tl.load(scores + token * count + expert, exists, other=float("-inf"))
     score = tl.where(score == score, score, float("-inf"))
-    # Integers in the order of scores, among which those that were chosen stay apart from an expert of score -inf.
-    bits = score.to(tl.int32, bitcast=True)
-    place = tl.where(expert < count, bits ^ (bits >> 31 & 0x7FFFFFFF), UNAVAILABLE)
+    weight, value = score, score
+    if not PLAIN:
+        weight = _weigh(score, SIGMOID)
+        value = weight
+        if CORRECTED:
+            value += tl.load(correction + expert, exists, other=0.0)
+        value = tl.where(exists & (value == value), value, float("-inf"))
+    # Those that were chosen stay apart from an expert of value -inf.
+    place = tl.where(exists, _place(value), UNAVAILABLE)
+    if GROUPS > 1:
+        best_groups = _in_best_groups(value, GROUPS, TOP_GROUPS, GROUP_BEST, GROUP_BLOCK, SIZE_BLOCK)
+        place = tl.where(best_groups, place, UNAVAILABLE)
     highest, numbers = tl.full([CHOICES], float("-inf"), tl.float32), tl.full([CHOICES], NOBODY, tl.int64)
     for k in tl.static_range(TOP_K):
         best = tl.argmax(place, 0)
-        numbers = tl.where(choice == k, best.to(tl.int64), numbers)
-        highest = tl.where(choice == k, tl.max(tl.where(expert == best, score, float("-inf")), 0), highest)
-        place = tl.where(expert == best, UNAVAILABLE, place)
-    top = tl.max(highest, 0)
-    share = tl.exp(highest - top)
-    if NORMALISED:
-        share = share / tl.sum(share, 0)
+        number = best // SIZE_BLOCK * size + best % SIZE_BLOCK if GROUPS > 1 else best
+        numbers = tl.where(choice == k, number.to(tl.int64), numbers)
+        highest = tl.where(choice == k, tl.max(tl.where(index == best, weight, float("-inf")), 0), highest)
+        place = tl.where(index == best, UNAVAILABLE, place)
+    if PLAIN:
+        top = tl.max(highest, 0)
+        share = tl.exp(highest - top)
+        if NORMALISED:
+            share = share / tl.sum(share, 0)
+        else:
+            share = share / tl.sum(tl.exp(score - top), 0)
     else:
-        share = share / tl.sum(tl.exp(score - top), 0)
+        share = tl.where(choice < TOP_K, highest, 0.0)
+        if NORMALISED:
+            share = share / (tl.sum(share, 0) + LEAST_SUM)
+        share = share * scaling
     if PADDED:
         numbers = tl.where(tl.load(slots + token) >= 0, numbers, NOBODY)
     tl.store(chosen + token * TOP_K + choice, numbers, choice < TOP_K)
@@ -52,24 +113,36 @@ def _choose(
 
 
 def choose_experts(
-    scores: torch.Tensor, spec: Experts, slots: torch.Tensor | None
+    scores: torch.Tensor, spec: Experts, slots: torch.Tensor | None = None, correction: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`Pointwise.choose_experts` in one launch."""
     tokens, count = scores.shape
     chosen = torch.empty(tokens, spec.top_k, dtype=torch.int64, device=scores.device)
     shares = torch.empty(tokens, spec.top_k, dtype=torch.float32, device=scores.device)
     if tokens:
+        size = count // spec.groups
         _choose[(tokens,)](
             scores,
+            scores if correction is None else correction,
             chosen if slots is None else slots,
             chosen,
             shares,
             count,
+            size,
+            spec.scaling,
             TOP_K=spec.top_k,
             NORMALISED=spec.normalised,
+            PLAIN=is_plain_choice(spec),
+            SIGMOID=spec.scoring == "sigmoid",
+            CORRECTED=correction is not None,
+            GROUPS=spec.groups,
+            TOP_GROUPS=spec.top_groups,
+            GROUP_BEST=2 if spec.group_score == "top2" else 1,
             PADDED=slots is not None,
             NOBODY=NOBODY,
-            BLOCK=triton.next_power_of_2(count),
+            LEAST_SUM=LEAST_SUM,
+            GROUP_BLOCK=triton.next_power_of_2(spec.groups),
+            SIZE_BLOCK=triton.next_power_of_2(size),
             CHOICES=triton.next_power_of_2(spec.top_k),
             num_warps=1,
         )
@@ -143,7 +216,10 @@ def most_blocks(rows: int, count: int, size: int) -> int:
 
 
 @triton.jit(do_not_specialize=["first"])
-def _sum(parts, numbers, shares, out, width, first, count, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def _sum(
+    parts, numbers, shares, shared, gate, out, width, first, count,
+    TOP_K: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -154,15 +230,43 @@ def _sum(parts, numbers, shares, out, width, first, count, TOP_K: tl.constexpr, 
         stop = tl.where((own >= 0) & (own < count), width, 0)
         part = tl.load(parts + row * width + columns, columns < stop, other=0.0)
         total += tl.where(columns < stop, part.to(tl.float32) * tl.load(shares + row), 0.0)
+    if SHARED:
+        part = tl.load(shared + token * width + columns, columns < width, other=0.0).to(tl.float32)
+        if GATED:
+            part = part / (1.0 + tl.exp(-tl.load(gate + token)))
+        total += part
     tl.store(out + token * width + columns, total.to(out.dtype.element_ty), columns < width)
 
 
-def sum_parts(parts: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, first: int, count: int) -> torch.Tensor:
+def sum_parts(
+    parts: torch.Tensor,
+    chosen: torch.Tensor,
+    shares: torch.Tensor,
+    first: int,
+    count: int,
+    shared: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Sum of the parts [T * top_k, hidden] of each token's experts from `first` on, `count` of them, weighted by its
-    shares [T, top_k], in the order of its choices: [T, hidden]."""
+    shares [T, top_k], in the order of its choices: [T, hidden].
+
+    Last comes the part of the `shared` experts [T, hidden], times the sigmoid of `gate` [T, 1] float32.
+    """
     (tokens, top_k), width = chosen.shape, parts.shape[1]
     out = parts.new_empty(tokens, width)
     _sum[(tokens, triton.cdiv(width, COLUMNS))](
-        parts, chosen, shares, out, width, first, count, TOP_K=top_k, BLOCK=COLUMNS
+        parts,
+        chosen,
+        shares,
+        out if shared is None else shared,
+        shares if gate is None else gate,
+        out,
+        width,
+        first,
+        count,
+        TOP_K=top_k,
+        SHARED=shared is not None,
+        GATED=gate is not None,
+        BLOCK=COLUMNS,
     )
     return out
