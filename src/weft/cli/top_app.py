@@ -28,7 +28,7 @@ class TopApp(App[None]):
     CSS = """
     #headline { height: 1; padding: 0 2; background: $primary; color: $text; text-style: bold; }
     VerticalScroll { padding: 0 1; }
-    .section { height: auto; border: round $secondary; border-title-style: bold; padding: 0 1; }
+    .section { height: auto; border: round $primary-lighten-1; border-title-style: bold; padding: 0 1; }
     .section.faulty { border: heavy $error; border-title-color: $error; }
     .section.well { border: round $success; border-title-color: $success; }
     """

@@ -28,9 +28,9 @@ NEARLY_FULL, BUSY = 0.9, 0.7  # shares from which on a bar is red, and yellow
 PARTS = (
     ("compute", "comp", "█", "green"),
     ("communication", "comm", "▒", "blue"),
-    ("waiting", "wait", "·", "bright_black"),
+    ("waiting", "wait", "·", "grey62"),
 )
-BAD, GOOD, WARN, FAINT = "bold red", "green", "bold yellow", "bright_black"
+BAD, GOOD, WARN, FAINT = "bold red", "green", "bold yellow", "grey62"
 
 
 class Section(NamedTuple):
@@ -115,7 +115,7 @@ def headline(look: Look) -> str:
     rates = [model["tok_s"] for model in models if model["tok_s"] is not None]
     parts = [
         time.strftime("%H:%M:%S", time.localtime(look.figures["time"])),
-        _count(len(look.servers), "server"),
+        look.servers[0][0] if len(look.servers) == 1 else _count(len(look.servers), "server"),
         _count(len(look.figures["ranks"]), "rank"),
         _count(len(gpus), "GPU") if gpus else "no GPU",
         *([f"{sum(rates):,.0f} tok/s"] if rates else []),
@@ -249,14 +249,14 @@ def core_table(cores: Mapping[int, float], width: int) -> Table:
 
 def model_table(rows: Sequence[tuple[str, dict[str, Any]]], sparks: Sparks, width: int) -> Table:
     """A row for each model of each server."""
-    wide, several = width >= WIDE, len(rows) > 1
+    wide, several = width >= WIDE, len({url for url, _ in rows}) > 1
     names = ["model", "running", "waiting", "KV cache", "prefix hits", "TTFT p50/p95", "ITL p50/p95", "tok/s"]
     short = ["model", "run", "wait", "KV", "hits", "TTFT p50/p95", "ITL p50/p95", "tok/s"]
     more = _more(sparks, [model_key(*row) for row in rows], width)
     table = dense_table(*(names if wide else short), *more)
     for url, row in rows:
         table.add_row(
-            f"{row['name']} at {url.removeprefix('http://')}" if wide or several else row["name"],
+            f"{row['name']} at {url.removeprefix('http://')}" if several else row["name"],
             str(row["running"]),
             Text(str(row["waiting"]), style="yellow" if row["waiting"] else ""),
             share(row["kv_usage"], wide),
