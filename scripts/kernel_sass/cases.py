@@ -282,7 +282,8 @@ def multiply_experts(scheme: str | None, tokens: int) -> None:
 
 
 def sort_rows() -> None:
-    routing.sort_rows(torch.zeros(2, MIXTURE.top_k, dtype=torch.int64), 0, MIXTURE.count, 16)
+    routed = torch.zeros(MIXTURE.count, dtype=torch.int64)
+    routing.sort_rows(torch.zeros(2, MIXTURE.top_k, dtype=torch.int64), 0, routed, 16)
 
 
 def sum_parts() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -123,15 +123,20 @@ class TritonExperts:
     down: TritonStack
     first: int
     processors: int
+    routed: torch.Tensor = field(init=False)
 
     capturable = True
+
+    def __post_init__(self) -> None:
+        device = self.gate_up.weight.words.device
+        object.__setattr__(self, "routed", torch.zeros(self._count, dtype=torch.int64, device=device))
 
     def __call__(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """Compute [T, hidden] -> [T, hidden] in four launches."""
         if not len(x):
             return torch.empty_like(x)
         chosen, shares, rows = chosen.contiguous(), shares.contiguous(), chosen.numel()
-        blocks = sort_rows(chosen, self.first, self._count, self._block_size(rows))
+        blocks = sort_rows(chosen, self.first, self.routed, self._block_size(rows))
         inner = x.new_empty(rows, self.down.weight.cols)
         self.multiply(x.contiguous(), self.gate_up, blocks, inner, choices=chosen.shape[1], gated=True)
         parts = x.new_empty(rows, x.shape[1])
