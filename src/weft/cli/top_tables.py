@@ -283,7 +283,7 @@ def rank_table(ranks: Sequence[tuple[str, dict[str, Any]]], width: int) -> Table
     above = ""
     for url, row in ranks:
         if several and url != above:
-            table.add_row(Text(url, style=FAINT))
+            table.add_row(Text(url.removeprefix("http://"), style=FAINT))
         above = url
         first = row.get("first_layer", 0)
         table.add_row(
