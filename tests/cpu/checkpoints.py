@@ -115,6 +115,22 @@ RECIPES = {
     "llama-yarn": Recipe("Llama", rope("yarn", factor=4.0, original_max_position_embeddings=32), style=4),
     "llama-mha-odd": Recipe("Llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 10}),
     "llama-mqa": Recipe("Llama", {"num_attention_heads": 6, "num_key_value_heads": 1, "attention_bias": True}),
+    # Queries, keys and values lie in one tensor, gate and up projections in another.
+    "phi3": Recipe("Phi3", {"sliding_window": 9, "tie_word_embeddings": False}),
+    # 6 of a head's 8 numbers are rotated; every text is a long one.
+    "phi3-longrope": Recipe(
+        "Phi3",
+        {"sliding_window": None, "tie_word_embeddings": True, "original_max_position_embeddings": 1}
+        | rope(
+            "longrope",
+            partial_rotary_factor=0.75,
+            short_factor=[1.0, 1.1, 1.2],
+            long_factor=[1.0, 4.0, 16.0],
+            attention_factor=1.2,
+            original_max_position_embeddings=1,
+        ),
+        {**SIZES, "num_attention_heads": 6, "num_key_value_heads": 3},
+    ),
     "smollm2": Recipe(
         "Llama",
         {

@@ -89,6 +89,12 @@ def convert(folder: Path, more: Mapping[str, Any], *, old: bool = False) -> Path
     arch = GGML[shape.architecture]
     metadata = metadata_of(shape) | {f"{arch}.{key}": value for key, value in more.items()}
     tensors = ggml_tensors(load_file(folder / "model.safetensors"), shape)
+    rope = shape.mixer.rope
+    if rope.kind == "longrope":
+        tensors |= {
+            "rope_factors_short.weight": np.array(rope.short_factors, np.float32),
+            "rope_factors_long.weight": np.array(rope.long_factors, np.float32),
+        }
     if "attention.key_length_mla" in more:
         tensors = split_heads(tensors, shape)
     return write(folder / "model.gguf", arch, metadata, old_experts(tensors) if old else tensors)
@@ -109,6 +115,7 @@ CASES = {
     "mixtral": {},
     "gpt-oss-gguf": {},
     "gemma3-gguf": WINDOW,
+    "phi3-longrope": {},
     "deepseek-v2-gguf": {},
     "deepseek-v3-gguf": APART,
 }

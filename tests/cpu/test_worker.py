@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from msgspec.structs import replace
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.cpu import tiny
 from tests.cpu.attention import shaped
@@ -137,7 +139,39 @@ def test_the_measured_step_holds_the_logits_of_a_scored_prompt(tmp_path: Path, m
 
 def test_fewer_rows_of_the_table_are_the_same_rows() -> None:
     """Also where its base depends on the longest text, as in dynamic scaling."""
-    for kind in (Rope(), Rope(kind="dynamic", factor=4.0), Rope(kind="yarn", factor=4.0, original_max_positions=64)):
+    yarn = Rope(kind="yarn", factor=4.0, original_max_positions=64)
+    for kind in (Rope(), Rope(kind="dynamic", factor=4.0), yarn, Rope(rotated=0.75)):
         whole = rope.rope_table(kind, 16, 64, 256, 256)
         assert torch.equal(rope.rope_table(kind, 16, 64, 256, 40), whole[:40])
         assert whole.shape == (256, 16)
+
+
+@pytest.mark.parametrize("length", [32, 33])
+@pytest.mark.parametrize("told", [None, 1.25])
+def test_longrope_has_divisors_for_short_and_for_long_texts(length: int, told: float | None) -> None:
+    """By Transformers' formula, whose magnitude follows from the lengths if the config does not tell it."""
+    factors = {"short_factor": [1.0, 1.1, 1.2], "long_factor": [1.0, 4.0, 16.0]}
+    words = {**factors, "partial_rotary_factor": 0.75, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+    if told is not None:
+        words["attention_factor"] = told
+    config = transformers.Phi3Config(
+        hidden_size=48,
+        num_attention_heads=6,
+        max_position_embeddings=128,
+        original_max_position_embeddings=32,
+        rope_parameters={"rope_type": "longrope", **words},
+    )
+    frequencies, magnitude = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len=length)
+    ours = Rope(
+        kind="longrope",
+        original_max_positions=32,
+        attention_factor=told,
+        short_factors=tuple(factors["short_factor"]),
+        long_factors=tuple(factors["long_factor"]),
+        rotated=0.75,
+    )
+    table = rope.rope_table(ours, 8, 128, length, length)
+    angles = torch.outer(torch.arange(length).float(), frequencies)
+    torch.testing.assert_close(table[:, :3], angles.cos() * magnitude)
+    torch.testing.assert_close(table[:, 4:7], angles.sin() * magnitude)
+    assert table[:, 3].eq(1).all() and table[:, 7].eq(0).all(), "the others are not rotated"

@@ -96,7 +96,7 @@ def metadata_of(shape: ModelShape) -> dict[str, Any]:
         "attention.value_length": shape.head_dim,
         "attention.layer_norm_rms_epsilon": shape.norm.eps,
         "rope.freq_base": shape.mixer.rope.theta,
-        "rope.dimension_count": shape.head_dim,
+        "rope.dimension_count": shape.mixer.rope.rotated_dims(shape.head_dim),
     }
     if shape.experts:
         values |= {
@@ -116,6 +116,11 @@ def metadata_of(shape: ModelShape) -> dict[str, Any]:
         values |= {
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": rope.factor,
+            "rope.scaling.original_context_length": rope.original_max_positions,
+        }
+    if rope.kind == "longrope":
+        values |= {
+            "rope.scaling.attn_factor": rope.attention_factor,
             "rope.scaling.original_context_length": rope.original_max_positions,
         }
     return {f"{arch}.{key}": value for key, value in values.items()} | {

@@ -32,6 +32,7 @@ LLAMA: dict[str, Any] = {
 }
 QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"]}
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"]}
+PHI3 = LLAMA | {"architectures": ["Phi3ForCausalLM"]}
 GEMMA3 = LLAMA | {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 32}
 
 
@@ -46,6 +47,11 @@ def fails(config: dict[str, Any], code: str, *values: str) -> None:
 
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = {
+    "short_factor": [1, 1.5, 2, 3],
+    "long_factor": [2, 3, 4, 8.0],
+    "original_max_position_embeddings": 64,
+}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 256, "beta_fast": 16, "beta_slow": 2, "truncate": False}
 
 
@@ -83,6 +89,17 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 256, "beta_fast": 16,
                 truncate=False,
             ),
         ),
+        (
+            "longrope",
+            LONGROPE,
+            Rope(
+                theta=5e5,
+                kind="longrope",
+                original_max_positions=64,
+                short_factors=(1.0, 1.5, 2.0, 3.0),
+                long_factors=(2.0, 3.0, 4.0, 8.0),
+            ),
+        ),
     ],
 )
 def test_rope_as_versions_4_and_5_write_it(kind: str, values: dict[str, Any], rope: Rope) -> None:
@@ -93,6 +110,15 @@ def test_rope_as_versions_4_and_5_write_it(kind: str, values: dict[str, Any], ro
     per_type = {"rope_parameters": {"full_attention": five["rope_parameters"]}}
     for words in (old, newer, five, per_type):
         assert shape(LLAMA | words).mixer.rope == rope
+
+
+def test_the_rotated_share_of_heads() -> None:
+    five = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.75}}
+    for words in ({"partial_rotary_factor": 0.75}, five):
+        rope = shape(PHI3 | words).mixer.rope
+        assert (rope.rotated, rope.rotated_dims(8)) == (0.75, 6)
+    for share in (0.4, 1.5):
+        fails(PHI3 | {"partial_rotary_factor": share}, "wrong-field-value", "partial_rotary_factor", str(share))
 
 
 def test_yarn_reaches_further_than_the_model_was_trained() -> None:
@@ -195,7 +221,17 @@ WRONG: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
     ({"eos_token_id": "</s>"}, "wrong-field-value", ("eos_token_id", "'</s>'")),
     ({"eos_token_id": [2, -1]}, "wrong-field-value", ("eos_token_id",)),
     ({"hidden_act": "gelu"}, "wrong-field-value", ("hidden_act", "'gelu'")),
-    ({"rope_scaling": {"type": "longrope"}}, "wrong-field-value", ("rope_scaling", "'longrope'")),
+    ({"rope_scaling": {"type": "3d"}}, "wrong-field-value", ("rope_scaling", "'3d'")),
+    (
+        {"rope_scaling": {"type": "longrope", "short_factor": 1.0}},
+        "wrong-field-value",
+        ("rope_scaling", "short_factor"),
+    ),
+    (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 3}},
+        "bad-rope-factors",
+        ("long_factor", "3", "4"),
+    ),
     ({"rope_scaling": {"type": "linear"}}, "missing-field", ("rope_scaling",)),
     ({"rope_scaling": "yarn"}, "wrong-field-value", ("rope_scaling", "'yarn'")),
     (

@@ -22,7 +22,7 @@ COMMANDS = {
     "vllm Qwen3-14B --gpus 1xRTX4090+1xRTX3060 --tensor-split 3,1 --max-model-len 2048": ["plan_replaced"],
     "vllm Qwen3-14B --gpus 1xRTX4090+1xRTX3060": ["uneven_cut_left_out"],
     "transformers Llama-3.3-70B-Instruct --gpus 4xA100 -tp 4": ["plan_replaced"],
-    "weft Phi-3-mini-4k-instruct --gpus 1xH100": ["planned_only"],
+    "weft gemma-2-2b-it --gpus 1xH100": ["planned_only"],
     "weft Qwen3-0.6B --gpus SLICE": ["mig_slice_unnamed"],
     "weft Qwen3-8B --gpus 1xRTX4090": [],
 }

@@ -182,6 +182,23 @@ def test_llama3s_divisors(tmp_path: Path) -> None:
     )
 
 
+def test_longropes_divisors(tmp_path: Path) -> None:
+    short, long = np.array([1, 1.5, 2, 3], dtype=np.float32), np.array([2, 3, 4, 8], dtype=np.float32)
+    both = {"rope_factors_short.weight": short, "rope_factors_long.weight": long}
+    change = {"rope.scaling.original_context_length": 16, "rope.scaling.attn_factor": 1.25}
+    shape = gguf_shape.shape_from_gguf(header(tmp_path, change, both))
+    assert shape.mixer.rope == Rope(
+        theta=5e5,
+        kind="longrope",
+        original_max_positions=16,
+        attention_factor=1.25,
+        short_factors=(1.0, 1.5, 2.0, 3.0),
+        long_factors=(2.0, 3.0, 4.0, 8.0),
+    )
+    del both["rope_factors_short.weight"]
+    fails(tmp_path, change, "bad-rope-factors", "rope_factors_short.weight", "missing", "F32 of [4]", tensors=both)
+
+
 MIXED = {"expert_count": 4, "expert_used_count": 2}
 # A change of the metadata, the code of what is wrong with it, and values of the message.
 WRONG: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
@@ -199,7 +216,7 @@ WRONG: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
     ({"logit_scale": 0.5}, "gguf-feature-not-computed", ("llama.logit_scale",)),
     ({"rope.scaling.type": "longrope"}, "wrong-field-value", ("rope.scaling.type", "'longrope'")),
     ({"rope.scaling.type": "linear"}, "missing-field", ("rope.scaling.factor",)),
-    ({"general.architecture": "mamba"}, "unknown-architecture", ("'mamba'", "llama, qwen2, qwen3")),
+    ({"general.architecture": "mamba"}, "unknown-architecture", ("'mamba'", "llama, phi3, qwen2")),
     ({"general.architecture": "gemma2"}, "architecture-not-run", ("gemma2",)),
 ]
 

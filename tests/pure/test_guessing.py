@@ -97,13 +97,13 @@ def test_impossible_settings_give_one_clear_line(words: list[str], told: str) ->
     assert status in (1, 2) and out == "" and told in err and err.count("\n") == 1
 
 
-PHI = "Phi-3-mini-4k-instruct"
+GEMMA2 = "gemma-2-2b-it"
 
 
 def test_a_model_that_weft_does_not_run_is_no_draft_yet() -> None:
-    told = weft_json("plan", PHI, "--gpus", "1xH100", "-sc", json.dumps({"model": PHI}))[1]
+    told = weft_json("plan", GEMMA2, "--gpus", "1xH100", "-sc", json.dumps({"model": GEMMA2}))[1]
     assert "architecture_not_run" in told["model"]["missing_codes"]
-    assert any(it.startswith("as a draft model, Phi3") for it in told["model"]["missing"])
+    assert any(it.startswith("as a draft model, Gemma2") for it in told["model"]["missing"])
 
 
 def test_a_draft_that_leaves_no_room_is_named() -> None:

@@ -130,10 +130,10 @@ def test_the_kv_cache_has_the_dtype_that_is_asked_for() -> None:
 def test_a_model_that_the_engine_runs_is_told_from_one_it_does_not() -> None:
     assert plan("Qwen3-8B --gpus 1xH100")[1]["model"]["runs"] is True
     assert plan("gpt2 --gpus 1xH100")[1]["model"]["runs"] is True
-    assert plan("Phi-3-mini-4k-instruct --gpus 1xH100")[1]["model"]["runs"] is False
+    assert plan("gemma-2-2b-it --gpus 1xH100")[1]["model"]["runs"] is False
     assert plan("Qwen3-8B --gpus 1xH100 --precision nvfp4")[1]["model"]["runs"] is False
-    assert "does not run it yet" in run("Phi-3-mini-4k-instruct", "--gpus", "1xH100")[1]
-    assert "does not run it yet" not in run("Phi-3-mini-4k-instruct", "--gpus", "1xH100", "--engine", "vllm")[1]
+    assert "does not run it yet" in run("gemma-2-2b-it", "--gpus", "1xH100")[1]
+    assert "does not run it yet" not in run("gemma-2-2b-it", "--gpus", "1xH100", "--engine", "vllm")[1]
 
 
 def test_old_gpus_run_bfloat16_checkpoints_in_float16() -> None:
@@ -233,7 +233,7 @@ def test_the_first_line_is_the_answer() -> None:
         found = plan(words)[1]
         assert found["summary_code"] == code
         assert run(*words.split())[1].startswith(found["summary"] + "\n")
-    found = plan("Phi-3-mini-4k-instruct --gpus 1xH100")[1]
+    found = plan("gemma-2-2b-it --gpus 1xH100")[1]
     assert found["summary_code"] == "fits" and not found["model"]["runs"]
 
 

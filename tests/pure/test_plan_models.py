@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 from tests.pure.commands import weft, weft_json
+from weft.architectures.registry import RUNNABLE
 from weft.formats import catalogue
+from weft.planner.objections import unsupported_reasons
 
 HOME = "--gpus 1xRTX4090+1xRTX3090"
 
@@ -29,6 +31,13 @@ def test_every_well_known_model_has_a_row_or_says_what_it_lacks() -> None:
     assert rows["meta-llama/Llama-3.3-70B-Instruct"]["precision"] == "q4_1+q8_0"
 
 
+def test_models_of_the_engine_s_architectures_run_as_they_are_published() -> None:
+    models = [catalogue.find(entry.names[0]) for entry in catalogue.entries()]
+    own = [model for model in models if model.shape.architecture in RUNNABLE]
+    assert {"bf16", "fp8", "mxfp4"} <= {model.precision for model in own}
+    assert [model.name for model in own if unsupported_reasons(model.shape, model.precision)] == []
+
+
 def test_a_row_is_what_the_plan_of_its_model_says() -> None:
     row = next(row for row in weft_json("plan", *HOME.split())[1]["models"] if row["name"] == "Qwen/Qwen3-32B")
     best = weft_json("plan", "Qwen3-32B", *HOME.split(), "-q", "int8")[1]["best"]
@@ -45,11 +54,15 @@ def test_the_table_has_a_line_for_each_model_and_says_how_to_go_on() -> None:
     assert lines[0] == "1 x RTX 4090 + 1 x RTX 3090 (PCIe); engine weft"
     (line,) = [line for line in lines if line.startswith("Qwen3-32B")]
     assert line.split()[1:4] == ["int8", "TP", "2"] and line.endswith("yes")
-    (line,) = [line for line in lines if line.startswith("gpt-oss-20b")]
-    assert line.endswith("not yet")
+    assert "not yet" not in out
     assert lines[-2].startswith("These do not fit")
     assert re.search(r"\bDeepSeek-V3\.1 \([\d.]+ GB short in int4\)", lines[-2])
     assert lines[-1] == f"Plan one of them: weft plan MODEL {HOME}, with -q int4 or -q int8 if the table shows it"
+
+
+def test_models_that_the_engine_does_not_run_are_told_apart() -> None:
+    rows = weft("plan", "--gpus", "1xRTX5090", "--precision", "nvfp4")[1].splitlines()
+    assert rows[3].startswith("Llama-3.2-1B-Instruct") and rows[3].endswith("not yet")
 
 
 def test_flags_hold_for_all_models() -> None:

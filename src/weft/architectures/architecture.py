@@ -88,6 +88,7 @@ class ConfigFields(msgspec.Struct, frozen=True, kw_only=True):
       `layer_types` name; a number n: all but every nth layer, unless `layer_types` is given.
     - `local_rope`: the field that gives layers with a window a rotary base of their own; "" if all layers share one.
     - `stretched`: `max_position_embeddings` is the length after rotary scaling, not the one before.
+    - `partial_rotary`: `partial_rotary_factor` counts; other architectures must rotate whole heads.
     - `query_scale`: the field s if attention's scale is s^-0.5 instead of head_dim^-0.5.
     - `norm_eps_field`: the field with the epsilon of all norms; "" if it is always `norm_eps`, the default.
     - `normalised`: the weights of a token's chosen experts are scaled to a sum of 1: "always", or if the config's
@@ -116,6 +117,7 @@ class ConfigFields(msgspec.Struct, frozen=True, kw_only=True):
     window: Literal["none", "all", "some"] | int = "none"
     local_rope: str = ""
     stretched: bool = False
+    partial_rotary: bool = False
     query_scale: str = ""
     norm: Literal["rms", "layer"] = "rms"
     norm_eps_field: str = "rms_norm_eps"

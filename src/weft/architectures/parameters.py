@@ -12,6 +12,7 @@ from math import prod
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from weft.architectures.architecture import Names
 from weft.architectures.axes import Axis, Extent, axis_length, owned
@@ -31,12 +32,15 @@ class Part(msgspec.Struct, frozen=True, cache_hash=True):
 
     - `source`: name in the checkpoint, with `{layer}` and `{expert}` for their numbers.
     - `after`: axes whose rows precede this part's rows, if several parts share the tensor.
+    - `rotated`: the share of each head's rows that is rotated, the first of them; 1 also for rows without heads. The
+      engine rotates row i of a head with row i + head_dim/2: the rotated rows are held at the begin of both halves.
     """
 
     source: str
     rows: Axis | Extent
     cols: Axis | Extent | None = None
     after: tuple[Axis, ...] = ()
+    rotated: float = 1.0
 
 
 class Parameter(msgspec.Struct, frozen=True, cache_hash=True):
@@ -203,11 +207,17 @@ class _LayerTable:
     def attention(self, spec: Attention) -> Iterator[Parameter]:
         names = self.names
         qkv = tuple(zip(names.qkv, (Axis.Q, Axis.KV, Axis.KV), strict=True))
-        yield from self.linear("attention.qkv", qkv, Axis.HIDDEN, bias=spec.bias)
+        for parameter in self.linear("attention.qkv", qkv, Axis.HIDDEN, bias=spec.bias):
+            query, key, value = parameter.parts
+            turned = (replace(part, rotated=spec.rope.rotated) for part in (query, key))
+            yield replace(parameter, parts=(*turned, value))
         if spec.qk_norm != "none":
             q, k = (Axis.HEAD_DIM, Axis.HEAD_DIM) if spec.qk_norm == "head" else (Axis.Q, Axis.KV)
-            yield from self.norm("attention.q_norm", names.q_norm, q)
-            yield from self.norm("attention.k_norm", names.k_norm, k)
+            for parameter in (
+                *self.norm("attention.q_norm", names.q_norm, q),
+                *self.norm("attention.k_norm", names.k_norm, k),
+            ):
+                yield replace(parameter, parts=(replace(parameter.parts[0], rotated=spec.rope.rotated),))
         if spec.sinks:
             yield from self.vector("attention.sinks", names.sinks, Axis.HEADS)
         yield from self.linear("attention.out", [(names.out, Axis.HIDDEN)], Axis.Q, bias=spec.out_bias)

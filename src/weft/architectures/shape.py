@@ -30,11 +30,14 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     for a model that does not rotate queries and keys. The other fields are parameters of that scaling, None if the
     checkpoint does not give them. `original_max_positions` is the length in tokens that the model was trained at before
     scaling. `factors` are llama3's divisors of the head_dim/2 frequencies, if the checkpoint gives the divisors
-    themselves (GGUF does) and not the parameters that they are computed from.
+    themselves (GGUF does) and not the parameters that they are computed from. longrope has two sets of divisors:
+    `short_factors` for texts of up to `original_max_positions` tokens, `long_factors` for longer ones.
+
+    `rotated` is the share of a head's numbers that is rotated, the first of them (`partial_rotary_factor`).
     """
 
     theta: float = THETA
-    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "qwen", "none"] = "default"
+    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "qwen", "none"] = "default"
     factor: float = 1.0
     original_max_positions: int | None = None
     low_freq_factor: float | None = None
@@ -46,6 +49,13 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     attention_factor: float | None = None
     truncate: bool = True
     factors: tuple[float, ...] | None = None
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    rotated: float = 1.0
+
+    def rotated_dims(self, head_dim: int) -> int:
+        """Number of a head's numbers that are rotated."""
+        return int(head_dim * self.rotated)
 
     def reach(self, max_positions: int) -> int:
         """Length of the model in tokens if its file says `max_positions`.

@@ -456,7 +456,7 @@ def _translate_names(header: gguf.Gguf, shape: ModelShape) -> dict[str, TensorIn
     for ggml_name, info in header.tensors.items():
         name = gguf_names.hugging_face(ggml_name, names)
         if name is None:
-            if ggml_name == gguf_names.ROPE_FACTORS or gguf_names.is_unused(ggml_name):
+            if gguf_names.is_unused(ggml_name):
                 continue
             raise ModelError(
                 f"{info.file}: tensor {ggml_name!r:.80} is no part of a {shape.architecture}; Weft cannot run this "

@@ -41,7 +41,9 @@ def read_layers(config: Fields, known: Architecture, max_positions: int) -> tupl
     if known.names.positions:
         rope = Rope(kind="none")
     elif known.runs:
-        rope, local_rope = read_ropes(config, max_positions, default.local_rope, stretched=default.stretched)
+        rope, local_rope = read_ropes(
+            config, max_positions, default.local_rope, stretched=default.stretched, partial=default.partial_rotary
+        )
     else:
         rope = Rope(theta=read_base(config))
     all_biased = default.bias == "all" and config.flag("enable_bias", True)
@@ -78,6 +80,7 @@ def _attention(config: Fields, known: Architecture, rope: Rope, *, bias: bool) -
     """Attention of all layers, without windows. `bias`: the output projection has one."""
     default, heads = known.config, config.integer("num_attention_heads")
     head_dim = _head_dim(config, default, heads)
+    check_rotated(rope, head_dim, config)
     scaled_by = config.number(default.query_scale) if default.query_scale else head_dim
     return Attention(
         heads=heads,
@@ -91,6 +94,20 @@ def _attention(config: Fields, known: Architecture, rope: Rope, *, bias: bool) -
         sinks=bool(known.names.sinks),
         logn=_logn(config, default),
     )
+
+
+def check_rotated(rope: Rope, head_dim: int, fields: Fields) -> None:
+    """Raise ModelError if the rotated part of a head is no whole number of pairs, or has not a divisor for each."""
+    rotated = rope.rotated_dims(head_dim)
+    if rotated % 2 or rotated > head_dim:
+        raise fields.wrong_value("partial_rotary_factor", f"an even number of a head's {head_dim} numbers")
+    for name, factors in (("short_factor", rope.short_factors), ("long_factor", rope.long_factors)):
+        if rope.kind == "longrope" and len(factors) != rotated // 2:
+            raise ModelError(
+                f"{fields.where}: {name} has {len(factors)} numbers; it must have one for each of {rotated // 2} "
+                "rotary frequencies",
+                code="bad-rope-factors",
+            )
 
 
 def _logn(config: Fields, default: ConfigFields) -> int | None:

@@ -8,10 +8,13 @@ from weft.architectures.shape import THETA, Rope
 from weft.formats.fields import Fields
 
 
-def read_ropes(config: Fields, max_positions: int, local_field: str, *, stretched: bool) -> tuple[Rope, Rope | None]:
+def read_ropes(
+    config: Fields, max_positions: int, local_field: str, *, stretched: bool, partial: bool
+) -> tuple[Rope, Rope | None]:
     """The rotary embedding, and that of layers with a sliding window if it differs.
 
-    With `stretched`, `max_positions` is the model's length after linear scaling.
+    With `stretched`, `max_positions` is the model's length after linear scaling. With `partial`, a share of each head
+    may be rotated.
 
     Transformers 5 has `rope_parameters`, with a set per type of layer if these differ; Transformers 4 has `rope_theta`
     and `rope_scaling`, and `local_field` with the base in layers with a window.
@@ -19,14 +22,14 @@ def read_ropes(config: Fields, max_positions: int, local_field: str, *, stretche
     by_type = _parameters_by_type(config)
     if by_type is None:
         local = Rope(theta=config.number(local_field)) if local_field else None
-        rope = _rope(config, _scaling(config), max_positions)
+        rope = _rope(config, _scaling(config), max_positions, partial=partial)
         return with_original(rope, max_positions) if stretched else rope, local
     full, sliding = by_type.nested("full_attention"), by_type.nested("sliding_attention")
     if full is None:
         raise by_type.wrong_value("full_attention", "a set of rotary parameters")
-    rope = _rope(config, full, max_positions)
+    rope = _rope(config, full, max_positions, partial=partial)
     rope = with_original(rope, max_positions) if stretched else rope
-    return rope, None if sliding is None else _rope(config, sliding, max_positions)
+    return rope, None if sliding is None else _rope(config, sliding, max_positions, partial=partial)
 
 
 def with_original(rope: Rope, stretched: int) -> Rope:
@@ -39,12 +42,14 @@ def read_base(config: Fields) -> float:
     return _base(config, Fields({}, config.where))
 
 
-def _rope(config: Fields, scaling: Fields, max_positions: int) -> Rope:
+def _rope(config: Fields, scaling: Fields, max_positions: int, *, partial: bool) -> Rope:
     """One rotary embedding from its parameters."""
+    return replace(_scaled_rope(config, scaling, max_positions), rotated=_rotated(config, scaling, partial=partial))
+
+
+def _scaled_rope(config: Fields, scaling: Fields, max_positions: int) -> Rope:
+    """A rotary embedding of whole heads."""
     theta = _base(config, scaling)
-    for fields in (scaling, config):
-        if fields.number_or("partial_rotary_factor", 1.0) not in (1.0, None):
-            raise fields.wrong_value("partial_rotary_factor", "1")
     key = "rope_type" if "rope_type" in scaling else "type"
     original = config.integer_or("original_max_position_embeddings", None) or scaling.integer_or(
         "original_max_position_embeddings", max_positions
@@ -62,7 +67,32 @@ def _rope(config: Fields, scaling: Fields, max_positions: int) -> Rope:
             return _llama3(scaling, theta, original)
         case "yarn":
             return _yarn(scaling, theta, original or max_positions, max_positions)
-    raise scaling.wrong_value(key, "default, linear, dynamic, llama3 or yarn")
+        # Phi 3 called it "su" at first.
+        case "longrope" | "su":
+            return _longrope(scaling, theta, original)
+    raise scaling.wrong_value(key, "default, linear, dynamic, llama3, yarn or longrope")
+
+
+def _rotated(config: Fields, scaling: Fields, *, partial: bool) -> float:
+    """The share of a head that is rotated."""
+    for fields in (scaling, config):
+        rotated = fields.number_or("partial_rotary_factor", None)
+        if rotated is not None:
+            if rotated > 1 or (rotated != 1 and not partial):
+                raise fields.wrong_value("partial_rotary_factor", "at most 1" if partial else "1")
+            return rotated
+    return 1.0
+
+
+def _longrope(scaling: Fields, theta: float, original: int | None) -> Rope:
+    return Rope(
+        theta=theta,
+        kind="longrope",
+        original_max_positions=original,
+        attention_factor=scaling.number_or("attention_factor", None),
+        short_factors=scaling.numbers("short_factor"),
+        long_factors=scaling.numbers("long_factor"),
+    )
 
 
 def _unscaled(config: Fields, theta: float, max_positions: int) -> Rope:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import isfinite
+from typing import TypeGuard
 
 from weft.errors import ModelError
 
@@ -64,9 +65,16 @@ class Fields:
         value = self.values.get(key, default)
         if value is None:
             return None
-        if isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and value > 0:
+        if _is_positive(value):
             return float(value)
         raise self.wrong_value(key, "a number above 0")
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """Return a list of finite numbers above 0."""
+        value = self.values.get(key)
+        if isinstance(value, list | tuple) and all(map(_is_positive, value)):
+            return tuple(map(float, value))
+        raise self.wrong_value(key, "a list of numbers above 0")
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.values.get(key)
@@ -98,3 +106,7 @@ class Fields:
         if isinstance(value, dict):
             return Fields(value, f"{self.where}: {key}")
         raise self.wrong_value(key, "an object")
+
+
+def _is_positive(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and value > 0

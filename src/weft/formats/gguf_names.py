@@ -14,7 +14,8 @@ from weft.architectures.architecture import Names
 INTERLEAVED = ("attn_q", "attn_k")
 INTERLEAVED_ARCHITECTURES = ("LlamaForCausalLM", "MixtralForCausalLM")
 UNUSED = ("attn_rot_embd",)  # rotary frequencies that old converters wrote; engines compute them
-ROPE_FACTORS = "rope_freqs.weight"  # llama3's divisors of the rotary frequencies: part of the shape, not a weight
+# Divisors of the rotary frequencies, which are part of the shape and no weights: llama3's, and longrope's two sets.
+ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 
 # Parameters of their own, with the ends that their names have only in GGUF files.
 PARAMETERS = {"attn_sinks": "weight", "exp_probs_b": "bias"}
@@ -127,8 +128,8 @@ def is_interleaved(name: str) -> bool:
 
 
 def is_unused(name: str) -> bool:
-    """Return True for a tensor that a file may hold and that is ignored."""
-    return _layer_module(name) in UNUSED
+    """Return True for a tensor that a file may hold and that is no weight."""
+    return name in (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS) or _layer_module(name) in UNUSED
 
 
 def _layer_module(name: str) -> str | None:

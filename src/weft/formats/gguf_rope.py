@@ -5,11 +5,13 @@ from __future__ import annotations
 import struct
 from math import isfinite, log
 
+from msgspec.structs import replace
+
 from weft.architectures.shape import THETA, Rope
 from weft.errors import ModelError
 from weft.formats.fields import Fields
 from weft.formats.gguf import Gguf
-from weft.formats.gguf_names import ROPE_FACTORS
+from weft.formats.gguf_names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 
 
 def planned_rope(fields: Fields) -> Rope:
@@ -17,8 +19,13 @@ def planned_rope(fields: Fields) -> Rope:
     return Rope(theta=fields.number_or("rope.freq_base", None) or THETA)
 
 
-def rope(gguf: Gguf, fields: Fields, head_dim: int) -> Rope:
-    """The rotary embedding with its scaling. llama3's scaling is stored as a tensor of divisors."""
+def rope(gguf: Gguf, fields: Fields, head_dim: int, rotated: int) -> Rope:
+    """The rotary embedding of the first `rotated` numbers of each head, with its scaling."""
+    return replace(_scaled_rope(gguf, fields, rotated), rotated=rotated / head_dim)
+
+
+def _scaled_rope(gguf: Gguf, fields: Fields, rotated: int) -> Rope:
+    """A rotary embedding of whole heads of this length. Scalings of llama3 and longrope are tensors of divisors."""
     theta = planned_rope(fields).theta
     kind = fields.text_or("rope.scaling.type", None)
     legacy = fields.number_or("rope.scale_linear", 1.0) or 1.0
@@ -30,7 +37,9 @@ def rope(gguf: Gguf, fields: Fields, head_dim: int) -> Rope:
                 f"{gguf.path} has both {ROPE_FACTORS} and rope.scaling.type {kind!r}; Weft knows either",
                 code="two-rope-scalings",
             )
-        return Rope(theta=theta, kind="llama3", factors=factors(gguf, head_dim))
+        return Rope(theta=theta, kind="llama3", factors=read_factors(gguf, ROPE_FACTORS, rotated))
+    if LONG_FACTORS in gguf.tensors or SHORT_FACTORS in gguf.tensors:
+        return longrope(gguf, fields, theta, rotated)
     match kind:
         case None | "none":
             return Rope(theta=theta)
@@ -63,20 +72,30 @@ def yarn(fields: Fields, theta: float) -> Rope:
     )
 
 
-def factors(gguf: Gguf, head_dim: int) -> tuple[float, ...]:
-    """Read the divisors of the head_dim/2 rotary frequencies from their tensor."""
-    info = gguf.tensors[ROPE_FACTORS]
-    if info.type != "F32" or info.dims != (head_dim // 2,):
-        raise ModelError(
-            f"{gguf.path}: {ROPE_FACTORS} is {info.type} of {list(info.dims)}; it must be F32 of [{head_dim // 2}]",
-            code="bad-rope-factors",
-        )
+def longrope(gguf: Gguf, fields: Fields, theta: float, rotated: int) -> Rope:
+    """LongRoPE's scaling; llama.cpp calls its magnitude `attn_factor`."""
+    return Rope(
+        theta=theta,
+        kind="longrope",
+        original_max_positions=fields.integer("rope.scaling.original_context_length"),
+        attention_factor=fields.number_or("rope.scaling.attn_factor", None),
+        short_factors=read_factors(gguf, SHORT_FACTORS, rotated),
+        long_factors=read_factors(gguf, LONG_FACTORS, rotated),
+    )
+
+
+def read_factors(gguf: Gguf, name: str, rotated: int) -> tuple[float, ...]:
+    """Read the divisors of the rotated/2 rotary frequencies from their tensor."""
+    info = gguf.tensors.get(name)
+    if info is None or info.type != "F32" or info.dims != (rotated // 2,):
+        found = "missing" if info is None else f"{info.type} of {list(info.dims)}"
+        raise ModelError(f"{gguf.path}: {name} is {found}; it must be F32 of [{rotated // 2}]", code="bad-rope-factors")
     with open(info.file, "rb") as file:
         file.seek(info.offset)
-        values = struct.unpack(f"<{head_dim // 2}f", file.read(info.nbytes))
+        values = struct.unpack(f"<{rotated // 2}f", file.read(info.nbytes))
     if not all(isfinite(value) and value > 0 for value in values):
         raise ModelError(
-            f"{gguf.path} is damaged: {ROPE_FACTORS} holds values that are not above 0; fetch it again",
+            f"{gguf.path} is damaged: {name} holds values that are not above 0; fetch it again",
             code="rope-factor-not-positive",
         )
     return values

@@ -153,8 +153,7 @@ def _attention(gguf: Gguf, fields: Fields, known: Architecture, *, run: bool) ->
     head_dim = fields.integer_or("attention.key_length", fields.integer("embedding_length") // heads) or 0
     rotary = planned_rope(fields)
     if run:
-        _check_head_dim(fields, head_dim)
-        rotary = rope(gguf, fields, head_dim)
+        rotary = rope(gguf, fields, head_dim, _rotated(fields, known, head_dim))
         if known.name in NOT_TRUNCATED:
             rotary = replace(rotary, truncate=False)
     if known.names.positions:
@@ -224,11 +223,17 @@ def _norm_eps(fields: Fields) -> float:
     return layer_norm or fields.number("attention.layer_norm_rms_epsilon")
 
 
-def _check_head_dim(fields: Fields, head_dim: int) -> None:
-    """Raise ModelError if a value or the rotary part of a head is not as long as its key."""
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if fields.integer_or(key, head_dim) != head_dim:
-            raise fields.wrong_value(key, f"the head's own length, {head_dim}")
+def _rotated(fields: Fields, known: Architecture, head_dim: int) -> int:
+    """Number of a head's numbers that are rotated. Raises ModelError if values are not as long as keys."""
+    whole = f"the head's own length, {head_dim}"
+    if fields.integer_or("attention.value_length", head_dim) != head_dim:
+        raise fields.wrong_value("attention.value_length", whole)
+    rotated = fields.integer_or("rope.dimension_count", head_dim) or head_dim
+    if rotated != head_dim and not known.config.partial_rotary:
+        raise fields.wrong_value("rope.dimension_count", whole)
+    if rotated > head_dim or rotated % 2:
+        raise fields.wrong_value("rope.dimension_count", f"an even number, at most {head_dim}")
+    return rotated
 
 
 def experts(fields: Fields, known: Architecture, mlp_width: int, *, bias: bool) -> Experts | None:

@@ -40,23 +40,28 @@ class RopeTables:
 def rope_table(rope: Rope, head_dim: int, max_positions: int, length: int, rows: int) -> torch.Tensor:
     """Cosines and sines of the first `rows` positions: [rows, head_dim] float32, head_dim/2 cosines, then the sines.
 
+    Of heads that are rotated in part, the angles of the others are 0; `Part.rotated` says how their rows lie.
+
     `max_positions` is the model's own context length, `length` the longest text that will be served. The base of
     dynamic scaling depends on the length of the text. Keys stay in the cache as they were rotated, so one base serves
     every text: the base for `length`. If `length` is at most
     `max_positions`, the base is exactly Transformers'.
     """
-    frequencies, magnitude = inverse_frequencies(rope, head_dim, max_positions, length)
+    frequencies, magnitude = inverse_frequencies(rope, rope.rotated_dims(head_dim), max_positions, length)
     angles = torch.outer(torch.arange(rows, dtype=torch.float32), frequencies)
     # In place: for a million positions each copy is half a gigabyte.
     out = torch.empty(rows, head_dim)
     cosines, sines = out.chunk(2, dim=1)
-    torch.cos(angles, out=cosines)
-    torch.sin(angles, out=sines)
-    return out.mul_(magnitude)
+    turned = len(frequencies)
+    torch.cos(angles, out=cosines[:, :turned]).mul_(magnitude)
+    torch.sin(angles, out=sines[:, :turned]).mul_(magnitude)
+    cosines[:, turned:] = 1.0
+    sines[:, turned:] = 0.0
+    return out
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, max_positions: int, length: int) -> tuple[torch.Tensor, float]:
-    """Radians per position, [head_dim/2] float32, and the factor on cosine and sine, which is 1 except for yarn."""
+    """Radians per position, [head_dim/2] float32, and the factor on cosine and sine, 1 except for yarn and longrope."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     plain = 1.0 / (rope.theta**exponents)
     match rope.kind:
@@ -76,6 +81,8 @@ def inverse_frequencies(rope: Rope, head_dim: int, max_positions: int, length: i
             return _llama3(rope, plain, max_positions), 1.0
         case "yarn":
             return _yarn(rope, plain, head_dim, max_positions)
+        case "longrope":
+            return _longrope(rope, plain, max_positions, length)
 
 
 def _qwen(rope: Rope, exponents: torch.Tensor, head_dim: int, stretch: float) -> torch.Tensor:
@@ -97,6 +104,17 @@ def _llama3(rope: Rope, plain: torch.Tensor, max_positions: int) -> torch.Tensor
     turns = original * plain / (2 * math.pi)
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - smooth) * plain / rope.factor + smooth * plain
+
+
+def _longrope(rope: Rope, plain: torch.Tensor, max_positions: int, length: int) -> tuple[torch.Tensor, float]:
+    """LongRoPE: one divisor per frequency (Ding et al. 2024, arXiv 2402.13753), a set each for short and long texts."""
+    original = rope.original_max_positions or max_positions
+    factors = rope.long_factors if length > original else rope.short_factors
+    magnitude = rope.attention_factor
+    if magnitude is None:
+        stretch = max_positions / original
+        magnitude = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+    return plain / torch.tensor(factors, dtype=torch.float32), magnitude
 
 
 def _yarn(rope: Rope, plain: torch.Tensor, head_dim: int, max_positions: int) -> tuple[torch.Tensor, float]:

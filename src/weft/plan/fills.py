@@ -41,8 +41,33 @@ def rank_fills(shape: ModelShape, place: Place) -> Iterator[Fill]:
             at = 0
             for part in parameter.parts:
                 rows = owned(shape, place, part.rows)
-                yield _part_fill(shape, place, name, part, layer, expert, rows, at)
+                fill = _part_fill(shape, place, name, part, layer, expert, rows, at)
+                yield from rotated_fills(fill, shape.head_dim, part.rotated)
                 at += len(rows)
+
+
+def rotated_fills(fill: Fill, head_dim: int, rotated: float) -> Iterator[Fill]:
+    """Yield a fill of whole heads, of whose rows a share is rotated, as the fills that order them as `Part` says.
+
+    The rotated rows of a head lie together in the checkpoint, before the others: here half of both begins each half of
+    the head.
+    """
+    if rotated == 1:
+        yield fill
+        return
+    turned = int(head_dim * rotated) // 2
+    kept = head_dim // 2 - turned
+    # (first row in the checkpoint's head, first row in the engine's, number of rows)
+    pieces = (
+        (0, 0, turned),
+        (turned, head_dim // 2, turned),
+        (2 * turned, turned, kept),
+        (2 * turned + kept, head_dim // 2 + turned, kept),
+    )
+    for head in range(0, len(fill.rows), head_dim):
+        for begin, into, count in pieces:
+            first = fill.rows.start + head + begin
+            yield msgspec.structs.replace(fill, rows=Span(first, first + count), at=fill.at + head + into)
 
 
 def _part_fill(

@@ -20,7 +20,7 @@ EVEN = ("vllm", "trtllm", "sglang")  # engines that cut heads evenly
 LAYERS_ONLY = ("llama.cpp", "transformers")  # engines without tensor parallelism
 SHARING = ("weft", "transformers")  # engines that run several stages on one GPU
 # Precisions that Weft computes with: dtypes, and few bits (formats.schemes), as it does with GGUF's mixes.
-WHOLE, KEPT = tuple(OF_DTYPE.values()), ("int8", "int4", "fp8")
+WHOLE, KEPT = tuple(OF_DTYPE.values()), ("int8", "int4", "fp8", "mxfp4")
 # bfloat16, and precisions that kernels unpack to it.
 NEED_BF16 = ("bf16", "fp8", "mxfp4", "nvfp4")
 NO_GGUF = ("trtllm", "transformers")

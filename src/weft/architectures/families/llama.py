@@ -28,10 +28,12 @@ PHI3 = Architecture(
         eos=(32000,),
         bias="none",
         window="all",
+        partial_rotary=True,
         norm_eps=1e-5,
         values={"sliding_window": None},
     ),
     names=Names(qkv=("self_attn.qkv_proj",) * 3, gate_up=("mlp.gate_up_proj",) * 2),
+    runs=True,
     gguf="phi3",
 )
 FAMILY = (LLAMA, MISTRAL, MISTRAL3, PHI3)
