@@ -275,7 +275,7 @@ def rank_table(ranks: Sequence[tuple[str, dict[str, Any]]], width: int) -> Table
     Ranks of several servers have a row with the server's URL above them.
     """
     several, wide = len({url for url, _ in ranks}) > 1, width >= WIDE
-    nodes = len({row.get("node", "") for _, row in ranks})
+    nodes = len({row.get("node", "") for _, row in ranks} - {""})  # a replica that starts has not told its own yet
     parts = [Text.assemble((bar, style), f" {name if wide else short}") for name, short, bar, style in PARTS]
     table = dense_table("rank", "stage", "layers", "weights", "KV cache", *parts)
     if wide:
@@ -287,7 +287,7 @@ def rank_table(ranks: Sequence[tuple[str, dict[str, Any]]], width: int) -> Table
         above = url
         first = row.get("first_layer", 0)
         table.add_row(
-            f"{row['rank']} on {row['node'] + ' ' if nodes > 1 else ''}{row['device']}",
+            f"{row['rank']} on {row['node'] + ' ' if nodes > 1 and row['node'] else ''}{row['device']}",
             str(row.get("stage", UNKNOWN)),
             f"{first}-{first + row['layers'] - 1}" + (f" ({row['layers']})" if wide else ""),
             format_bytes(row.get("weight_bytes", 0)),
