@@ -36,14 +36,15 @@ class Stages(NamedTuple):
         """Time of the slowest stage with another split."""
         return max(work * unit for work, unit in zip(stage_work(split, head), self.units, strict=True))
 
-    def gain(self, split: Split) -> float:
-        """Share of the slowest stage's time that another split saves at least, whatever the head is."""
-        return min(1 - self.seconds(split, head) / self.seconds(self.layers, head) for head in self.heads)
+    def gain(self, split: Split, head: float) -> float:
+        """Share of the slowest stage's time that another split saves."""
+        return 1 - self.seconds(split, head) / self.seconds(self.layers, head)
 
     def best_split(self) -> Split:
-        """The split that saves the most."""
+        """The split that saves the most, of those that save something whatever the head is; else the one there is."""
         candidates = [balanced_layers(sum(self.layers), self.units, head) for head in (self.head, *self.heads)]
-        return max(candidates, key=self.gain)
+        better = [split for split in candidates if all(self.gain(split, head) >= 0 for head in self.heads)]
+        return max(better, key=lambda split: self.gain(split, self.head), default=self.layers)
 
 
 def stage_imbalance(history: History, limits: Limits) -> Iterator[Finding]:
@@ -52,7 +53,7 @@ def stage_imbalance(history: History, limits: Limits) -> Iterator[Finding]:
         layers = tuple(len(plan.places[ranks[0]].layers) for ranks in plan.tensor_groups[: plan.stages])
         stages = describe_stages(layers, times, head_range(history, plan, replica, limits))
         split = stages.best_split()
-        gain = stages.gain(split)
+        gain = stages.gain(split, stages.head)
         if gain <= limits.imbalance:
             continue
         slowest = times.index(max(times))
