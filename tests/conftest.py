@@ -20,6 +20,10 @@ from tests.pure.commands import logging_as_it_was
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Threads of torch that wait for each other sleep soon, as those of Weft's ranks do: beside other work on the cores,
+# spinning makes a small product take several times as long. Read when torch is imported.
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+
 # A shell's background jobs begin with it ignored, and would hand that on to the processes that tests end with it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -23,7 +23,7 @@ from scripts.abusing.server import Stranger
 
 MODEL = "demo"
 FLAGS = ("-tp", "2", "--max-num-batched-tokens", "256")
-# Those of one server together: connections that need a server of their own come last among theirs.
+# Attacks on one server together: connections that need a server of their own come last among theirs.
 CASES: tuple[Case, ...] = (
     *sorted((*connections.ATTACKS, *bodies.ATTACKS, *apis.ATTACKS), key=lambda attack: attack.served != Served()),
     *stops.LIVES,

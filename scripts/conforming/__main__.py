@@ -20,7 +20,7 @@ from scripts.conforming.golden_cases import FAMILIES, golden_cases
 def main(words: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(words)
     try:
-        rows = asyncio.run(run(arguments))
+        rows = asyncio.run(run_cases(arguments))
     except (httpx.HTTPError, Failed) as error:
         print(f"{arguments.base_url}: {error or type(error).__name__}", file=sys.stderr)
         return 2
@@ -40,7 +40,7 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-async def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+async def run_cases(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each case. Raises httpx.HTTPError and Failed if the server lists no models."""
     api = Api(arguments.base_url.rstrip("/").removesuffix("/v1"), arguments.model or "", arguments.api_key)
     async with api.client:

@@ -59,7 +59,7 @@ async def measure(port: int, process: psutil.Process, seconds: float) -> dict[st
     }
 
 
-async def run(ends: dict[str, tuple[int, psutil.Process]], rounds: int, seconds: float) -> dict[str, Any]:
+async def measure_ends(ends: dict[str, tuple[int, psutil.Process]], rounds: int, seconds: float) -> dict[str, Any]:
     taken: dict[str, list[dict[str, float]]] = {name: [] for name in ends}
     for _ in range(rounds):
         for name, (port, process) in ends.items():
@@ -108,7 +108,7 @@ def main() -> None:
             name: (port, psutil.Process(process.pid))
             for (name, port), process in zip(ports.items(), running, strict=True)
         }
-        print(json.dumps(uvloop.run(run(ends, given.rounds, given.seconds)), indent=1))
+        print(json.dumps(uvloop.run(measure_ends(ends, given.rounds, given.seconds)), indent=1))
     finally:
         for process in running:
             process.kill()

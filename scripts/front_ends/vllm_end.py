@@ -1,6 +1,6 @@
 """vLLM's HTTP server over an engine that answers at once: `vllm_end.py PORT FOLDER`, in vLLM's environment.
 
-What is left out is the engine's process and the messages to it; tokenizing, detokenizing and metrics are vLLM's own.
+The engine's process and the messages to it are left out; tokenizing, detokenizing and metrics are vLLM's own.
 FOLDER has a tokenizer and a config.json.
 """
 

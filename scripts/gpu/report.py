@@ -53,10 +53,10 @@ def replaced(page: str, text: str) -> str:
 
 
 def tables(parts: Sequence[dict[str, Any]]) -> str:
-    return "\n\n".join(table(part) for part in parts)
+    return "\n\n".join(part_table(part) for part in parts)
 
 
-def table(part: dict[str, Any]) -> str:
+def part_table(part: dict[str, Any]) -> str:
     """Heading, conditions and rows of one part."""
     conditions = (
         f"{part['date']}, commit {part['commit']}; {part['card']} (driver {part['driver']}, torch {part['torch']}, "

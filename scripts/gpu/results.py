@@ -37,7 +37,7 @@ class Row:
 class Results:
     """Rows and finished tasks of one part, in `folder`/PART.json.
 
-    What an earlier run of the same commit on the same card finished is kept, unless `again` is true. A file of another
+    Results of an earlier run of the same commit on the same card are kept, unless `again` is true. A file of another
     commit, card or version is moved aside to PART.COMMIT.json.
     """
 
@@ -54,29 +54,29 @@ class Results:
         if earlier is not None and not again:
             self.done = list(earlier["done"])
             self.rows = [Row(**row) for row in earlier["rows"] if row["task"] in self.done]
-        self._write()
+        self._write_file()
 
     def begin(self, task: str) -> None:
         """Forget what an unfinished run of `task` left."""
         with self._lock:
             self.rows = [row for row in self.rows if row.task != task]
-            self._write()
+            self._write_file()
 
     def add(self, row: Row) -> None:
         with self._lock:
             self.rows.append(row)
-            self._write()
+            self._write_file()
 
     def finish(self, task: str) -> None:
         """Mark `task` as measured."""
         with self._lock:
             self.done.append(task)
-            self._write()
+            self._write_file()
 
     def of_task(self, task: str) -> list[Row]:
         return [row for row in self.rows if row.task == task]
 
-    def _write(self) -> None:
+    def _write_file(self) -> None:
         whole = {**self.about, "rows": [asdict(row) for row in self.rows], "done": self.done}
         partial = self.path.with_suffix(".partial")
         partial.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")

@@ -22,7 +22,7 @@ PIECE = "60MB"
 PYTHON = "3.12"
 GLIBCS = range(35, 4, -1)  # Ubuntu 22.04 and newer
 PLATFORMS = (*(f"manylinux_2_{glibc}_x86_64" for glibc in GLIBCS), "manylinux2014_x86_64", "any")
-# What the parts need beside torch, Triton, Transformers and safetensors, and what those packages need in turn.
+# Packages that the parts need beside torch, Triton, Transformers and safetensors, and what those packages need in turn.
 NEEDED = (
     "msgspec", "httptools", "nvidia-ml-py", "pytest", "iniconfig", "pluggy", "pygments", "packaging",
     "starlette", "uvicorn", "prometheus-client", "anyio", "idna", "sniffio", "click", "h11",

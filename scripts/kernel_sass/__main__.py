@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from scripts.kernel_sass.cards import LIMITS
-from scripts.kernel_sass.report import table, update, written
+from scripts.kernel_sass.report import share_table, update, written
 from weft.cache import cache_dir
 
 DESCRIPTION = """Compile every Triton kernel at its default sizes without a GPU, and count the machine instructions of a
@@ -33,7 +33,7 @@ def main(words: Sequence[str]) -> int:
 
     kernels = rows(arguments.architectures, first_variants=arguments.first_variants)
     content = {"triton": triton.__version__, "date": date.today().isoformat(), "kernels": kernels}
-    print(*table(kernels), sep="\n", file=sys.stderr)
+    print(*share_table(kernels), sep="\n", file=sys.stderr)
     print(written(content), end="")
     if arguments.update:
         update(content)

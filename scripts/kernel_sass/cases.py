@@ -248,7 +248,7 @@ def sum_add_norm() -> None:
     reduce.sum_add_norm(torch.zeros(RANKS, dtype=torch.int64), x, x[0], 1e-6)
 
 
-def choose() -> None:
+def sample() -> None:
     longs, settings = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.float64)
     sampling.sample_tokens(torch.empty(2, VOCAB, dtype=BF16), longs, longs, settings, longs, filtered=True)
 
@@ -357,9 +357,9 @@ CASES = (
     Case("_rms_norm", "4096, residual added", norm_work, partial(norm, True)),
     Case("_silu_mul", "14336", silu_work, silu_mul),
     Case("_sum_add_norm", "4096, 2 ranks", sum_norm_work, sum_add_norm),
-    Case("_survey", "128256", logits_work, choose),
-    Case("_filter", "128256", logits_work, choose),
-    Case("_draw", "128256", draw_work, choose),
+    Case("_survey", "128256", logits_work, sample),
+    Case("_filter", "128256", logits_work, sample),
+    Case("_draw", "128256", draw_work, sample),
     Case("_mask", "128256", mask_work, mask),
     Case("_multiply", "Q4_1, 1-16 tokens", multiply_work, partial(multiply, "Q4_1", 1)),
     Case("_multiply", "Q4_1, 64 tokens", multiply_work, partial(multiply, "Q4_1", 64)),

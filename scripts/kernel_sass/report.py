@@ -56,7 +56,7 @@ def told(name: tuple[str, str, int]) -> str:
     return f"{kernel} ({variant}) for sm_{architecture}"
 
 
-def table(rows: Iterable[Row]) -> Iterator[str]:
+def share_table(rows: Iterable[Row]) -> Iterator[str]:
     """All rows in columns."""
     yield (
         f"{'kernel':17} {'variant':30} {'sm':>4} {'instr.':>7} {'warps':>5} {'regs':>5} {'shared':>7} {'per SM':>6} "

@@ -48,7 +48,7 @@ class Program:
     def log(self) -> str:
         return self._log.read_text()
 
-    def read(self) -> dict[str, Any]:
+    def read_line(self) -> dict[str, Any]:
         """The next answer. Raises RuntimeError if the process has ended."""
         assert self._process.stdout
         line = self._process.stdout.readline()
@@ -61,7 +61,7 @@ class Program:
         assert self._process.stdin
         self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
-        return self.read()
+        return self.read_line()
 
     def close(self) -> None:
         assert self._process.stdin and self._process.stdout
@@ -95,7 +95,7 @@ class Bench:
         head = self._program(self._inside(0), self._engine({**options, **nodes}), f"{layout}-head")
         here = self._program([], self._engine(options), f"{layout}-here")
         for program in (here, head):
-            program.read()
+            program.read_line()
         return here, head
 
     def _inside(self, side: int) -> list[str]:
@@ -133,7 +133,7 @@ def measure(here: Program, head: Program, works: Sequence[dict[str, int]], runs:
     return rows
 
 
-def table(results: dict[str, list[dict[str, Any]]]) -> str:
+def results_table(results: dict[str, list[dict[str, Any]]]) -> str:
     """The figures as a Markdown table."""
     lines = [
         "| layout | requests | shared memory, tokens/s | over the link, tokens/s | ratio | predicted ratio |",
@@ -180,7 +180,7 @@ def main() -> int:
     print(f"{arguments.model}, two ranks with a core each. The link by Weft's own measurement: ", end="")
     print(f"{8 * bytes_per_s / 1e9:.2f} Gb/s, {2e6 * seconds:.0f} us there and back. Load at the end: {load[0]:.1f}.")
     print("Other processes computed while the planner's figures were measured.\n" if speed.busy else "")
-    print(table(results))
+    print(results_table(results))
     settings = {"task": "net", "rate": arguments.rate, "latency_ms": arguments.latency_ms, "busy": speed.busy}
     print(json.dumps({**settings, "layouts": results}))
     return 0

@@ -100,23 +100,23 @@ class SlowLink:
             due_s = time.monotonic() + self._latency_s
             for end in ready:
                 for _ in range(MOST_PACKETS):
-                    packet = _read(end)
+                    packet = _read_packet(end)
                     if packet is None:
                         break
                     held.append((due_s, others[end], packet))
             while held and held[0][0] <= time.monotonic():
                 _, end, packet = held.popleft()
-                _write(end, packet)
+                _write_packet(end, packet)
 
 
-def _read(end: int) -> bytes | None:
+def _read_packet(end: int) -> bytes | None:
     try:
         return os.read(end, PACKET_BYTES)
     except BlockingIOError:
         return None
 
 
-def _write(end: int, packet: bytes) -> None:
+def _write_packet(end: int, packet: bytes) -> None:
     try:
         os.write(end, packet)
     except OSError:  # the device is down or its queue is full: a packet is lost, as on any network

@@ -126,7 +126,7 @@ def main() -> int:
             works = [work for work in ALL if not said.works or work.name in said.works]
             measure(engines, model, models, probe, works, said.rounds, figures, left_out)
     state = probe.state()
-    report.write(said.out, figures, left_out, {"rounds": said.rounds, "round_trip_ns_and_GBps": state})
+    report.write_report(said.out, figures, left_out, {"rounds": said.rounds, "round_trip_ns_and_GBps": state})
     return 0
 
 
@@ -182,7 +182,7 @@ def measure(
             for peer, engine in playing[turn:] + playing[:turn]:
                 time.sleep(QUIET_S)
                 try:
-                    found = engine.run(prompts, new)
+                    found = engine.answer(prompts, new)
                 except Ended as error:
                     left_out[f"{peer.name} on {model}, {work.name}"] = str(error)
                     continue

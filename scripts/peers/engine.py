@@ -71,7 +71,7 @@ class Engine:
             raise
         self.start_s, self.threads = ready["ready"] - began, ready["threads"]
 
-    def run(self, prompts: list[list[int]], new: int | list[int]) -> Round:
+    def answer(self, prompts: list[list[int]], new: int | list[int]) -> Round:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"prompts": prompts, "new": new}) + "\n")
         self._process.stdin.flush()

@@ -47,9 +47,9 @@ class Environment:
         if done.exists() and done.read_text() == repr(self):
             return python
         print(f"installing {self.name}", file=sys.stderr, flush=True)
-        run([sys.executable, "-m", "venv", "--clear", str(home)])
+        run_quietly([sys.executable, "-m", "venv", "--clear", str(home)])
         for wanted in self.installs:
-            run([str(python), "-m", "pip", "install", "-qq", *wanted], dict(self.variables))
+            run_quietly([str(python), "-m", "pip", "install", "-qq", *wanted], dict(self.variables))
         done.write_text(repr(self))
         return python
 
@@ -61,7 +61,7 @@ LLAMA_CPP = Environment("llama.cpp", (("llama-cpp-python==0.3.36", "numpy"),), (
 ONNX_RUNTIME = Environment("onnxruntime", (TORCH[:1], ("onnxruntime-genai==0.18.0", "onnx", "onnx-ir", "transformers")))
 
 
-def run(command: Sequence[str], variables: dict[str, str] | None = None) -> None:
+def run_quietly(command: Sequence[str], variables: dict[str, str] | None = None) -> None:
     """Run to the end, without the noise; raises Missing with the last line that it said."""
     environment = {**os.environ, **(variables or {})}
     done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

@@ -9,7 +9,7 @@ import sys
 import tarfile
 from pathlib import Path
 
-from environments import LLAMA_CPP, ONNX_RUNTIME, OPENVINO, TRANSFORMERS, Missing, run
+from environments import LLAMA_CPP, ONNX_RUNTIME, OPENVINO, TRANSFORMERS, Missing, run_quietly
 
 SMALL, LARGE, MIXTURE = "SmolLM2-135M", "Llama-1.1B-random", "Qwen3-MoE-1.4B-random"
 LATENT = "DeepSeek-V2-1B-random"
@@ -32,7 +32,7 @@ class Models:
             python = TRANSFORMERS.python(self.folder)
             source = self.demo if name == SMALL else self.folder_of(SMALL)
             print(f"making {name}", file=sys.stderr, flush=True)
-            run([str(python), str(HERE / "checkpoints.py"), name, str(source), str(target)])
+            run_quietly([str(python), str(HERE / "checkpoints.py"), name, str(source), str(target)])
         return target
 
     def openvino(self, name: str) -> Path:
@@ -40,7 +40,7 @@ class Models:
         if not (target / "openvino_model.xml").exists():
             tool = OPENVINO.python(self.folder).with_name("optimum-cli")
             form = ("--task", "text-generation-with-past", "--weight-format", "fp16")
-            run([str(tool), "export", "openvino", "--model", str(self.folder_of(name)), *form, str(target)])
+            run_quietly([str(tool), "export", "openvino", "--model", str(self.folder_of(name)), *form, str(target)])
         return target
 
     def onnx_int4(self, name: str) -> Path:
@@ -48,7 +48,7 @@ class Models:
         if not (target / "genai_config.json").exists():
             python = ONNX_RUNTIME.python(self.folder)
             builder = ["-m", "onnxruntime_genai.models.builder", "-p", "int4", "-e", "cpu"]
-            run([str(python), *builder, "-i", str(self.folder_of(name)), "-o", str(target)])
+            run_quietly([str(python), *builder, "-i", str(self.folder_of(name)), "-o", str(target)])
         return target
 
     def gguf(self, name: str) -> Path:
@@ -71,14 +71,14 @@ class Models:
                     str(sources),
                     wanted,
                 ]
-                run([str(python), *fetch])
+                run_quietly([str(python), *fetch])
                 for archive in sources.glob("*.tar.gz"):
                     with tarfile.open(archive) as packed:
                         packed.extractall(sources, filter="data")
                 converters = list(sources.glob("*/vendor/llama.cpp/convert_hf_to_gguf.py"))
             if not converters:
                 raise Missing("llama-cpp-python's source package holds no converter")
-            run(
+            run_quietly(
                 [
                     str(python),
                     str(converters[0]),
@@ -100,7 +100,7 @@ class Models:
                 "import sys, llama_cpp as l; p = l.llama_model_quantize_default_params(); p.ftype = int(sys.argv[3]); "
                 "sys.exit(l.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), p))"
             )
-            run([str(python), "-c", program, str(self.gguf(name)), str(target), str(FILE_TYPES[mix])])
+            run_quietly([str(python), "-c", program, str(self.gguf(name)), str(target), str(FILE_TYPES[mix])])
         return target
 
     def text(self) -> list[int]:
@@ -108,5 +108,5 @@ class Models:
         target = self.models / "text.json"
         if not target.exists():
             python = TRANSFORMERS.python(self.folder)
-            run([str(python), str(HERE / "checkpoints.py"), "text", str(self.folder_of(SMALL)), str(target)])
+            run_quietly([str(python), str(HERE / "checkpoints.py"), "text", str(self.folder_of(SMALL)), str(target)])
         return list(json.loads(target.read_text()))

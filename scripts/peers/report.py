@@ -85,7 +85,7 @@ def shown(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:,.1f}" if value >= 10 else f"{value:,.2f}"
 
 
-def write(folder: Path, figures: Sequence[Figure], left_out: dict[str, str], told: dict[str, Any]) -> None:
+def write_report(folder: Path, figures: Sequence[Figure], left_out: dict[str, str], told: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     table = markdown(figures, left_out)
     (folder / "peers.md").write_text(table + "\n")

@@ -35,7 +35,7 @@ ACTIONS = ("kill", "stop", "slow", "restart")
 def main() -> int:
     arguments = parse_arguments()
     with tempfile.TemporaryDirectory(prefix="weft-soak-") as folder:
-        report = asyncio.run(Soak(arguments, Path(folder)).run())
+        report = asyncio.run(Soak(arguments, Path(folder)).soak())
     print(json.dumps(report, indent=1))
     return 1 if report["missed"] else 0
 
@@ -81,7 +81,7 @@ class Soak:
     def _replicas(self) -> list[ServerProcess]:
         return [*self._wefts, self._vendor, self._cloud]
 
-    async def run(self) -> dict[str, Any]:
+    async def soak(self) -> dict[str, Any]:
         """All phases. Returns the report."""
         self._write_config()
         try:
@@ -100,14 +100,14 @@ class Soak:
         await self._until_known()
         before = [await self._successes(weft) for weft in self._wefts]
         began = time.monotonic()
-        await load.run(given.undisturbed, given.concurrency, 0.0)
+        await load.send(given.undisturbed, given.concurrency, 0.0)
         undisturbed_s = time.monotonic() - began
         shares = [await self._successes(weft) - count for weft, count in zip(self._wefts, before, strict=True)]
         say(f"undisturbed: {shares} in {undisturbed_s:.0f} s; {count_outcomes(load.verdicts)}")
         disturbing = [asyncio.create_task(self._disturb(group)) for group in (self._wefts, [self._vendor, self._cloud])]
         began = time.monotonic()
         try:
-            await load.run(given.requests, given.concurrency, 0.0)
+            await load.send(given.requests, given.concurrency, 0.0)
         finally:
             for task in disturbing:
                 task.cancel()

@@ -42,7 +42,7 @@ BLOWS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 def main() -> int:
     arguments = parse_arguments()
     with tempfile.TemporaryDirectory(prefix="weft-soak-") as folder:
-        report = asyncio.run(Soak(arguments, Path(folder)).run())
+        report = asyncio.run(Soak(arguments, Path(folder)).soak())
     print(json.dumps(report, indent=1))
     return 1 if report["missed"] else 0
 
@@ -72,7 +72,7 @@ class Soak:
         self._memory: list[tuple[float, float, float]] = []  # seconds, MB of all processes, MB of the first
         self._began_s = 0.0
 
-    async def run(self) -> dict[str, Any]:
+    async def soak(self) -> dict[str, Any]:
         """Start the server, run the load, and end it. Returns the report."""
         try:
             await self._server.start("/health/ready")
@@ -96,7 +96,7 @@ class Soak:
             await self._server.end()
 
     async def _load(self) -> None:
-        """Send the requests, spread evenly over the time. Those that find no room until its end are not sent."""
+        """Send the requests, spread evenly over the time. Requests that find no room until its end are not sent."""
         given = self._given
         count = self._wanted
         room, pause_s = asyncio.Semaphore(given.concurrency), given.minutes * 60 / count

@@ -99,7 +99,7 @@ def main() -> int:
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="of weft serve, behind --")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="weft-faults-") as folder:
-        report = Injector(given, Path(folder)).run()
+        report = Injector(given, Path(folder)).inject()
     print(json.dumps(report, indent=1))
     return 1 if report["missed"] else 0
 
@@ -116,7 +116,7 @@ class Injector:
         self._number = 0
         self._known: set[psutil.Process] = set()
 
-    def run(self) -> dict[str, Any]:
+    def inject(self) -> dict[str, Any]:
         """Inject all faults. Returns the report."""
         self._start()
         try:
@@ -263,7 +263,7 @@ class Injector:
         def fresh() -> list[psutil.Process]:
             return [member for member in self._members(fault.victim) if member.pid not in before]
 
-        # Of two ranks and a core that were there.
+        # The fault may hit one of two ranks and a core that were there.
         count = len(before) - 1 if fault.victim == "rank" else 1
         until(lambda: len(fresh()) >= count, UP_S)
         time.sleep(self._random.uniform(0.0, 0.2))

@@ -63,7 +63,7 @@ class Load:
         self._random = Random(seed)
         self.verdicts: list[Verdict] = []
 
-    async def run(self, count: int, at_once: int, pause_s: float) -> None:
+    async def send(self, count: int, at_once: int, pause_s: float) -> None:
         """`count` requests by `at_once` clients, which wait about `pause_s` between two."""
         left = iter(range(count))
         limits = httpx.Limits(max_connections=None)

@@ -14,7 +14,7 @@ from weft.client.arguments import engine_config
 from weft.client.collector import Collector
 from weft.client.control import memory_rows, profile_command, stat_rows, swap_command, trace_paths
 from weft.client.engine_nodes import EngineNodes
-from weft.client.frontend import Frontend, Prompt, PromptLike
+from weft.client.frontend import Frontend
 from weft.client.local import LocalEngine
 from weft.client.opening import (
     Message,
@@ -28,6 +28,7 @@ from weft.client.opening import (
 from weft.client.outputs import EmbeddingOutput, RequestOutput
 from weft.client.pooling import Pooler
 from weft.client.progress import Bar, Progress
+from weft.client.prompt import Prompt, PromptLike
 from weft.client.running import RunningReplica
 from weft.client.turns import SYSTEM, History, copy_history, turn_messages, turn_params
 from weft.cluster.assembly import assemble
@@ -95,7 +96,7 @@ class LLM:
 
     @property
     def plan(self) -> Plan:
-        """The executed plan: each rank's share of the model, and the limits. Of several replicas, one's."""
+        """The executed plan: each rank's share of the model, and the limits. With several replicas, that of one."""
         return self._running.plan
 
     @property

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from weft.architectures.shape import ModelShape
-from weft.formats.checkpoint import expected_tensors
+from weft.formats.tensor_index import expected_tensors
 
 LARGEST = 448.0  # of E4M3
 Tensors = dict[str, torch.Tensor]

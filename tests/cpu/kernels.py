@@ -30,18 +30,20 @@ def native(dtype: torch.dtype, *, fixed_order: bool = False) -> Kernels:
     return complete_kernels(create_attention(CPU, shape), CPU, shape)
 
 
-def triton_kernels(processors: int = 1, device: torch.device = CPU, *, fp8_units: bool = False) -> Kernels:
-    """The Triton kernels, as on a GPU with this number of multiprocessors."""
+def triton_kernels(
+    processors: int = 1, device: torch.device = CPU, *, fp8_units: bool = False, shared: int = 99 << 10
+) -> Kernels:
+    """The Triton kernels, as on a GPU with this number of multiprocessors, and bytes of shared memory for a program."""
     from weft.kernels.triton.attention import TritonAttention
     from weft.kernels.triton.kernels import TritonMatrices, TritonPointwise, TritonSampling
     from weft.kernels.triton.latents import TritonLatents
 
-    attention = TritonAttention(processors)
+    attention = TritonAttention(processors, shared=shared)
 
     return Kernels(
         attention=attention,
         pointwise=TritonPointwise(),
         matrices=TritonMatrices(processors, fp8_units=fp8_units),
         sampling=TritonSampling(device),
-        latents=TritonLatents(processors, attention),
+        latents=TritonLatents(processors, attention, shared),
     )

@@ -14,7 +14,7 @@ import transformers
 from tests.pure.shapes import windows
 from weft.architectures.parameters import parameter_count
 from weft.formats import config_json
-from weft.formats.checkpoint import expected_tensors
+from weft.formats.tensor_index import expected_tensors
 
 SMALL = {
     "vocab_size": 320,

@@ -23,7 +23,7 @@ from tests.refusals import refuses
 from weft import LLM, SamplingParams, kernels
 from weft.errors import ConfigError
 from weft.kernels import attention_inputs, contest, create_kernels, flashinfer, triton, usable, varlen
-from weft.kernels.base import Attention, AttentionShape, HeadNorm, Kernels, KVCache, apply_sinks
+from weft.kernels.base import AttentionShape, HeadNorm, Kernels, KVCache, PagedAttention, apply_sinks
 from weft.kernels.batch import Batch
 from weft.kernels.plain import PlainAttention, PlainPointwise, create_plain_kernels
 from weft.kernels.triton import attention, tuning
@@ -71,7 +71,7 @@ def use(monkeypatch: pytest.MonkeyPatch, function: Callable[..., torch.Tensor]) 
     monkeypatch.setattr(varlen, "varlen_function", lambda: (function, names))
 
 
-MADE: dict[str, Callable[[AttentionShape], Attention]] = {
+MADE: dict[str, Callable[[AttentionShape], PagedAttention]] = {
     "flashinfer": lambda shape: flashinfer.FlashInferAttention(CPU, shape),
     "varlen": lambda shape: varlen.VarlenAttention(CPU, shape, paged=False),
     "varlen, paged": lambda shape: varlen.VarlenAttention(CPU, shape, paged=True),
@@ -218,7 +218,7 @@ class PaddedPointwise(PlainPointwise):
         return q
 
 
-def composed_kernels(attention: Attention, device: torch.device, shape: AttentionShape) -> Kernels:
+def composed_kernels(attention: PagedAttention, device: torch.device, shape: AttentionShape) -> Kernels:
     """Attention of another kind beside the plain kernels: Triton's would take minutes in its interpreter."""
     return replace(create_plain_kernels(), attention=attention, pointwise=PaddedPointwise())
 
@@ -347,13 +347,13 @@ def test_every_row_has_its_module(backend: str) -> None:
 # --- the faster of two ---
 
 
-def fastest(shape: AttentionShape) -> Attention:
+def fastest(shape: AttentionShape) -> PagedAttention:
     """Backend of "auto" on a GPU."""
     own = create_kernels("triton", CPU, shape).attention
     return kernels._winner(own, CPU, shape)
 
 
-def both(shape: AttentionShape) -> list[Attention]:
+def both(shape: AttentionShape) -> list[PagedAttention]:
     return [create_kernels(backend, CPU, shape).attention for backend in ("flashinfer", "triton")]
 
 
@@ -392,7 +392,7 @@ def test_the_winner_is_known_at_the_next_start(won: str, monkeypatch: pytest.Mon
     """Then a library that has lost is not even imported; another version of it, or other heads, are another contest."""
     shape, held = shaped(torch.float32), []
 
-    def measured(found: Sequence[Attention], *given: object) -> str:
+    def measured(found: Sequence[PagedAttention], *given: object) -> str:
         held.append(1)
         return won
 

@@ -91,7 +91,7 @@ def test_run_carries_out_a_plan(
     for name in ("rank", "layers", "q_heads", "kv_heads", "weight_bytes"):
         assert [row[name] for row in layout] == [row[name] for row in planned["best"]["ranks"]], name
     memory, speed = done.err.splitlines()[-2:]
-    assert memory.startswith("memory: ") and memory.count("(1.00 of the predicted ") >= 2
+    assert memory.startswith("memory: ") and memory.count(", ratio 1.00)") >= 2
     assert speed.startswith("one request of ")
     refused = here(capfd, "run", "--plan", str(file), *asked, *ENGINE, "--tensor-split", "1,1,1", status=1)
     assert refused.err.count("\n") == 1 and "leave the flag out, or plan again" in refused.err

@@ -11,7 +11,7 @@ import pytest
 from tests.cpu import tiny
 from weft import LLM, SamplingParams
 from weft.client.collector import Collector
-from weft.client.frontend import Prompt
+from weft.client.prompt import Prompt
 from weft.core import kv
 from weft.core.token_ids import TokenIds
 from weft.errors import RequestError

@@ -14,9 +14,10 @@ from tests.cpu.matrices import KINDS, MXFP4, random, random_stacks
 from weft.architectures.place import Span
 from weft.architectures.shape import Experts
 from weft.comm import Solo
-from weft.kernels.base import ExpertProducts, ExpertStack, FusedLayer, FusedMixture, FusedMLP, Kernels, KVCache
+from weft.kernels.base import ExpertProducts, ExpertStack, Kernels, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.experts import choose_experts
+from weft.kernels.fused import FusedLayer, FusedMixture, FusedMLP
 from weft.kernels.plain import create_plain_kernels
 from weft.quant.quantised import QuantisedWeight
 

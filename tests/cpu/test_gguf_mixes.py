@@ -17,9 +17,10 @@ from weft import LLM, SamplingParams
 from weft.architectures.parameters import model_parameters
 from weft.architectures.registry import find_architecture
 from weft.architectures.shape import Experts, ModelShape
-from weft.formats.checkpoint import expected_tensors, resolve
+from weft.formats.checkpoint import resolve
 from weft.formats.gguf_types import gguf_type
 from weft.formats.precision import held_precision, sum_by_kind
+from weft.formats.tensor_index import expected_tensors
 
 PROMPT = list(range(3, 60))
 # Whose rows are whole super-blocks, which layouts cut, and whose are not.

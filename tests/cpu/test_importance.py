@@ -24,7 +24,8 @@ from tests.cpu.test_quantised import measured, true_perplexity
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import ModelShape
 from weft.comm import Links
-from weft.formats.checkpoint import expected_tensors, locate_tensors, resolve
+from weft.formats.checkpoint import resolve
+from weft.formats.tensor_index import expected_tensors, locate_tensors
 from weft.weights.load import allocate_parameters, open_source
 from weft.weights.stored import StoredWeights
 from weft.worker import importance

@@ -56,7 +56,7 @@ class Cluster:
         self.thread.start()
 
     def _run(self) -> None:
-        self.ends.append(self.ranks.run(iter(self.channel)))
+        self.ends.append(self.ranks.run_until_end(iter(self.channel)))
 
     def end(self) -> Cause:
         """Wait for the node's end; return its cause."""
@@ -166,6 +166,8 @@ def test_a_side_that_is_silent(
     cluster = create()
     cluster.executor.start(over_nodes(make_plan(stages=2), 0, 1))
     if side == "node":
+        while not all(link.states for link in cluster.executor._links):  # the first heartbeat
+            time.sleep(0.01)
         monkeypatch.setattr(cluster.ranks, "_send", lambda message: None)
         monkeypatch.setattr(cluster.channel, "offer", lambda message, sending: None)
         cause = cluster.executor.failure.result(WAIT_S)

@@ -20,9 +20,10 @@ from tests.refusals import refuses
 from weft import LLM, SamplingParams
 from weft.architectures.place import Span
 from weft.errors import ModelError
-from weft.formats.checkpoint import expected_tensors, resolve
+from weft.formats.checkpoint import resolve
 from weft.formats.schemes import GGUF_SCHEMES, MXFP4_VALUES, SCHEMES, UNIT, scheme_for_types
 from weft.formats.tensor import ENCODINGS
+from weft.formats.tensor_index import expected_tensors
 from weft.hardware.cpu import probe_cpu
 from weft.kernels.native.rounding import NativeRounding
 from weft.kernels.plain import create_plain_kernels

@@ -14,7 +14,8 @@ from tests.cpu.programs import passes
 from weft.architectures.place import Span
 from weft.architectures.shape import Experts
 from weft.comm import Solo
-from weft.kernels.base import FusedLayer, FusedMixture, FusedMLP, KVCache
+from weft.kernels.base import KVCache
+from weft.kernels.fused import FusedLayer, FusedMixture, FusedMLP
 from weft.kernels.native.matrix import NativeMatrix
 
 

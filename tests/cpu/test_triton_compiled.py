@@ -26,6 +26,7 @@ from weft.kernels.triton import attention, pointwise, products, reduce, rounding
 from weft.kernels.triton.staged import fill_batch
 
 capability = int(sys.argv[1])
+limit = 64 << 10 if capability < 80 else 99 << 10
 """
 COMPILED = """
 with recorded() as launches:
@@ -40,7 +41,6 @@ head_dims, dtype, kept = sys.argv[2].split(","), *(getattr(torch, name) for name
 ints = torch.zeros(4, 4, dtype=torch.int32)
 batch = types.SimpleNamespace(tables=ints, context=ints[0], row_starts=ints[0], rows=2, positions=ints[0],
                               slots=ints[0].long(), order=ints[0])
-limit = 64 << 10 if capability < 80 else 99 << 10
 
 def launch_all():
     for head_dim in map(int, head_dims):
@@ -139,7 +139,7 @@ batch = types.SimpleNamespace(tables=ints, context=ints[0], row_starts=ints[0], 
                               slots=ints[0].long(), order=ints[0])
 
 def launch_all():
-    kernels = TritonLatents(132, TritonAttention(132))
+    kernels = TritonLatents(132, TritonAttention(132), limit)
     cache = KVCache.of_latents(torch.zeros(1, 16, 1, 576, dtype=dtype), 512)
     kernels.attend(torch.zeros(2, 16, 576, dtype=dtype), cache, batch, 1.0)
     norm = LatentNorm(torch.zeros(512, dtype=dtype), 1e-6)

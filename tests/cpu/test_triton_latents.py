@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="needs triton")
 # Triton's interpreter multiplies bfloat16 matrices wrongly: tests/gpu has that.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 PLAIN = create_plain_kernels()
+AMPERE, TURING = 99 << 10, 64 << 10  # bytes of shared memory of a program
 
 CASES = [
     # dims, counts, contexts, block_size
@@ -31,14 +32,14 @@ CASE_NAMES = [f"{dims.heads}x{dims.rank}-{counts}" for dims, counts, _, _ in CAS
 
 
 @pytest.mark.parametrize(
-    ("processors", "dtype"),
-    [(1, torch.float32), (24, torch.float32), (24, torch.float16)],
-    ids=["whole", "split", "split-float16"],
+    ("processors", "dtype", "shared"),
+    [(1, torch.float32, AMPERE), (24, torch.float32, AMPERE), (24, torch.float16, AMPERE), (24, torch.float16, TURING)],
+    ids=["whole", "split", "split-float16", "split-float16-turing"],
 )
 @pytest.mark.parametrize("case", CASES, ids=CASE_NAMES)
-def test_absorbed_attention_is_exact(case: tuple, processors: int, dtype: torch.dtype) -> None:
+def test_absorbed_attention_is_exact(case: tuple, processors: int, dtype: torch.dtype, shared: int) -> None:
     dims, counts, contexts, block_size = case
-    kernels = triton_kernels(processors)
+    kernels = triton_kernels(processors, shared=shared)
     q, weight, cache, batch = random_latents(dims, counts, contexts, dtype, block_size)
     absorbed = PLAIN.matrices.latent_products(weight, dims).absorb(q)
     lse = torch.full((len(q), dims.heads), torch.nan)

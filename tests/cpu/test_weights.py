@@ -27,8 +27,9 @@ from weft.architectures.place import Place, Span
 from weft.architectures.shape import DTYPE_BYTES, ModelShape
 from weft.errors import ModelError
 from weft.formats import demo
-from weft.formats.checkpoint import expected_tensors, locate_tensors, resolve
+from weft.formats.checkpoint import resolve
 from weft.formats.tensor import ENCODINGS, TensorInfo
+from weft.formats.tensor_index import expected_tensors, locate_tensors
 from weft.plan.fills import Fill, rank_fills
 from weft.plan.places import cut_places
 from weft.plan.plan import Plan, named_devices

@@ -16,7 +16,7 @@ from tests.cpu.test_attention_backends import CASES
 from tests.gpu.test_triton_cuda import CUDA, LONG, TOLERANCE, there
 from weft import LLM, SamplingParams
 from weft.kernels import attention_inputs, attention_obstacle, contest, create_kernels
-from weft.kernels.base import Attention, KVCache
+from weft.kernels.base import KVCache, PagedAttention
 from weft.kernels.batch import Batch
 from weft.kernels.plain import PlainAttention
 from weft.worker.graphs import CudaGraphs, blank_batch
@@ -36,7 +36,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 def exact(
-    attention: Attention, batch: Batch, q: torch.Tensor, cache: KVCache, windows: tuple, dtype: torch.dtype
+    attention: PagedAttention, batch: Batch, q: torch.Tensor, cache: KVCache, windows: tuple, dtype: torch.dtype
 ) -> None:
     attention.prepare(there(batch))
     on_card = KVCache(cache.keys.to(CUDA), cache.values.to(CUDA))

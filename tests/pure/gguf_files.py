@@ -12,9 +12,9 @@ import numpy as np
 
 from weft.architectures.registry import ARCHITECTURES, find_architecture
 from weft.architectures.shape import LatentAttention, ModelShape
-from weft.formats.checkpoint import expected_tensors
 from weft.formats.gguf_names import INTERLEAVED_ARCHITECTURES, layer_modules, outer_modules
 from weft.formats.tensor import ENCODINGS
+from weft.formats.tensor_index import expected_tensors
 
 GGML = {name: known.gguf for name, known in ARCHITECTURES.items() if known.gguf}
 GGML |= {"MixtralForCausalLM": "llama", "DeepseekV3ForCausalLM": "deepseek2"}

@@ -6,7 +6,8 @@ from functools import cache
 
 from tokenizers import AddedToken
 
-from weft.client.frontend import Frontend, TextTools
+from weft.client.frontend import Frontend
+from weft.client.text_tools import TextTools
 from weft.core.request import FinishReason, Output
 from weft.core.step import TokenLogprobs
 from weft.text.byte_level import ALPHABET, build_byte_level

@@ -18,7 +18,7 @@ from weft.planner.deployment import Workload
 from weft.planner.footprint import ReplicaMemory, footprint
 from weft.planner.profiles import Constant, Profile, load_profile
 from weft.planner.question import Question
-from weft.planner.replica import Replica, build_replicas
+from weft.planner.replica import PlannedReplica, build_replicas
 from weft.planner.search import engine_profile
 
 WEFT = load_profile("weft")
@@ -26,7 +26,7 @@ LIMIT_S = WEFT.hold_up_ms.value * 1e-3
 MODELS = ("Qwen3-0.6B", "Llama-3.1-8B", "Qwen3-30B-A3B", "Qwen3-32B")
 
 
-def replica(model: str, gpus: str, stages: int = 1, tensor: int = 1, **limits: float) -> tuple[Replica, Profile]:
+def replica(model: str, gpus: str, stages: int = 1, tensor: int = 1, **limits: float) -> tuple[PlannedReplica, Profile]:
     shape, cluster = find(model).shape, parse_gpus(gpus)
     own = msgspec.structs.replace(WEFT, **{name: Constant(value, "a test") for name, value in limits.items()})
     layout = cut(shape, range(stages * tensor), stages=stages, tensor=tensor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,8 +60,8 @@ def test_serve(url: str, tmp_path: Path) -> None:
     words = ["serve", "--base-url", f"{url}/v1", "--num-prompts", "5", "--output-len", "3", "--request-rate", "1000"]
     status, out, _ = said(*words, "--goodput", "ttft:60000", "--save-result", str(path))
     assert status == 0
-    assert "m at /v1/completions: 5 requests, 1000 per second" in out
-    assert "answered             5 of 5" in out and "100 % within ttft 60000 ms" in out
+    assert re.search(r"\bm at /v1/completions: 5 .*\b1000 ", out)
+    assert re.search(r"\b5 of 5\b", out) and re.search(r"\b100 % .*\bttft 60000 ms", out)
     result = json.loads(path.read_text())
     assert (result["completed"], result["total_output_tokens"], result["request_rate"]) == (5, 15, 1000)
     assert result["p99_ttft_ms"] >= result["median_ttft_ms"] > 0
@@ -112,7 +113,7 @@ def test_nobody_was_answered(url: str) -> None:
     words = ["serve", "--base-url", url, "--served-model-name", "n", "--num-warmups", "0", "--num-prompts", "3"]
     status, out, _ = said(*words)
     assert status == 1
-    assert "3 x HTTP 400: not n" in out and "warning: 3 of 3 requests failed" in out
+    assert "3 x HTTP 400: not n" in out and re.search(r"\b3 of 3\b", out)
 
 
 def test_a_server_of_our_own_gets_the_engine_s_flags() -> None:
@@ -193,7 +194,7 @@ def test_compare(tmp_path: Path, golden: Callable[[str, str], None]) -> None:
     assert said("compare", old, same)[0] == 0
     status, out, _ = said("compare", old, worse)
     assert status == 1
-    assert "not the same work: model was m, is o" in out and "2 of 3 figures are worse by more than 5 %" in out
+    assert re.search(r"\bmodel .*\bm\b.*\bo\b", out) and re.search(r"\b2 of 3 .*\b5 %", out)
     assert [line.split()[-1] for line in out.splitlines() if line.startswith(("decode", "ttft", "failed"))] == [
         "1.200",
         "worse",

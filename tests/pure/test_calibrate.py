@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from math import exp, log
 from pathlib import Path
@@ -310,7 +311,7 @@ def test_a_hiccup_becomes_no_constant(monkeypatch: pytest.MonkeyPatch, capsys: p
     found = bench_calibrate.calibrate_device(said(""), bench_calibrate.measured_config(said("")), HOST, spec, None)
     assert asked[-2:] == [("wide q8_0", 3)] * 2
     assert found.points == there and found.fit.values == fit.fit_constants(spec, there).values
-    assert "wide q8_0: 3 took implausibly long" in capsys.readouterr().err
+    assert re.search(r"\bwide q8_0: 3 ", capsys.readouterr().err)
 
 
 # --- the file ---
@@ -377,7 +378,7 @@ def test_a_damaged_file_is_ignored_with_one_warning(cache: Path, caplog: pytest.
     path = calibration.store_calibration(machine, made())
     path.write_text(text if isinstance(text, str) else text(path.read_text()))
     assert calibration.load_calibrations(machine) == calibration.load_calibrations(machine) == ()
-    assert len(caplog.records) == 1 and "run weft bench calibrate again" in caplog.text
+    assert len(caplog.records) == 1 and "weft bench calibrate" in caplog.text
 
 
 def test_a_cache_that_cannot_be_written(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -487,7 +488,7 @@ def test_the_command_prints_keeps_and_doubts(
     assert main.main(["bench", "calibrate"]) == 0
     captured = capsys.readouterr()
     has_values(captured.out, "AMD EPYC (2 cores), bf16, ", "2026-11-20")
-    assert "       34 GB/s of weights in decode" in captured.out and "mean error 2.0 %" in captured.out
+    assert re.search(r"\b34 GB/s\b", captured.out) and re.search(r"\b2\.0 %", captured.out)
     assert "weft plan" in captured.err
     figures = captured.out.index("mean error")  # below the table of measurements
     golden("bench_calibrate.txt", captured.out[figures:])

@@ -20,7 +20,8 @@ from tests.refusals import refusal_line, refuses
 from weft.architectures.shape import Rope
 from weft.errors import ModelError
 from weft.formats import demo, hub_files
-from weft.formats.checkpoint import Checkpoint, expected_tensors, resolve
+from weft.formats.checkpoint import Checkpoint, resolve
+from weft.formats.tensor_index import expected_tensors
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

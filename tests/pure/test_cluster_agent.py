@@ -76,7 +76,7 @@ class Side:
         self.replies: list[Reply] = []
         agent = Agent(find_url, Input(read), self.replies.append)
         self.send(task)
-        self.thread = threading.Thread(target=agent.run)
+        self.thread = threading.Thread(target=agent.do_task)
         self.thread.start()
 
     def send(self, message: msgspec.Struct | bytes) -> None:
@@ -115,13 +115,13 @@ def left_running(task: Start) -> Started:
 
 def test_a_server_runs_on_and_is_found(home: Path) -> None:
     started = left_running(start())
-    assert not started.found and psutil.pid_exists(started.pid)
+    assert not started.was_running and psutil.pid_exists(started.pid)
     others = (start(), True), (start("other"), False), (start(environment={"CUDA_VISIBLE_DEVICES": "1"}), False)
     for task, same in others:
         again = left_running(task)
-        assert (again.found, again.same, again.pid) == (True, same, started.pid)
+        assert (again.was_running, again.same, again.pid) == (True, same, started.pid)
     # Another engine or node is another server.
-    assert not left_running(start(name="f")).found and not left_running(start(node=2)).found
+    assert not left_running(start(name="f")).was_running and not left_running(start(node=2)).was_running
     assert Side(Stop(name="e", node=1, grace_s=0, term_s=WAIT_S)).end() == Stopped(started.pid)
     assert Side(Stop(name="e", node=1, grace_s=0, term_s=0)).end() == Stopped(None)
     assert psutil.pid_exists(left_running(start()).pid)
@@ -155,7 +155,7 @@ def test_a_start_that_is_given_up_ends_the_server(home: Path) -> None:
     assert not Server("e", 1).is_running() and not (home / "e-1/key").exists()
     before = left_running(start())
     side = Side(start())
-    assert side.until(Started) == msgspec.structs.replace(before, found=True)
+    assert side.until(Started) == msgspec.structs.replace(before, was_running=True)
     side.end()
     assert Server("e", 1).is_running()
 

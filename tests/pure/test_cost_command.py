@@ -114,7 +114,7 @@ def test_json_hangs_together():
 def test_a_table_for_people():
     status, out, _ = said("--against", "gpt-4o-mini", "--demand", "3")
     assert status == 0
-    assert "openai/gpt-4o-mini" in out and "everything to the API" in out and "<- cheapest" in out
+    assert "openai/gpt-4o-mini" in out and out.count("<- ") == 1
 
 
 def test_demand_from_a_file(tmp_path: Path):
@@ -128,7 +128,7 @@ def test_demand_from_a_file(tmp_path: Path):
 
 def test_a_model_that_does_not_fit():
     status, _, err = weft("cost", "Llama-3.3-70B-Instruct", "--gpus", "1xRTX4090", "--price", "1")
-    assert status == 3 and "does not fit" in err
+    assert status == 3 and "Llama-3.3-70B-Instruct" in err and err.count("\n") == 1
 
 
 def test_replicas_that_share_their_experts_are_rented_together():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,8 @@ def test_a_map_is_planned_as_it_is() -> None:
     assert status == 0 and devices(report["best"]) == [("cpu", 0), ("cuda", 0)]
     assert report["best"]["pipeline_split"] == [2, 30]
     status, text, _ = weft(*words)
-    assert status == 0 and "on the CPU and 1 of 2 GPUs" in text and "a typical CPU, 274.9 GB" in text
-    assert "layers 0 to 1 (1.9 GB) run on the CPU" in text
+    assert status == 0 and re.search(r"\bCPU and 1 of 2 GPUs", text) and "a typical CPU, 274.9 GB" in text
+    assert re.search(r"\b0 to 1 \(1\.9 GB\) .*\bCPU", text)
     _, alone = weft_json(*WORDS, "--device-map", "0")
     assert report["best"]["predicted"]["single_tok_s"] < alone["best"]["predicted"]["single_tok_s"]
     status, text, error = weft(*words, "--emit", "compose")

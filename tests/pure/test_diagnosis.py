@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,7 +91,7 @@ def test_a_rank_that_is_slowed() -> None:
     assert finding.code == "straggler" and finding.value == pytest.approx(9.5 / 3.5)
     assert "rank 1" in finding.text and "more slowly" in finding.text
     # SmolLM2 has three KV heads: a stage is cut in these.
-    assert "--tensor-split 2,1" in finding.remedy and "free the device of rank 1" in finding.remedy
+    assert re.search(r"^--tensor-split 2,1\b.*\brank 1 on here\b", finding.remedy)
 
 
 def test_a_rank_whose_core_others_use() -> None:
@@ -98,7 +99,7 @@ def test_a_rank_whose_core_others_use() -> None:
     well, slow = counters(0, 3.5, 2.0, 4.5), replace(counters(1, 3.1, 2.8, 4.1), delayed_s=4.0)
     (finding,) = ranks_of(EVEN, well, slow)
     assert finding.code == "straggler" and finding.value == pytest.approx(0.4)
-    assert "rank 1" in finding.text and finding.remedy == "free the cores of rank 1 on here from other work: 1"
+    assert "rank 1" in finding.text and re.search(r"\bcores of rank 1 on here .*: 1$", finding.remedy)
     both = ranks_of(EVEN, replace(well, delayed_s=3.5), slow)
     assert codes(both) == ["allreduce_wait"], "the cores of both are in use by others"
     assert "straggler" not in codes(ranks_of(EVEN, well, replace(slow, delayed_s=2.0)))

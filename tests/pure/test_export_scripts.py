@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -134,7 +135,7 @@ def test_a_cut_that_vllm_lacks_becomes_the_nearest_one() -> None:
     has_values(err, "vLLM", "TP 2, bf16 with 30 and 10 query heads", "nearest", "PP 2")
     # Nine heads on two ranks.
     status, out, err = emit("vllm", "demo --gpus 2xRTX4090 -tp 2")
-    assert status == 0 and "9 query and 3 KV heads are not even over 2 ranks" in err
+    assert status == 0 and re.search(r"\b9 query and 3 KV heads .*\b2 ranks", err)
     assert "vllm serve HuggingFaceTB/SmolLM2-135M-Instruct" in out
 
 
@@ -245,7 +246,7 @@ def test_ollama_gets_a_server_for_each_replica(tmp_path: Path) -> None:
     assert {it["OLLAMA_SCHED_SPREAD"] for it in serving} == {"1"}
     # What it calls its models has no capitals; a run without a prompt loads one.
     assert ["ollama", "run", "qwen2.5-32b-instruct", ""] in [call["words"] for call in calls]
-    assert "Ollama does not run int4; this plan has q4_k_m" in files["Modelfile"]
+    assert re.search(r"\bint4\b.*\bq4_k_m\b", files["Modelfile"])
     assert "distributes layers by each GPU's free memory" in files["Modelfile"]
 
 

@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from tests.pure.letters import BOS, END, VOCAB, frontend, output, text_tools
 from tests.refusals import refuses
 from weft.client.collector import Collector
-from weft.client.frontend import Prompt, PromptLike, TextTools, sampling_defaults, stream_key
+from weft.client.defaults import sampling_defaults
+from weft.client.frontend import stream_key
+from weft.client.prompt import Prompt, PromptLike
+from weft.client.text_tools import TextTools
 from weft.core.identity import RequestIdentity
 from weft.core.params import SamplingParams
 from weft.core.request import Output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sqlite3
 import subprocess
 import sys
@@ -369,7 +370,7 @@ async def test_usage_and_quota_of_a_key(tmp_path: Path, fields: dict[str, Any]) 
         answers = [await live.chat(**fields, max_tokens=5) for _ in range(5)]
         assert [answer.status_code for answer in answers] == [200] * 3 + [429] * 2
         refused(answers[-1], 429, code="quota_exceeded")
-        assert "'a' has taken 45 of its 60 tokens of this hour" in answers[-1].text
+        assert re.search(r"'a' .*\b45 .*\b60 ", answers[-1].text)
         assert "usage" not in answers[0].text or not fields  # the client of a stream did not ask for it
         rows = (await live.client.get("/gateway/status")).json()["spending"]["usage_day"]
         assert [(row["key"], row["requests"], row["prompt_tokens"], row["completion_tokens"]) for row in rows] == [

@@ -17,7 +17,8 @@ from tests.refusals import refusals, refuses
 from weft.architectures.shape import Experts, LatentAttention, ModelShape, Rope
 from weft.errors import ModelError
 from weft.formats import gguf, gguf_shape
-from weft.formats.checkpoint import expected_tensors, resolve
+from weft.formats.checkpoint import resolve
+from weft.formats.tensor_index import expected_tensors
 
 LLAMA = dense_shape(
     architecture="LlamaForCausalLM",

@@ -68,6 +68,48 @@ def test_rules_of_writing_find_what_they_forbid() -> None:
     assert not list(writing.violations('"""Blocks."""\n\nsizes = [len(it) for it in ()]\n'))
 
 
+def test_a_noun_is_unique_inside_what_a_file_imports(source_nodes: Nodes) -> None:
+    """A reader of a file meets one class of a name, whichever of the imported modules are looked up."""
+    modules = {".".join(path.relative_to(ROOT / "src").with_suffix("").parts): path for path in source_nodes}
+    modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
+    classes = {
+        name: {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)}
+        for name, path in modules.items()
+    }
+    found = []
+    for module, path in modules.items():
+        imported = {module}
+        for node in source_nodes[path]:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                imported |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        owners: dict[str, list[str]] = {}
+        for other in sorted(imported & classes.keys()):
+            for name in classes[other]:
+                if not name.startswith("_"):
+                    owners.setdefault(name, []).append(other)
+        found += [f"{module}: {name} of {' and '.join(all_)}" for name, all_ in owners.items() if len(all_) > 1]
+    assert found == []
+
+
+def test_a_function_has_a_name_that_grep_finds() -> None:
+    source = (
+        "def run():\n    def read(): ...\nclass A:\n    async def _write(self): ...\n    def write_row(self): ...\n"
+    )
+    source += "class JoinedTransport:\n    def write(self): ...\n@triton.jit\ndef _choose(): ...\n"
+    assert [line for line, _ in writing.bare_names(source)] == [1, 4]
+
+
+def test_a_sentence_names_its_subject() -> None:
+    source = '"""Blocks. What is free is taken. Of two, one."""\n# Of the user.\nx = 1  # as said. Those of others\n'
+    source += "# of one\n"
+    assert sorted(line for line, _ in writing.nominal_sentences(source)) == [1, 2, 3]
+
+
+def test_a_variable_says_what_it_holds() -> None:
+    source = "def f(said, names):\n    found = said\n    for asked in names: print(found)\n    kept = found\n"
+    assert [line for line, _ in writing.vague_variables(source)] == [1, 2, 3]
+
+
 def test_the_simulator_uses_the_core_s_public_names(source_nodes: Nodes) -> None:
     """It runs the scheduler that serves: a private name of the core, or a subclass, would be a second one."""
     named_tuples = {"_replace", "_asdict", "_fields", "_make"}

@@ -201,5 +201,5 @@ def test_a_node_that_was_stopped_itself_accuses_nobody(
     monkeypatch.setattr(node_beats, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(node_beats, "threading", SimpleNamespace(Event=Passing, Thread=threading.Thread))
     watch = node_beats.Watch(lambda: sent.append(1), lambda: silent.append(1), "node")
-    watch._run()
+    watch._beat_until_closed()
     assert (len(sent), len(silent)) == (beats_sent, accused)

@@ -23,8 +23,9 @@ from weft.cli import dispatch
 from weft.client.arguments import engine_config
 from weft.errors import ModelError
 from weft.formats import catalogue, hub_headers, model_names
-from weft.formats.checkpoint import expected_tensors, resolve
+from weft.formats.checkpoint import resolve
 from weft.formats.lookup import look_up
+from weft.formats.tensor_index import expected_tensors
 
 QWEN3 = catalogue.find("Qwen3-0.6B")
 MIXTRAL = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -349,7 +350,7 @@ def test_a_node_with_a_public_address_is_refused() -> None:
         waiting.start()
         with join(settings, facts(1, address="8.8.8.8")) as refused:
             (message,) = Channel[Any](refused, Dismissed)
-        assert "8.8.8.8 is a public address" in message.message
+        assert "8.8.8.8" in message.message
         with join(settings, facts(1)):
             waiting.join()
     assert [node.facts.address for node in admitted] == ["10.0.0.2"]
@@ -364,10 +365,10 @@ def test_a_node_joins_once_for_each_of_its_replicas() -> None:
         lost = join(settings, facts(1, replicas=3), 2)
         with join(settings, facts(1, replicas=3), 0) as refused:
             (message,) = Channel[Any](refused, Dismissed)
-        assert "no ranks of replica 0" in message.message
+        assert "replica 0" in message.message
         with join(settings, facts(1), 2) as refused:
             (message,) = Channel[Any](refused, Dismissed)
-        assert "--data-parallel-size 1, and node 0 has 3" in message.message
+        assert re.search(r"--data-parallel-size 1\b.*\bnode 0 .*\b3\b", message.message)
         lost.close()
         with join(settings, facts(1, replicas=3), 2) as there:
             groups = door.wait_for([0, 1, 2])

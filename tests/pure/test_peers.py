@@ -46,13 +46,13 @@ def script(tmp_path: Path) -> str:
 def test_an_engine_answers(script: str) -> None:
     engine = engines.Engine("echo", [sys.executable, script])
     try:
-        found = engine.run([[1, 2], [3]], 4)
+        found = engine.answer([[1, 2], [3]], 4)
         assert engine.threads == 3 and 0 < engine.start_s < 60
         assert found.prompt_tokens == 3 and len(found.first_s) == 2
         assert all(0 <= first <= last <= found.seconds for first, last in zip(found.first_s, found.last_s, strict=True))
         assert engine.memory_bytes() > 1_000_000
         with pytest.raises(engines.Ended, match="asked for 7 tokens, got 6"):
-            engine.run([[1]], 7)
+            engine.answer([[1]], 7)
     finally:
         engine.close()
 
@@ -60,7 +60,7 @@ def test_an_engine_answers(script: str) -> None:
 def test_an_engine_s_last_words_are_told(script: str) -> None:
     engine = engines.Engine("echo", [sys.executable, script])
     with pytest.raises(engines.Ended, match="thirteen is too many"):
-        engine.run([[1]], 13)
+        engine.answer([[1]], 13)
     engine.close()
     with pytest.raises(engines.Ended, match=r"no-such\.py"):
         engines.Engine("none", [sys.executable, "no-such.py"])
@@ -103,7 +103,7 @@ def test_ratios_are_to_the_best_of_the_others(tmp_path: Path, capsys: pytest.Cap
     assert speed.best.engine == "fast" and speed.ratio == 100 / 80
     assert start.ratio == 2
     pytest.importorskip("matplotlib", reason="needs matplotlib")
-    report.write(tmp_path, figures, {"gone on m": "no wheel"}, {"rounds": 3})
+    report.write_report(tmp_path, figures, {"gone on m": "no wheel"}, {"rounds": 3})
     whole = json.loads((tmp_path / "peers.json").read_text())
     assert [it["ratio"] for it in whole["ratios"]] == [1.25, 2]
     assert "Left out: gone on m: no wheel" in (tmp_path / "peers.md").read_text()

@@ -372,15 +372,14 @@ def test_saturated_tokens_are_told_alike() -> None:
 
 def test_why_nothing_fits_is_said_once() -> None:
     status, out, _ = run("Llama-3.1-70B", "--gpus", "1xH100")
-    assert status == 3 and out.count("59.5 GB short") == 1 and "on 1 x H200-SXM it fits" in out
+    assert status == 3 and out.count("59.5 GB short") == 1 and "1 x H200-SXM" in out
 
 
 def test_a_plan_tells_how_many_tokens_a_step_has() -> None:
     best = plan("Qwen3-8B --gpus 1xH200")[1]["best"]
     assert best["max_num_batched_tokens"] == 8192
     assert (
-        f"Prompts are read up to 8,192 tokens at a time: {best['max_num_batched_tokens_because']}\n"
-        in run("Qwen3-8B", "--gpus", "1xH200")[1]
+        f" 8,192 tokens at a time: {best['max_num_batched_tokens_because']}\n" in run("Qwen3-8B", "--gpus", "1xH200")[1]
     )
     assert "Prompts are read" not in run("Qwen3-8B", "--gpus", "1xH200", "--engine", "vllm")[1]
 

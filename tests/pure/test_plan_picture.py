@@ -94,7 +94,9 @@ def test_the_picture_has_the_layers_heads_and_experts_of_each_gpu() -> None:
 
 
 def test_the_links_are_drawn_and_told() -> None:
-    assert "4 GPUs joined by NVLink, 300 GB/s each way" in drawn(EVEN) and drawn(EVEN)[-2].startswith("   ")
+    assert any(re.match(r"4 GPUs .*\bNVLink, 300 GB/s", line) for line in drawn(EVEN)) and drawn(EVEN)[-2].startswith(
+        "   "
+    )
     assert sum(line.startswith("╠═ GPU") for line in drawn(EVEN)) == 3
     assert sum(line.startswith("├─ GPU") for line in drawn(UNEVEN)) == 1
     nodes = drawn(NODES)
@@ -120,14 +122,14 @@ def test_a_cpu_is_drawn_by_its_name() -> None:
         spec["kind"] = "cpu"
     plan["hardware"]["nodes"][0] |= {"link": "memory", "link_Bps": 30e9}
     (rack,) = picture(plan)
-    assert rack.title == "2 ranks joined by shared memory, 30 GB/s each way"
+    assert re.match(r"2 ranks .*\b30 GB/s", rack.title)
     assert [bar.title for bar in rack.bars] == ["RTX 4090", "RTX 4080"]
 
 
 def test_a_thousand_gpus_take_a_few_lines() -> None:
     assert len(drawn(THOUSAND)) < 8
     text = "\n".join(drawn(THOUSAND))
-    assert "nodes 0-124, 125 alike: 8 GPUs joined by NVLink" in text and "GPUs 0-7 H100-SXM" in text
+    assert re.search(r"\b0-124, 125 .*: 8 GPUs .*\bNVLink", text) and "GPUs 0-7 H100-SXM" in text
     assert "ranks 0-999" in text
     # Forty stages, each on a node of its own, and none holds exactly what another does.
     assert len(drawn(DEEP)) < 30

@@ -23,7 +23,7 @@ import pytest
 from tests.pure import test_batches as batches
 from tests.pure.letters import BOS, END, START, text_tools
 from tests.pure.worlds import HIDDEN, FakeEngine, Wire, World, pools, refused, state_of
-from weft.client.frontend import TextTools
+from weft.client.text_tools import TextTools
 from weft.core.request import Output, Request
 from weft.core.step import SlotFailure
 from weft.formats.pooling import PoolingSettings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,31 @@ def test_pages_name_files_that_exist(page: str) -> None:
     named = named_in(page)
     assert named, "the page names no package"
     assert {name for name in named if not any((base / name).exists() for base in (SOURCE, ROOT))} == set()
+
+
+def section_files(section: str) -> set[Path]:
+    """Files and folders that the tables and lists of a section of docs/extending.md name."""
+    names = re.findall(r"`([\w./]+[/.][\w/]*)`", section)
+    return {base / name for name in names for base in (SOURCE, ROOT) if (base / name).exists()}
+
+
+def git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout if done.returncode == 0 else ""
+
+
+@pytest.mark.parametrize("task", ["A model", "A weight format", "An attention backend", "An endpoint"])
+def test_examples_of_extensions_are_commits_that_change_the_named_files(task: str) -> None:
+    if git("rev-parse", "--is-shallow-repository").strip() != "false":
+        pytest.skip("needs the repository's history")
+    section = re.split(r"^## ", (ROOT / "docs/extending.md").read_text(), flags=re.MULTILINE)
+    text = next(part for part in section if part.startswith(f"{task}\n"))
+    commits = re.findall(r"\bcommit ([0-9a-f]{7,40})\b", text)
+    assert commits
+    for commit in commits:
+        changed = {ROOT / name for name in git("show", "--format=", "--name-only", commit).split()}
+        named = section_files(text)
+        assert len({path for path in changed if named & {path, *path.parents}}) >= 2, commit
 
 
 def test_the_architecture_page_names_every_package() -> None:

@@ -17,9 +17,9 @@ from tests.pure.bad_bodies import TOO_MANY
 from tests.pure.letters import frontend, output, text_tools
 from tests.pure.worlds import HI, World, error_codes, refused
 from tests.refusals import refuses
-from weft.client import collector, remote
-from weft.client.frontend import TextTools
+from weft.client import collector, output_stream
 from weft.client.memory import Trimmer
+from weft.client.text_tools import TextTools
 from weft.core.params import SamplingParams
 from weft.errors import RequestError
 from weft.serving import service, threads
@@ -200,8 +200,8 @@ class Core:
 
 
 async def test_a_backlog_lets_others_go_on_and_is_dropped_with_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "TURN_S", 0.0)
-    stream = remote.OutputStream(Core(), ["a", "b"])  # type: ignore[arg-type]
+    monkeypatch.setattr(output_stream, "TURN_S", 0.0)
+    stream = output_stream.OutputStream(Core(), ["a", "b"])  # type: ignore[arg-type]
     for _ in range(1000):
         stream.put(output("a", "x"))
         stream.put(output("b", "y"))
@@ -223,7 +223,7 @@ async def test_a_backlog_lets_others_go_on_and_is_dropped_with_its_request(monke
 
 async def test_a_reader_who_leaves_drops_its_backlog() -> None:
     core = Core()
-    stream = remote.OutputStream(core, ["a"])  # type: ignore[arg-type]
+    stream = output_stream.OutputStream(core, ["a"])  # type: ignore[arg-type]
     for _ in range(1000):
         stream.put(output("a", "x"))
     await anext(stream)

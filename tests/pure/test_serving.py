@@ -11,7 +11,7 @@ from httpx import Response
 
 from tests.pure.letters import output
 from tests.pure.worlds import HI, FakeEngine, World, events, refused, saying
-from weft.client.frontend import TextTools
+from weft.client.text_tools import TextTools
 from weft.core.identity import RequestIdentity
 from weft.core.request import Output, Request
 from weft.core.step import SlotFailure, TokenLogprobs

@@ -18,8 +18,8 @@ from weft.architectures.place import Place, Span, whole
 from weft.architectures.shape import ModelShape
 from weft.errors import PlanError
 from weft.formats import catalogue
-from weft.formats.checkpoint import expected_tensors
 from weft.formats.precision import weight_bytes, weights_by_kind
+from weft.formats.tensor_index import expected_tensors
 from weft.plan import fills as engine
 from weft.plan.fills import Fill, rank_fills
 from weft.plan.places import cut_places

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ def test_replicas_are_found() -> None:
     by_count = {it["replicas"]: it["met"] for it in found["runs"]}
     assert answer["best"]["replicas"] == answer["value"] and by_count[answer["value"]] is True
     assert answer["value"] == 1 or by_count[answer["value"] - 1] is False
-    assert f"found: you need {answer['value']} replicas ({answer['value']} GPUs) to keep the promise" in run(words)[1]
+    assert re.search(rf"\b{answer['value']} replicas \({answer['value']} GPUs\)", run(words)[1])
 
 
 def test_a_rate_is_found() -> None:
@@ -122,11 +123,8 @@ def test_an_objective_that_a_lone_request_misses_is_met_by_none(what: str) -> No
     status, found = told(words)
     assert status == 3
     assert found["find"]["value"] is None
-    assert (
-        "even a request alone has a ttft_p95 of" in found["find"]["reason"]
-        and "(limit 1 ms)" in found["find"]["reason"]
-    )
-    assert "nothing keeps the promise: even a request alone" in run(words)[1]
+    assert "ttft_p95" in found["find"]["reason"] and "1 ms" in found["find"]["reason"]
+    assert found["find"]["reason"] in run(words)[1]
 
 
 def test_a_share_of_many_replicas_is_simulated() -> None:
@@ -136,7 +134,7 @@ def test_a_share_of_many_replicas_is_simulated() -> None:
     assert [it["runs"][0]["sampled"] for it in (whole, part)] == [128, 32]
     assert part["runs"][0]["requests"] == pytest.approx(whole["runs"][0]["requests"] / 4, rel=0.15)
     assert part["runs"][0]["output_tok_s"] == pytest.approx(whole["runs"][0]["output_tok_s"], rel=0.1)
-    assert "sampled: 32 of 128 equal replicas" in run(f"{words} --sample-replicas 32")[1]
+    assert re.search(r"\b32 of 128 ", run(f"{words} --sample-replicas 32")[1])
 
 
 def test_step_by_step_says_the_same() -> None:

@@ -57,7 +57,7 @@ class Node:
         self._written: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._lines: asyncio.Queue[bytes | None] = asyncio.Queue()
         engine = StreamEngine(self._load, self._take, model, first_line_s)
-        self.task = asyncio.create_task(engine.run(self._input()))
+        self.task = asyncio.create_task(engine.serve_lines(self._input()))
 
     async def _load(self, name: str) -> FakeModel:
         await asyncio.sleep(0)

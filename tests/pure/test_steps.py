@@ -10,7 +10,7 @@ from weft.formats.catalogue import find
 from weft.hardware.cluster import parse_gpus
 from weft.planner.deployment import Workload, deploy
 from weft.planner.profiles import engine_names, load_profile
-from weft.planner.replica import Replica, build_replicas
+from weft.planner.replica import PlannedReplica, build_replicas
 from weft.planner.steps import StepPredictor
 
 SHAPES = {name: find(name).shape for name in ("Llama-3.1-8B", "gemma-3-27b-it", "Qwen3-30B-A3B", "DeepSeek-R1")}
@@ -18,7 +18,7 @@ SHAPES = {name: find(name).shape for name in ("Llama-3.1-8B", "gemma-3-27b-it", 
 
 def replica(
     model: str, gpus: str, *, engine: str = "vllm", tensor: int = 1, stages: int = 1, experts: bool = False
-) -> Replica:
+) -> PlannedReplica:
     shape, cluster = SHAPES[model], parse_gpus(gpus)
     each, rest = divmod(len(shape.layers), stages)
     layout = deploy(

@@ -10,7 +10,7 @@ import pytest
 from tests.pure.letters import TEMPLATE, text_tools
 from tests.pure.test_parsers import TOOLS
 from tests.pure.worlds import HI, FakeEngine, World, events, refused, saying
-from weft.client.frontend import TextTools
+from weft.client.text_tools import TextTools
 from weft.text.template import ChatTemplate
 
 CALLS: list[tuple[str, Any]] = [("get_weather", {"city": "Rome", "days": 3}), ("find", {"query": {"a": [1, "}"]}})]

@@ -15,8 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.pure.letters import END, frontend, output
 from tests.pure.shapes import SMOLLM2
-from weft.client.frontend import TextTools
 from weft.client.running import RunningReplica
+from weft.client.text_tools import TextTools
 from weft.core.commands import Command, Done, RankReport, RankStats, Replies, Reply, ResetPrefixCache, level_after
 from weft.core.request import Output, Request, Stats
 from weft.errors import Cause, EngineError, QueueFullError

@@ -10,7 +10,7 @@ import torch
 from scripts.gpu.work import Figure, Options
 from weft.errors import ConfigError
 from weft.kernels import create_kernels
-from weft.kernels.base import Attention, AttentionShape
+from weft.kernels.base import AttentionShape, PagedAttention
 from weft.kernels.contest import graph_seconds
 from weft.kernels.triton.tuning import DECODE, PREFILL, Tuning
 from weft.probes.on_gpu import trials
@@ -65,7 +65,7 @@ def decode_contexts(rehearse: bool) -> list[list[int]]:
     return [nano, trials.mixed_lengths(32, LENGTH), [1024] * 32, [4096]]
 
 
-def backends(shape: AttentionShape) -> tuple[dict[str, Attention], list[Figure]]:
+def backends(shape: AttentionShape) -> tuple[dict[str, PagedAttention], list[Figure]]:
     """Other backends that run here, and a note for each that does not."""
     usable, notes = {}, []
     for name in OTHERS:
@@ -77,7 +77,7 @@ def backends(shape: AttentionShape) -> tuple[dict[str, Attention], list[Figure]]
 
 
 def add_backends(
-    race: trials.Race, others: dict[str, Attention], shape: AttentionShape, *, default: object, only: bool
+    race: trials.Race, others: dict[str, PagedAttention], shape: AttentionShape, *, default: object, only: bool
 ) -> None:
     """Have `others` race too; with `only`, ours with no other than the default sizes."""
     if only:

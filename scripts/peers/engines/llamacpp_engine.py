@@ -68,7 +68,7 @@ class Generation:
         self.waiting, self.tokens_read = list(range(len(prompts))), [0] * len(prompts)
         self.slots, self.free = {}, list(range(SEQUENCES))  # sequence of each running request
 
-    def run(self):
+    def answer(self):
         self.context.clear_cache()
         while self.waiting or self.slots:
             self.context.begin_batch()
@@ -114,7 +114,7 @@ class Generation:
 def main(path):
     threads = len(os.sched_getaffinity(0))
     context = Context(path, threads)
-    serve(lambda prompts, new: Generation(context, prompts, new).run(), threads)
+    serve(lambda prompts, new: Generation(context, prompts, new).answer(), threads)
 
 
 if __name__ == "__main__":

@@ -178,8 +178,8 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, tag="experts", cache_ha
     - `shared` experts, together `shared_width` wide, see every token. With `shared_gate`, the sigmoid of one more
       projection of the token multiplies their result.
     - `scoring`: the router's weights are a softmax over all experts, or the sigmoid of each one's score.
-    - `normalised`: the weights of the chosen experts are scaled to a sum of 1. Of a softmax, that is the softmax over
-      the chosen ones.
+    - `normalised`: the weights of the chosen experts are scaled to a sum of 1. With a softmax, that is the softmax
+      over the chosen ones.
     - `scaling`: factor on the weights of the chosen experts, in the end.
     - `groups`: the experts are divided into as many groups of neighbours. Only those of the best `top_groups` can be
       chosen: of the groups with the highest weight ("max"), or the highest sum of two weights ("top2"), by

@@ -19,7 +19,7 @@ from weft.hardware.cluster import Cluster, Node
 from weft.hardware.gpus import GpuSpec
 from weft.planner.deployment import Workload, deploy
 from weft.planner.profiles import calibrated, load_profile
-from weft.planner.replica import Replica
+from weft.planner.replica import PlannedReplica
 from weft.probes.engine_speed import CalibrationPoint
 
 # The constants, and the width within which they may differ freely from the planner's own figures (natural logarithm);
@@ -103,7 +103,8 @@ class PointPredictor:
         cluster = Cluster((Node((gpu,), "memory" if gpu.kind == "cpu" else "pcie"),), 1.0)
         profile = calibrated(self._profile, [gpu])
         replicas = {
-            key: Replica(self._shapes[key], layout, cluster, profile, 0, {}) for key, layout in self._layouts.items()
+            key: PlannedReplica(self._shapes[key], layout, cluster, profile, 0, {})
+            for key, layout in self._layouts.items()
         }
         seconds = []
         for point in self.points:

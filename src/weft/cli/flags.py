@@ -1,4 +1,4 @@
-"""Flags as data: vLLM's names and meanings if it has the flag. Those of engine and server come from their configs."""
+"""Flags as data: vLLM's names and meanings if it has the flag. Flags of engine and server come from their configs."""
 
 from __future__ import annotations
 

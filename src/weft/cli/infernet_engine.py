@@ -36,7 +36,7 @@ def main() -> int:
         write = take_standard_output()
         if len(sys.argv) > 1:
             return dispatch.fail(f"weft-infernet-engine takes no arguments; put flags into {VARIABLE}", 2)
-        return run(write)
+        return serve_pipe(write)
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -48,7 +48,7 @@ def take_standard_output() -> int:
     return pipe
 
 
-def run(pipe: int) -> int:
+def serve_pipe(pipe: int) -> int:
     """Serve with the flags of the environment, with events on `pipe`."""
     from weft import logs
     from weft.cli import dispatch
@@ -105,7 +105,7 @@ async def serve(arguments: Namespace, config: EngineConfig, pipe: int) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, task.cancel)
     with contextlib.suppress(asyncio.CancelledError, BrokenPipeError):  # a signal; the node has gone
-        await engine.run(input_lines())
+        await engine.serve_lines(input_lines())
     return 0
 
 

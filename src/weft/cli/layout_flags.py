@@ -136,7 +136,7 @@ def _check_expert_parts(parts: int | None, experts: int, tensor: int | None, rep
 
 
 def parse_device_map(given: dict[str, Any], cluster: Cluster, model: Model, precision: str) -> LayoutConstraints:
-    """The layout of --device-map: a pipeline, or whole layers spread by one of Transformers' words."""
+    """The layout of --device-map: a pipeline, or whole layers spread by one of Transformers' strategies."""
     mapping = given["device_map"]
     placement.check_flags(mapping, given)
     spread = placement.spread_word(mapping)

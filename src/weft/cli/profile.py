@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 POLL_S = 0.25
 WRITING_S = 30.0  # for the files of a trace that was ended; those of other machines never come
 KERNELS = 20  # rows of the table by kernel
-# What the planner adds up as one figure.
+# Kinds of work that the planner adds up as one figure.
 OVERHEAD = ("sampling", "scheduling", "other", "idle")
 
 

@@ -43,14 +43,14 @@ def main(arguments: Namespace) -> int:
     check_runs(given, study, load)
     if not given.get("json"):
         print("\n".join(view.heading(question, answer.best, study, load)))
-    found, runs = run_study(given, study, load, answer.best)
+    capacity, runs = run_study(given, study, load, answer.best)
     if given.get("json"):
-        print(json.dumps(finite(as_json(given, question, answer.best, study, load, runs, found))))
+        print(json.dumps(finite(as_json(given, question, answer.best, study, load, runs, capacity))))
     else:
-        view.print_runs(study, load, runs, found)
+        view.print_runs(study, load, runs, capacity)
     if "plot" in given:
-        plots.write_plots(given["plot"], view.deployment_title(question, answer.best), study, runs, found)
-    return NOTHING_FITS if found is not None and found.value is None else 0
+        plots.write_plots(given["plot"], view.deployment_title(question, answer.best), study, runs, capacity)
+    return NOTHING_FITS if capacity is not None and capacity.value is None else 0
 
 
 def check_runs(given: dict[str, Any], study: Study, load: SimulatedLoad) -> None:
@@ -68,8 +68,8 @@ def run_study(
     """The result of --find, None without the flag, and the reports of all runs in ascending order of the load."""
     if "find" not in given:
         return None, tuple(run_rates(given, study, load))
-    found = find_limit(given, study, load, best)
-    return found, tuple(sorted(found.runs, key=lambda run: (run.replicas, run.rate or 0.0)))
+    capacity = find_limit(given, study, load, best)
+    return capacity, tuple(sorted(capacity.runs, key=lambda run: (run.replicas, run.rate or 0.0)))
 
 
 def as_json(
@@ -79,7 +79,7 @@ def as_json(
     study: Study,
     load: SimulatedLoad,
     runs: tuple[Report, ...],
-    found: CapacityResult | None,
+    capacity: CapacityResult | None,
 ) -> dict[str, Any]:
     """The whole report as JSON; runs have the fields of `Report`. The same command line gives the same object."""
     input_len, output_len = load.mean
@@ -102,11 +102,11 @@ def as_json(
         "slo": str(study.objective) if study.objective else None,
         "runs": [report_json(run) for run in runs],
     }
-    if found is not None:
+    if capacity is not None:
         document["find"] = {
             "what": given["find"],
-            "value": found.value,
-            "reason": found.reason or None,
-            "best": report_json(found.report) if found.report else None,
+            "value": capacity.value,
+            "reason": capacity.reason or None,
+            "best": report_json(capacity.report) if capacity.report else None,
         }
     return document

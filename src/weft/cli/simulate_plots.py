@@ -24,14 +24,14 @@ def text_plots(runs: Sequence[Report]) -> list[list[str]]:
     ]
 
 
-def write_plots(path: str, title: str, study: Study, runs: Sequence[Report], found: CapacityResult | None) -> None:
+def write_plots(path: str, title: str, study: Study, runs: Sequence[Report], capacity: CapacityResult | None) -> None:
     """Write an image: of one run the distributions of its times, of several their times against the load."""
     targets = study.objective.targets if study.objective else ()
     if len(runs) == 1:
         panels = [distribution_panel(name, runs[0], targets) for name in drawn_metrics(targets)]
         title = f"{title}\n{load_text(runs[0])}"
     else:
-        panels = [load_panel(name, runs, study, targets, found) for name in drawn_metrics(targets)]
+        panels = [load_panel(name, runs, study, targets, capacity) for name in drawn_metrics(targets)]
     plot.write_image(path, panels, title=title)
 
 
@@ -77,7 +77,7 @@ def distribution_panel(name: str, run: Report, targets: Sequence[LatencyTarget])
 
 
 def load_panel(
-    name: str, runs: Sequence[Report], study: Study, targets: Sequence[LatencyTarget], found: CapacityResult | None
+    name: str, runs: Sequence[Report], study: Study, targets: Sequence[LatencyTarget], capacity: CapacityResult | None
 ) -> Panel:
     """Percentiles of one metric against the load, with lines for the promise, the result of --find and saturation."""
     axis, positions = load_axis(runs)
@@ -87,8 +87,8 @@ def load_panel(
         for target in targets
         if target_field(target) == field
     ]
-    if found is not None and found.value is not None:
-        lines.append(ReferenceLine(float(found.value), f"found: {found.value:.4g} {axis}", upright=True))
+    if capacity is not None and capacity.value is not None:
+        lines.append(ReferenceLine(float(capacity.value), f"found: {capacity.value:.4g} {axis}", upright=True))
     if axis == "requests/s":
         saturation = study.capacity * len(study.specs)
         lines.append(ReferenceLine(saturation, f"predicted saturation: {saturation:.3g} requests/s", upright=True))

@@ -58,10 +58,10 @@ def devices(count: int, study: Study) -> str:
     return f"{count:,} {study.device}{'s' * (count > 1)}"
 
 
-def print_runs(study: Study, load: SimulatedLoad, runs: Sequence[Report], found: CapacityResult | None) -> None:
+def print_runs(study: Study, load: SimulatedLoad, runs: Sequence[Report], capacity: CapacityResult | None) -> None:
     """Print everything after the heading on standard output."""
     out = console()
-    report = found.report if found else runs[0] if len(runs) == 1 else None
+    report = capacity.report if capacity else runs[0] if len(runs) == 1 else None
     if len(runs) > 1:
         out.print(runs_table(runs))
         for lines in text_plots(runs):
@@ -69,8 +69,8 @@ def print_runs(study: Study, load: SimulatedLoad, runs: Sequence[Report], found:
     if report:
         out.print(times_table(report))
         out.print("\n".join(figures(study, report)), soft_wrap=True)
-    if found:
-        out.print("\n".join(["", *verdict(study, found)]), soft_wrap=True)
+    if capacity:
+        out.print("\n".join(["", *verdict(study, capacity)]), soft_wrap=True)
     out.print("\n".join(["", *confidence(study, load, runs, report)]), soft_wrap=True)
 
 
@@ -141,17 +141,19 @@ def target_line(judged: TargetVerdict) -> str:
     return f"{judged.target} {value}{interval}, {limit} promised: {verdict}"
 
 
-def verdict(study: Study, found: CapacityResult) -> list[str]:
+def verdict(study: Study, capacity: CapacityResult) -> list[str]:
     """The result of --find."""
-    if found.value is None or found.report is None:
-        return [f"nothing keeps the promise: {found.reason}"]
-    report = found.report
-    if isinstance(found.value, int):
-        near = f" (search accuracy {100 * CLOSE_REPLICAS:.0f} %)" if CLOSE_REPLICAS * found.value > 1 else ""
-        needed = "1 replica" if found.value == 1 else f"{found.value:,} replicas"
+    if capacity.value is None or capacity.report is None:
+        return [f"nothing keeps the promise: {capacity.reason}"]
+    report = capacity.report
+    if isinstance(capacity.value, int):
+        near = f" (search accuracy {100 * CLOSE_REPLICAS:.0f} %)" if CLOSE_REPLICAS * capacity.value > 1 else ""
+        needed = "1 replica" if capacity.value == 1 else f"{capacity.value:,} replicas"
         return [f"found: you need {needed} ({devices(report.gpus, study)}) to keep the promise{near}"]
-    each = f"{found.value / report.replicas:.3g} per replica; " if report.replicas > 1 else ""
-    return [f"found: up to {found.value:.4g} requests/s keep the promise ({each}search accuracy {100 * CLOSE:.0f} %)"]
+    each = f"{capacity.value / report.replicas:.3g} per replica; " if report.replicas > 1 else ""
+    return [
+        f"found: up to {capacity.value:.4g} requests/s keep the promise ({each}search accuracy {100 * CLOSE:.0f} %)"
+    ]
 
 
 def _sampled_lines(runs: Sequence[Report]) -> list[str]:

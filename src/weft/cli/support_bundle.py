@@ -128,8 +128,8 @@ def server_parts(process: Process, secrets: Secrets) -> dict[str, str]:
     parts = {f"servers/{process.pid}-command.json": as_text(command)}
     log = process_log(process.pid)
     if log is not None:
-        asked = any(word.replace("_", "-").startswith("--enable-log-requests") for word in process.command)
-        parts[f"logs/{process.pid}.log"] = without_prompts(log, logs_prompts=asked)
+        logs_prompts = any(word.replace("_", "-").startswith("--enable-log-requests") for word in process.command)
+        parts[f"logs/{process.pid}.log"] = without_prompts(log, logs_prompts=logs_prompts)
     return parts
 
 

@@ -121,14 +121,14 @@ class Watch:
         urls = self._given or await asyncio.to_thread(local_urls)
         self._seen = set[str]()
         answers = await asyncio.gather(*(self._look_at(url) for url in dict.fromkeys(urls)))
-        found: dict[str, dict[str, Any]] = {}
+        servers: dict[str, dict[str, Any]] = {}
         problems: list[str] = []
         for figures, lines in answers:
-            found |= figures
+            servers |= figures
             problems += lines
         for url in self._targets.keys() - self._seen:
             self._targets.pop(url).close()
-        return list(found.items()), problems
+        return list(servers.items()), problems
 
     async def _look_at(self, url: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
         """Figures and problems of a server, or of all upstreams of a gateway."""

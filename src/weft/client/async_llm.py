@@ -15,10 +15,11 @@ from weft.client.arguments import engine_config
 from weft.client.collector import Collector
 from weft.client.control import memory_rows, profile_command, stat_rows, swap_command, trace_paths
 from weft.client.engine_nodes import EngineNodes
-from weft.client.frontend import Frontend, Prompt, PromptLike
+from weft.client.frontend import Frontend
 from weft.client.opening import Message, check_params, describe_engine, list_prompts, open_model, plan_engines
 from weft.client.outputs import EmbeddingOutput, RequestOutput
-from weft.client.pooling import Pooler, ScoreRequest
+from weft.client.pooling import PendingScores, Pooler
+from weft.client.prompt import Prompt, PromptLike
 from weft.client.remote import AsyncEngine
 from weft.client.replicas import ReplicaSet, start_engine
 from weft.client.turns import SYSTEM, History, copy_history, turn_messages, turn_params
@@ -217,7 +218,7 @@ class AsyncLLM:
         started = await self._ready()
         pooler, now = Pooler(started.frontend, self.config.model), time.monotonic()
 
-        def collect() -> ScoreRequest:
+        def collect() -> PendingScores:
             return pooler.score_request(
                 query, documents, arrival_s=now, instruction=instruction, truncate=truncate_prompt_tokens
             )

@@ -2,129 +2,38 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from weft.client.checks import check_cache_salt, check_ids, check_priority
 from weft.client.collector import Collector
+from weft.client.defaults import sampling_defaults, sampling_length
 from weft.client.outputs import RequestOutput
+from weft.client.prompt import Prompt, PromptLike, identity_of, list_ids
+from weft.client.text_tools import Rendering, TextTools
 from weft.config import EngineConfig
-from weft.core.identity import PLAIN, RequestIdentity
 from weft.core.params import SamplingParams
 from weft.core.request import Request
 from weft.core.step import Pooling
-from weft.core.token_ids import NO_IDS, TokenIds
+from weft.core.token_ids import TokenIds
 from weft.errors import RequestError
 from weft.formats.checkpoint import Checkpoint
-from weft.formats.config_json import chat_settings
 from weft.formats.pooling import PoolingSettings
 from weft.structured.compiler import GrammarCompiler
 from weft.structured.grammar import body_of, grammar_text
 from weft.text.template import ChatML, ChatTemplate
-from weft.text.tokenizer import Tokenizer, load_tokenizer
-
-PromptLike = str | Sequence[int] | Mapping[str, Any]
-
-# Sampling fields of generation_config.json that SamplingParams has too.
-GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+from weft.text.tokenizer import Tokenizer
 
 POOLED = SamplingParams(temperature=0.0, max_tokens=1)  # of requests for which nothing is sampled
-
-
-class Prompt(msgspec.Struct, frozen=True):
-    """A prompt as token ids, and as text if the caller gave text.
-
-    Prompts share cached KV only with prompts of the same `cache_salt`. `answered` are the token ids of an answer that
-    has begun elsewhere, and goes on here.
-    """
-
-    ids: TokenIds
-    text: str | None = None
-    cache_salt: str | None = None
-    answered: TokenIds = NO_IDS
-
-
-def sampling_defaults(generation: Mapping[str, Any], policy: str) -> dict[str, Any]:
-    """Return the model's own sampling defaults; none if `policy` (--generation-config) is "vllm"."""
-    if policy == "vllm":
-        return {}
-    return {name: generation[name] for name in GENERATION_DEFAULTS if generation.get(name) is not None}
-
-
-def sampling_length(generation: Mapping[str, Any], policy: str) -> int | None:
-    """Return the model's own default of the length of an answer; None without one, or if `policy` is "vllm"."""
-    length = generation.get("max_new_tokens")
-    return None if policy == "vllm" or length is None else int(length)
 
 
 def stream_key(*parts: object) -> int:
     """Return the 64-bit key of a random stream, which depends on `parts` alone."""
     return int.from_bytes(blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest(), "little")
-
-
-def list_ids(prompt: object, param: str) -> list[int]:
-    """List the token ids of a prompt that is no text. Raises RequestError for anything else."""
-    if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
-        raise RequestError(
-            f"a prompt is a text or a list of token ids, not {type(prompt).__name__}",
-            param=param,
-            code="invalid-prompt",
-        )
-    try:
-        return [operator.index(token) for token in prompt]
-    except TypeError:
-        raise RequestError(
-            "a prompt given as a list must hold token ids, all integers", param=param, code="prompt-not-token-ids"
-        ) from None
-
-
-@dataclass(frozen=True)
-class TextTools:
-    """A model's tokenizer and chat template; both None with skip_tokenizer_init."""
-
-    tokenizer: Tokenizer | None = None
-    template: ChatTemplate | None = None
-
-    @classmethod
-    def load(cls, config: EngineConfig, checkpoint: Checkpoint) -> TextTools:
-        """Load from `config.tokenizer` if it is set, else from the checkpoint. Raises ModelError."""
-        if config.skip_tokenizer_init:
-            return cls()
-        loaded = load_tokenizer(config.tokenizer or checkpoint.path)
-        chat = chat_settings(Path(checkpoint.path))
-        return cls(
-            loaded, ChatTemplate.for_tokenizer(loaded, config.chat_template, chat.chat_format, window=chat.window)
-        )
-
-    def require_tokenizer(self, feature: str, param: str) -> Tokenizer:
-        """Return the tokenizer; RequestError for `feature`, which needs it, if there is none."""
-        if self.tokenizer is None:
-            raise RequestError(
-                f"{feature} needs a tokenizer, and this engine runs without one (skip_tokenizer_init)",
-                param=param,
-                code="tokenizer-missing",
-            )
-        return self.tokenizer
-
-    def create_grammars(self, vocab: int, eos: Sequence[int]) -> GrammarCompiler:
-        """Create the compiler of grammars for a model with `vocab` embedding rows, whose answers end with `eos`."""
-        return GrammarCompiler(lambda: self.require_tokenizer("a grammar", "structured_outputs"), vocab, eos)
-
-    def prepare_vocabulary(self) -> None:
-        """Compute the longest token now, rather than for the first long prompt.
-
-        It takes 50 to 200 ms, in which no other thread runs. To be called in a thread while the engine starts.
-        """
-        if self.tokenizer is not None:
-            self.tokenizer.longest_token  # noqa: B018  # cached by the tokenizer
 
 
 class Frontend:
@@ -289,7 +198,7 @@ class Frontend:
         continue_final_message: bool = False,
         chat_template: str | None = None,
         template_variables: Mapping[str, Any] | None = None,
-    ) -> _Rendering:
+    ) -> Rendering:
         """Return the template and its settings for the keywords of `render_chat`."""
         tokenizer = self.require_tokenizer("a conversation", "messages")
         template = self._text_tools.template
@@ -298,7 +207,7 @@ class Frontend:
         assert template is not None, "a tokenizer comes with a template"
         variables = dict(template_variables or {})
         opens = bool(variables.pop("add_generation_prompt", add_generation_prompt)) and not continue_final_message
-        return _Rendering(template, opens, continue_final_message, variables)
+        return Rendering(template, opens, continue_final_message, variables)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, least: int = 0, **keywords: Any
@@ -355,7 +264,7 @@ class Frontend:
         check_ids(choice, self.vocab)
         # Without a seed, the same requests in the same order still get the same tokens.
         origin = ("seed", params.seed) if params.seed is not None else ("engine", self._seed, next(self._unseeded))
-        identity = _identity(prompt)
+        identity = identity_of(prompt)
         requests = [
             Request(
                 id=f"{name}-{index}",
@@ -384,7 +293,7 @@ class Frontend:
             prompt=prompt.ids,
             params=POOLED,
             priority=priority,
-            identity=_identity(prompt),
+            identity=identity_of(prompt),
             pooling=pooling,
         )
         return Collector(name, prompt.text, POOLED, [request], None, arrival_s)
@@ -481,38 +390,3 @@ class Frontend:
                     param=param,
                     code="token-id-out-of-range",
                 )
-
-
-def _identity(prompt: Prompt) -> RequestIdentity:
-    return PLAIN if prompt.cache_salt is None else RequestIdentity(cache_salt=prompt.cache_salt)
-
-
-class _Rendering(NamedTuple):
-    """A chat template and the settings of one rendering.
-
-    `opens` begins the answer after the last message, `unfinished` ends the text where the last message ends, and
-    `variables` are passed to the template.
-    """
-
-    template: ChatTemplate
-    opens: bool
-    unfinished: bool
-    variables: Mapping[str, Any]
-
-    def text(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return a conversation as text."""
-        text = self.template.render(messages, add_generation_prompt=self.opens, **self.variables)
-        return _cut_after(text, messages[-1].get("content")) if self.unfinished else text
-
-
-def _cut_after(text: str, content: object) -> str:
-    """Return a rendered conversation up to the end of its last message's content."""
-    last = content.strip() if isinstance(content, str) else ""
-    at = text.rfind(last) if last else -1
-    if at < 0:
-        raise RequestError(
-            "continue_final_message needs a last message whose content is a text that the template shows",
-            param="messages",
-            code="nothing-to-continue",
-        )
-    return text[: at + len(last)]

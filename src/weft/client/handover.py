@@ -9,7 +9,7 @@ from itertools import count
 
 from msgspec.structs import replace
 
-from weft.client.remote import OutputSink
+from weft.client.output_stream import OutputSink
 from weft.client.replica import Replica
 from weft.client.room import Room
 from weft.client.routing import Router, work_of
@@ -220,7 +220,7 @@ class HandOver:
         self._relieve_others(replica)
 
     def refuse(self, error: EngineError) -> None:
-        """Take no more requests. Those whose engines end are not given to others."""
+        """Take no more requests. Requests whose engines end are not given to others."""
         self.ended = self.ended or error
 
     def end(self, error: EngineError) -> None:

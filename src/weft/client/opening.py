@@ -7,14 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from weft.client.frontend import Frontend, Prompt, PromptLike, TextTools
+from weft.client.frontend import Frontend
+from weft.client.prompt import Prompt, PromptLike
+from weft.client.text_tools import TextTools
 from weft.cluster.assembly import AnyAssembly
 from weft.cluster.groups import NodeGroup
 from weft.cluster.ray_cluster import RayGroup
 from weft.config import EngineConfig
 from weft.core.params import SamplingParams
 from weft.errors import ModelError, RequestError
-from weft.formats.checkpoint import Checkpoint, expected_tensors
+from weft.formats.checkpoint import Checkpoint
+from weft.formats.tensor_index import expected_tensors
 from weft.hardware.host import Host
 from weft.plan.nodes import on_other_nodes
 from weft.plan.opening import resolve_checkpoint

@@ -11,8 +11,9 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from weft.client.collector import Collector
-from weft.client.frontend import Frontend, Prompt, PromptLike, list_ids
+from weft.client.frontend import Frontend
 from weft.client.outputs import EmbeddingOutput
+from weft.client.prompt import Prompt, PromptLike, list_ids
 from weft.core.step import Pooling
 from weft.errors import OutputError, RequestError
 from weft.formats.pooling import PoolingSettings
@@ -138,7 +139,7 @@ class Pooler:
         params: tuple[str, str] = ("query", "documents"),
         gather: Callable[[Iterable[Collector]], list[Collector]] = list,
         most_characters: int | None = None,
-    ) -> ScoreRequest:
+    ) -> PendingScores:
         """Return the requests for the scores of pairs: of one query with each document, or of as many as there are
         documents, in order.
 
@@ -163,7 +164,7 @@ class Pooler:
             pairs = list(zip(firsts, seconds, strict=True))
             _check_work(sum(len(wanted) + len(one) + len(other) for one, other in pairs), most_characters, params[1])
             collectors = gather(self._pair_collector(*pair, wanted, salt, params[1], **made) for pair in pairs)
-            return ScoreRequest(self, collectors)
+            return PendingScores(self, collectors)
         if instruction is not None:
             raise RequestError(
                 "an instruction is for rerankers; this model embeds: write it into the query",
@@ -175,7 +176,7 @@ class Pooler:
             for param, texts in zip(params, (firsts, seconds), strict=True)
             for text in texts
         )
-        return ScoreRequest(self, collectors, len(firsts))
+        return PendingScores(self, collectors, len(firsts))
 
     def _pair_collector(
         self,
@@ -287,7 +288,7 @@ class Pooler:
 
 
 @dataclass(frozen=True)
-class ScoreRequest:
+class PendingScores:
     """The requests behind the scores of pairs.
 
     `embedded` is 0 if each request is of one pair; else the number of queries, whose requests come before those of the

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import count
-from types import TracebackType
-from typing import NoReturn, Protocol, cast
+from typing import cast
 
 from weft.client.core_start import start_core
 from weft.client.messages import (
@@ -27,6 +26,7 @@ from weft.client.messages import (
     StepOutputs,
     ToCore,
 )
+from weft.client.output_stream import OutputSink, OutputStream
 from weft.client.room import Room
 from weft.client.running import RunningReplica
 from weft.config import EngineConfig
@@ -45,33 +45,10 @@ from weft.executors.ranks import CLOSED
 from weft.executors.ray_nodes import RayNodes
 from weft.plan.plan import Plan
 
-TURN_S = 0.005  # seconds for which a reader with a backlog keeps the event loop
 LOST = Cause(
     rank=CORE, phase="step", code="connection-closed", cause="its connection has closed, and the cause is not known yet"
 )
 SILENT_S = 1.5  # without a sign of life, after which a core that is to end gets no time for it
-
-
-class OutputSink(Protocol):
-    """Receiver of what the core sends of some requests, in the event loop."""
-
-    def put(self, item: Output | WeftError) -> None:
-        """Take an output of a request, or the error with which its requests end."""
-        ...
-
-    def close_request(self, id: str) -> None:
-        """Note that a request has no more outputs."""
-        ...
-
-    def drop_request(self, id: str) -> None:
-        """Note that a request was aborted."""
-        ...
-
-
-class Aborter(Protocol):
-    """The part of an engine that a stream needs when its reader goes."""
-
-    def abort(self, ids: Iterable[str]) -> None: ...
 
 
 class AsyncEngine:
@@ -320,7 +297,7 @@ class AsyncEngine:
     def connection_ended(self, error: Exception | None) -> None:
         """Handle the end of the connection. If the core has not sent a cause, its exit tells the cause.
 
-        That takes up to two seconds, in which the engine takes nothing. What it has fails with the cause.
+        That takes up to two seconds, in which the engine takes nothing. Its requests fail with the cause.
         """
         self._lost = True
         if not self._has_ended:
@@ -369,75 +346,6 @@ class AsyncEngine:
             raise EngineError(self.failure.cause)
         if self._closed or self._lost:
             raise EngineError(CLOSED if self._closed else LOST)
-
-
-class OutputStream(AsyncGenerator[Output, None]):
-    """The outputs of the requests in `open`, in the order of the steps.
-
-    Outputs of a request that has been aborted meanwhile are left out. A reader with a backlog yields to the event loop
-    every TURN_S seconds, so that other streams, and the notice that its own client has gone, are handled in between.
-    """
-
-    def __init__(self, engine: Aborter, ids: Sequence[str]) -> None:
-        self.open = dict.fromkeys(ids)
-        self._engine = engine
-        self._dropped: set[str] = set()
-        self._turn_ends_s = 0.0
-        # None ends the stream.
-        self._items: asyncio.Queue[Output | WeftError | None] = asyncio.Queue()
-
-    def put(self, item: Output | WeftError) -> None:
-        self._items.put_nowait(item)
-
-    def close_request(self, id: str) -> None:
-        """Note that a request has no more outputs. The last one ends the stream."""
-        self.open.pop(id, None)
-        if not self.open:
-            self._items.put_nowait(None)
-
-    def drop_request(self, id: str) -> None:
-        """Note that a request was aborted."""
-        self._dropped.add(id)
-        self.close_request(id)
-
-    async def asend(self, value: None) -> Output:
-        try:
-            item = await self._next_item()
-        except BaseException:
-            self._engine.abort(list(self.open))
-            raise
-        if isinstance(item, Output):
-            return item
-        self._items.put_nowait(None)  # every later call ends the iteration too
-        self._engine.abort(list(self.open))
-        if item is None:
-            raise StopAsyncIteration
-        raise item
-
-    async def _next_item(self) -> Output | WeftError | None:
-        clock = asyncio.get_running_loop().time
-        while True:
-            yielded = self._items.empty()  # then the `get` below lets the event loop go on
-            if not yielded and clock() > self._turn_ends_s:
-                await asyncio.sleep(0)
-                yielded = True
-            item = await self._items.get()
-            if yielded:
-                self._turn_ends_s = clock() + TURN_S
-            if not isinstance(item, Output) or item.id not in self._dropped:
-                return item
-
-    async def athrow(
-        self,
-        kind: type[BaseException] | BaseException,
-        value: BaseException | object = None,
-        traceback: TracebackType | None = None,
-    ) -> NoReturn:
-        """Abort the open requests: `aclose` calls this when the reader has gone."""
-        self._engine.abort(list(self.open))
-        self._items = asyncio.Queue()
-        self._items.put_nowait(None)
-        raise kind
 
 
 class CoreConnection(asyncio.Protocol):

@@ -51,9 +51,9 @@ class ReplicaThread:
         try:
             # Callers wait for room, so the engines need not refuse any.
             unlimited = replace(config, max_num_queued_reqs=UNLIMITED)
-            self._engine = self._run(ReplicaSet.start(planned, unlimited, nodes=nodes))
+            self._engine = self._run_on_loop(ReplicaSet.start(planned, unlimited, nodes=nodes))
         except BaseException:
-            self._run(_end_tasks())
+            self._run_on_loop(_end_tasks())
             self._stop_loop()
             raise
         self.plan: Plan = self._engine.plan
@@ -88,18 +88,18 @@ class ReplicaThread:
 
     def stats(self) -> Stats:
         """Return the stats of all replicas together, as of their last steps. Raises EngineError."""
-        return self._run(self._read_stats())
+        return self._run_on_loop(self._read_stats())
 
     async def _read_stats(self) -> Stats:
         return self._engine.stats
 
     def call(self, command: Command | ResetPrefixCache) -> Replies:
         """Have the ranks of all replicas execute a command between two steps. Raises RequestError and EngineError."""
-        return self._run(self._engine.call(command))
+        return self._run_on_loop(self._engine.call(command))
 
     def call_each(self, command: Command | ResetPrefixCache) -> list[tuple[RunningReplica, Replies]]:
         """Like `call`, with the engines that reply."""
-        return self._run(self._engine.call_each(command))
+        return self._run_on_loop(self._engine.call_each(command))
 
     def close(self) -> None:
         """End all engines; callers in flight get an EngineError. May be called twice, by any thread."""
@@ -114,7 +114,7 @@ class ReplicaThread:
         await self._engine.close()
         await _end_tasks()  # whose callers wait for the result in other threads
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+    def _run_on_loop(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the loop, and wait for its result; Ctrl-C cancels it."""
         with self._closing:
             if self._ended:

@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from weft.client.engine_nodes import EngineNodes
 from weft.client.handover import MOVES, HandOver
-from weft.client.remote import AsyncEngine, OutputSink, OutputStream
+from weft.client.output_stream import OutputSink, OutputStream
+from weft.client.remote import AsyncEngine
 from weft.client.replica import Replica
 from weft.client.restarts import EngineKeeper
 from weft.client.room import Room
@@ -143,7 +144,7 @@ class ReplicaSet:
                 await engine.call(sleep)
         return current
 
-    # What users of an engine see
+    # Interface for users of an engine
 
     @property
     def plan(self) -> Plan:

@@ -71,9 +71,9 @@ class EngineKeeper:
         engines = [replica.engine for replica in self._replicas]
         self.plan = min((engine.plan for engine in engines if engine), key=lambda plan: plan.max_model_len)
         for replica in self._replicas:
-            self._run(self._keep_running(replica))
+            self._start_task(self._keep_running(replica))
         if stall_s is not None:
-            self._run(self._watch_stalls(stall_s))
+            self._start_task(self._watch_stalls(stall_s))
 
     async def died(self) -> None:
         """Wait until no engine is started again."""
@@ -101,7 +101,7 @@ class EngineKeeper:
             await engine.close()
             raise
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._end_task)

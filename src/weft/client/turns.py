@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weft.client.frontend import GENERATION_DEFAULTS, Frontend
+from weft.client.defaults import GENERATION_DEFAULTS
+from weft.client.frontend import Frontend
 from weft.core.params import SamplingParams
 from weft.errors import RequestError
 
@@ -32,8 +33,8 @@ def _is_pair(pair: object) -> bool:
 def turn_messages(query: str, history: History, system: str) -> list[dict[str, str]]:
     """Return the messages of a conversation whose last one is `query`; without a system message for an empty one."""
     pairs = [("system", system)] if system else []
-    for asked, answered in history:
-        pairs += [("user", asked), ("assistant", answered)]
+    for question, answered in history:
+        pairs += [("user", question), ("assistant", answered)]
     return [{"role": role, "content": content} for role, content in (*pairs, ("user", query))]
 
 

@@ -63,7 +63,7 @@ class Version(msgspec.Struct):
     weft: str
 
 
-class Answer(msgspec.Struct):
+class DoctorReport(msgspec.Struct):
     """The JSON of `weft doctor`, as far as it is used."""
 
     checks: tuple[Check, ...]
@@ -103,7 +103,7 @@ class Agent:
     def __init__(self, find_url: FindUrl, given: Input, send: Callable[[Reply], None]) -> None:
         self._find_url, self._given, self._send = find_url, given, send
 
-    def run(self) -> None:
+    def do_task(self) -> None:
         line = self._given.line(None) or b""
         try:
             version = msgspec.json.decode(line, type=Version).weft
@@ -132,7 +132,7 @@ class Agent:
         server = Server(task.name, task.node)
         started = server.start(task)
         self._send(started)
-        if not self._watch(server, started) and not started.found:
+        if not self._watch(server, started) and not started.was_running:
             server.end(0.0, END_S)
 
     def _watch(self, server: Server, started: Started) -> bool:
@@ -157,18 +157,18 @@ class Agent:
 
     def _pull(self, task: Pull) -> None:
         """Run `weft pull`; the end of the input ends it."""
-        status, printed, said = self._run("pull", *task.flags, task.model, variables=task.environment)
+        status, printed, complaints = self._run_weft("pull", *task.flags, task.model, variables=task.environment)
         if status == 0:
             self._send(Fetched(printed))
         else:
-            self._send(Failed((said or [f"weft pull ended with status {status}"])[-1]))
+            self._send(Failed((complaints or [f"weft pull ended with status {status}"])[-1]))
 
     def _examine(self, task: Examine) -> None:
         """Run `weft doctor`; the end of the input ends it. Its status says only if a check has failed."""
-        status, printed, said = self._run("doctor", "--json", *task.flags)
-        self._send(decode_doctor(status, printed, said))
+        status, printed, complaints = self._run_weft("doctor", "--json", *task.flags)
+        self._send(decode_doctor(status, printed, complaints))
 
-    def _run(self, *words: str, variables: Mapping[str, str] | None = None) -> tuple[int, str, list[str]]:
+    def _run_weft(self, *words: str, variables: Mapping[str, str] | None = None) -> tuple[int, str, list[str]]:
         """Run `weft WORDS`; return its status, what it printed and its lines on standard error, which are sent too.
 
         The end of the input ends it.
@@ -181,11 +181,11 @@ class Agent:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        said: list[str] = []
+        complaints: list[str] = []
         printed: list[bytes] = []
         # Both at the same time: a child waits for ever that fills a pipe which nobody reads.
         readers = [
-            threading.Thread(target=self._copy_lines, args=(child, said), daemon=True),
+            threading.Thread(target=self._copy_lines, args=(child, complaints), daemon=True),
             threading.Thread(target=_read_output, args=(child, printed), daemon=True),
         ]
         for reader in readers:
@@ -197,14 +197,14 @@ class Agent:
         child.wait()
         for reader in readers:
             reader.join()
-        return child.returncode, b"".join(printed).decode("utf-8", "replace").strip(), said
+        return child.returncode, b"".join(printed).decode("utf-8", "replace").strip(), complaints
 
-    def _copy_lines(self, child: subprocess.Popen[bytes], said: list[str]) -> None:
+    def _copy_lines(self, child: subprocess.Popen[bytes], into: list[str]) -> None:
         assert child.stderr
         with child.stderr as lines:
             for line in lines:
-                said.append(line.decode("utf-8", "replace").strip())
-                self._send(Progress(said[-1]))
+                into.append(line.decode("utf-8", "replace").strip())
+                self._send(Progress(into[-1]))
 
 
 def _read_output(child: subprocess.Popen[bytes], printed: list[bytes]) -> None:
@@ -214,15 +214,15 @@ def _read_output(child: subprocess.Popen[bytes], printed: list[bytes]) -> None:
         printed.append(output.read())
 
 
-def decode_doctor(status: int, printed: str | bytes, said: Sequence[str]) -> Examined | Failed:
+def decode_doctor(status: int, printed: str | bytes, complaints: Sequence[str]) -> Examined | Failed:
     """This machine's answer by what `weft doctor --json` has printed; its status says only if a check has failed.
 
-    `said` are the lines of its standard error.
+    `complaints` are the lines of its standard error.
     """
     try:
-        checks = msgspec.json.decode(printed, type=Answer).checks
+        checks = msgspec.json.decode(printed, type=DoctorReport).checks
     except msgspec.DecodeError:
-        return Failed((said or [f"weft doctor ended with status {status}"])[-1])
+        return Failed((complaints or [f"weft doctor ended with status {status}"])[-1])
     return Examined(checks, torch_version(), time.time())
 
 
@@ -241,9 +241,9 @@ class Server:
         """Start the server, or find the one that runs."""
         with open(self._record, "a+b", opener=_open_private) as record:
             if not try_lock(record.fileno()):
-                found = self._read()
-                same = (found.words, found.environment) == (task.words, _digest(task.environment))
-                return Started(found.pid, str(self.log), True, same, found.since_s)
+                running = self._read_record()
+                same = (running.words, running.environment) == (task.words, _digest(task.environment))
+                return Started(running.pid, str(self.log), True, same, running.since_s)
             words = [*task.words, *self._write_secrets(task)]
             self._forget(record)
             with self._open_log() as log:
@@ -276,7 +276,7 @@ class Server:
         if not self.is_running():
             self._remove_secrets()
             return Stopped(None)
-        pid = self._read().pid
+        pid = self._read_record().pid
         if not self._ends_within(grace_s):
             _signal(pid, signal.SIGTERM)
         killed = not self._ends_within(term_s)
@@ -304,7 +304,7 @@ class Server:
             time.sleep(LOOK_S)
         return True
 
-    def _read(self) -> Record:
+    def _read_record(self) -> Record:
         """The record of the server that runs. One that is being started has written none yet."""
         for _ in range(20):
             with contextlib.suppress(msgspec.DecodeError):
@@ -384,4 +384,4 @@ def run_agent(find_url: FindUrl) -> None:
 
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # sshd's at the end of a session, which the input tells as well
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    Agent(find_url, Input(0), send).run()
+    Agent(find_url, Input(0), send).do_task()

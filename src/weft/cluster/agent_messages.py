@@ -66,7 +66,7 @@ class Started(msgspec.Struct, frozen=True, tag=True):
 
     pid: int
     log: str
-    found: bool
+    was_running: bool
     same: bool
     since_s: float
 

@@ -175,20 +175,20 @@ def fetch_command(config: EngineConfig) -> str:
 def check_nodes(own: Facts, nodes: Sequence[JoinedNode], settings: NodeSettings, fetch: str) -> list[Speed]:
     """Check all nodes and the network between them, before any weights are read. Raises ConfigError."""
     for node in nodes:
-        asked = time.time()
+        asked_s = time.time()
         answer = node.ask(TellTime())
         assert isinstance(answer, Time)
-        skew = answer.clock_s - (asked + time.time()) / 2
+        skew = answer.clock_s - (asked_s + time.time()) / 2
         node.facts = msgspec.structs.replace(node.facts, skew_s=skew)
     facts = [own, *(node.facts for node in nodes)]
-    found = preflight.failures(facts, (), fetch)
-    speeds: list[Speed] = [] if found else measure_all(own, nodes, settings)
-    found = found or preflight.failures(facts, speeds, fetch)
-    for failure in found[1:]:
+    problems = preflight.failures(facts, (), fetch)
+    speeds: list[Speed] = [] if problems else measure_all(own, nodes, settings)
+    problems = problems or preflight.failures(facts, speeds, fetch)
+    for failure in problems[1:]:
         log.error("%s", failure)
-    if found:
-        more = f" (and {len(found) - 1} more, above)" if len(found) > 1 else ""
-        raise ConfigError(f"{found[0]}{more}", code="preflight")
+    if problems:
+        more = f" (and {len(problems) - 1} more, above)" if len(problems) > 1 else ""
+        raise ConfigError(f"{problems[0]}{more}", code="preflight")
     for line in preflight.summary(facts, speeds):
         log.info("%s", line)
     return speeds

@@ -209,8 +209,8 @@ class Door:
             return
         wanted = {node for _, node in self._wanted}
         left = self._numbers(self._wanted)
-        there = len(wanted) + 1 - len({node for number, node in self._wanted if (number, node) not in self._joined})
-        progress = f": {there} of {len(wanted) + 1}" if wanted else ""
+        joined = len(wanted) + 1 - len({node for number, node in self._wanted if (number, node) not in self._joined})
+        progress = f": {joined} of {len(wanted) + 1}" if wanted else ""
         log.info("%s has joined%s%s", preflight.label(facts), progress, f"; missing: {left}" if left else "")
 
     def _greet(self, connection: socket.socket, peer: str) -> Callable[[], None] | None:

@@ -79,11 +79,11 @@ def visit_ray(environment: Mapping[str, str], flags: Sequence[str]) -> Visits:
     ray = connect(environment, may_start=False)
     task, began_s = ray.remote(_report_doctor), time.time()
     nodes = {f"{node['NodeManagerHostname']} ({node['NodeID'][:8]})": node for node in ray.nodes() if node["Alive"]}
-    asked = {
+    answers = {
         name: task.options(num_cpus=0, max_retries=0, label_selector={NODE_LABEL: node["NodeID"]}).remote([*flags])
         for name, node in nodes.items()
     }
-    return {name: _ray_visit(ray, answer, began_s) for name, answer in asked.items()}
+    return {name: _ray_visit(ray, answer, began_s) for name, answer in answers.items()}
 
 
 def _ray_visit(ray: Any, answer: Any, began_s: float) -> Visit | Check:
@@ -99,8 +99,8 @@ def _report_doctor(flags: list[str]) -> bytes:
     """The answer of the node on which this task runs, as JSON."""
     words = [sys.executable, "-P", "-m", "weft", "doctor", "--json", *flags]
     ran = subprocess.run(words, capture_output=True, stdin=subprocess.DEVNULL, timeout=DOCTOR_S)
-    said = ran.stderr.decode("utf-8", "replace").strip().splitlines()
-    return msgspec.json.encode(decode_doctor(ran.returncode, ran.stdout, said))
+    complaints = ran.stderr.decode("utf-8", "replace").strip().splitlines()
+    return msgspec.json.encode(decode_doctor(ran.returncode, ran.stdout, complaints))
 
 
 def _unreachable(reason: str) -> Check:

@@ -29,7 +29,7 @@ Gpu = Annotated[int, Meta(ge=0, le=1023)]
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A machine: how ssh reaches it, the Python that has Weft, and the GPUs to use: a number of them, or theirs."""
+    """A machine: its address for ssh, the Python that has Weft, and the GPUs to use: a count, or their numbers."""
 
     host: str
     user: str = ""

@@ -73,7 +73,7 @@ def run_node(config: EngineConfig, settings: NodeSettings, environment: Mapping[
 def run_sessions(sessions: Sequence[Session]) -> None:
     """Run the ranks of several replicas; the first that fails ends all, with its error."""
     with ThreadPoolExecutor(len(sessions), thread_name_prefix="weft-session") as threads:
-        ends = [threads.submit(session.run) for session in sessions]
+        ends = [threads.submit(session.run_replica) for session in sessions]
         try:
             for end in as_completed(ends):
                 end.result()
@@ -91,12 +91,12 @@ class Session:
         self._channel: Channel[ToJoined] | None = None
         self._failure: Cause | None = None  # of the last engine
 
-    def run(self) -> None:
+    def run_replica(self) -> None:
         """Run the ranks until the head ends. Raises ConfigError and EngineError as `run_node` does."""
         while not self._stopped.is_set():
             try:
                 node = self._join()
-                cause = node.run()
+                cause = node.run_ranks()
             except ConfigError as error:
                 if self._failure is None or error.code not in (HEAD_GONE, HEAD_CLOSED, HEAD_LOST):
                     raise
@@ -152,7 +152,7 @@ def connect_to_head(
     """
     stopped = stopped or threading.Event()
     began = refused_since = time.monotonic()
-    said = ""
+    logged = ""
     while True:
         try:
             return _open_connection(settings)
@@ -176,8 +176,8 @@ def connect_to_head(
             )
         if gone_s is not None and now - refused_since > gone_s:
             raise ConfigError(f"the head at {settings.head} has ended", code=HEAD_GONE)
-        if reason != said and gone_s != CLOSED_S:
-            said = reason
+        if reason != logged and gone_s != CLOSED_S:
+            logged = reason
             log.info("waiting for the head at %s: %s", settings.head, reason)
         if stopped.wait(AGAIN_S):
             raise ConfigError("the wait for the head has ended", code=HEAD_GONE)
@@ -201,7 +201,7 @@ class Node:
         self._peers: PeerListener | None = None
         self.lasting = False
 
-    def run(self) -> Cause:
+    def run_ranks(self) -> Cause:
         """Answer the head's questions, then run the ranks; return the cause of the end."""
         messages = iter(self._channel)
         try:
@@ -212,7 +212,7 @@ class Node:
         facts = self._facts
         ranks = NodeRanks(self._channel, facts.node, facts.address, facts.interface, self._checkpoint)
         self.lasting = start.lasting
-        return ranks.run(_chain(start, messages))
+        return ranks.run_until_end(_chain(start, messages))
 
     def _answer_until_start(self, messages: Iterator[ToJoined]) -> StartRanks:
         with contextlib.suppress(OSError):  # the head is gone

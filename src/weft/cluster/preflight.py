@@ -26,15 +26,15 @@ def failures(facts: Sequence[Facts], speeds: Sequence[Speed], fetch: str) -> lis
         _clocks,
         _limits,
     )
-    found = [failure for check in checks for failure in check(facts)]
+    problems = [failure for check in checks for failure in check(facts)]
     labels = {one.node: label(one) for one in facts}
-    found += [
+    problems += [
         f"{labels[speed.first]} does not reach {labels[speed.second]} at {speed.problem}; check the "
         "firewall between them: nodes connect at ports that the system chooses"
         for speed in speeds
         if speed.problem
     ]
-    return [printable(failure) for failure in found]
+    return [printable(failure) for failure in problems]
 
 
 def label(facts: Facts) -> str:

@@ -332,13 +332,13 @@ def gather_from(ray: Any, ids: Iterable[str], config: EngineConfig) -> list[Fact
     or that dies before, which Ray finds out by itself: on a busy machine Ray takes long to start a worker."""
     question = msgspec.json.encode(config)
     task = ray.remote(report_facts)
-    asked = {
+    questions = {
         node: task.options(num_cpus=0, max_retries=0, label_selector={NODE_LABEL: node}).remote(number, question)
         for number, node in enumerate(ids)
     }
     facts = []
     deadline = time.monotonic() + config.start_timeout
-    for node, answer in asked.items():
+    for node, answer in questions.items():
         while not ray.wait([answer], timeout=min(SAY_S, max(0.0, deadline - time.monotonic())))[0]:
             if time.monotonic() >= deadline:
                 break
@@ -399,10 +399,10 @@ def _other_addresses(seats: Sequence[Seat]) -> Iterator[str]:
 def check_seats(seats: Sequence[Seat], config: EngineConfig) -> None:
     """Raise ConfigError for the first node that fails the preflight."""
     facts = [replace(seat.facts, node=number) for number, seat in enumerate(seats)]
-    found = [*_other_addresses(seats), *preflight.failures(facts, (), f"weft pull {shlex.quote(config.model)}")]
-    for failure in found[1:]:
+    problems = [*_other_addresses(seats), *preflight.failures(facts, (), f"weft pull {shlex.quote(config.model)}")]
+    for failure in problems[1:]:
         log.error("%s", failure)
-    if found:
-        raise ConfigError(found[0], code="preflight")
+    if problems:
+        raise ConfigError(problems[0], code="preflight")
     for seat, one in zip(seats, facts, strict=True):
         log.info("%s: node %d of the plan, %d cores", seat.label, one.node, len(one.host.cores))

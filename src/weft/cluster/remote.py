@@ -125,8 +125,8 @@ def node_certificate(hosts: HostsFile, node: int) -> str:
 def bring_up(hosts: HostsFile, launch: Launch, say: Say) -> str:
     """Start the engine on all nodes, and wait until it answers requests; return its URL.
 
-    What runs already is left alone and said. If a node fails, or runs an engine of other flags under this name, those
-    that have been started are ended again. Raises RemoteError and ConfigError.
+    Engines that run already are left alone and reported. If a node fails, or runs an engine of other flags under this
+    name, those that have been started are ended again. Raises RemoteError and ConfigError.
     """
     key = own_key(hosts)
     tasks = {
@@ -161,7 +161,7 @@ def _await_ready(replies: Talk, say: Say, count: int) -> str:
 
 
 def _say_started(node: Node, reply: Started, say: Say) -> None:
-    if not reply.found:
+    if not reply.was_running:
         say(f"{node.label}: started, process {reply.pid}, log {reply.log}")
         return
     if not reply.same:

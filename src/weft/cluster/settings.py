@@ -61,7 +61,7 @@ def served_config(config: EngineConfig, environment: Mapping[str, str]) -> Engin
 def node_settings(config: EngineConfig, environment: Mapping[str, str]) -> NodeSettings | None:
     """Return the settings of this node; None if one node runs the whole engine, without a look at the environment.
 
-    Of several nodes, torchrun's GROUP_RANK, MASTER_ADDR and MASTER_PORT count where the options are left out. Raises
+    With several nodes, torchrun's GROUP_RANK, MASTER_ADDR and MASTER_PORT count where the options are left out. Raises
     ConfigError for options that are missing, or that do not fit together.
     """
     nodes = config.nnodes or 1

@@ -35,7 +35,7 @@ SSH_FAILED, NO_SUCH_PROGRAM = 255, (126, 127)
 # Built here, not by the threads that read: msgspec may crash if two are the first to build it.
 _replies: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
 END_S = 20.0  # for an agent that ends a server
-# What ssh says, and the way out.
+# Words of ssh, and the way out.
 REMEDIES = (
     ("permission denied", "put your public key there: ssh-copy-id {target}"),
     ("host key verification failed", "connect once by hand, and compare its key: ssh {target}"),
@@ -85,7 +85,7 @@ class Node:
     def reason(self, gone: Gone) -> str:
         """Reason why there was no answer, with the way out."""
         if gone.status == SSH_FAILED:
-            remedy = next(remedy for said, remedy in REMEDIES if said in gone.line.lower())
+            remedy = next(remedy for symptom, remedy in REMEDIES if symptom in gone.line.lower())
             return f"ssh cannot connect: {gone.line or 'no reason given'}; {remedy.format(target=self.target)}"
         if f"No module named {AGENT!r}" in gone.line or re.search(r"No module named '?weft", gone.line):
             return (

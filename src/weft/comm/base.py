@@ -122,7 +122,7 @@ class Links:
     - `expert`: the ranks of a stage of all attention groups, to which its experts are dealt out.
     - `data`: the ranks with the same share of a stage in every attention group.
 
-    Of the last two, the one that `Plan.exchange` takes is connected.
+    Only one of the last two is connected: the one that `Plan.exchange` takes.
     """
 
     tensor: Group = field(default_factory=Solo)

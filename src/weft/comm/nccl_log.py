@@ -20,7 +20,7 @@ PATTERNS = (SETTING, NETWORK, PLUGIN, DIRECT)
 
 def choices(text: str) -> list[str]:
     """The variables that NCCL has read, its network, GPUDirect RDMA, and the way of its channels, each once."""
-    found: dict[str, None] = {}
+    facts: dict[str, None] = {}
     channels: dict[str, int] = {}
     for line in text.splitlines():
         if channel := CHANNEL.search(line):
@@ -29,9 +29,9 @@ def choices(text: str) -> list[str]:
             continue
         for pattern in PATTERNS:
             if match := pattern.search(line):
-                found[_words(pattern, match)] = None
+                facts[_words(pattern, match)] = None
     ways = [f"{count} channel ends via {way}" for way, count in sorted(channels.items())]
-    return [*found, *ways]
+    return [*facts, *ways]
 
 
 def _words(pattern: re.Pattern[str], match: re.Match[str]) -> str:

@@ -121,7 +121,7 @@ class NumberedBlocks:
         return blocks
 
     def register(self, group: int, block: int, digest: bytes) -> None:
-        # Of two blocks with the same content, the first one registered is matched.
+        # If two blocks have the same content, the first one registered is matched.
         key = group, digest
         if self._caching and key not in self._blocks:
             assert self.references[block] > 0 and self._keys[block] is None

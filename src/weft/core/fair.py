@@ -23,8 +23,8 @@ from weft.core.waiting import FairQueue, Owner
 
 LOST_SHARE = 0.1  # of all tokens, those that steps without some of the owners may lose
 CREDIT_STEPS = 2.0  # of the most tokens: what an owner may lose at once
-# Of the most tokens of a step: what an owner that has asked for less than its share may be served ahead of the others,
-# so that a short prompt need not take turns with theirs.
+# Share of the most tokens of a step: what an owner that has asked for less than its share may be served ahead of the
+# others, so that a short prompt need not take turns with theirs.
 AHEAD_SHARE = 0.25
 
 
@@ -53,7 +53,7 @@ class FairScheduler(Scheduler):
         self._owners = self._queue.owners
         self._floor = 0.0  # lowest counter of an owner that has work
         self._earned = 0.0  # credit of an owner since the start
-        # Of the step that is being scheduled:
+        # State of the step that is being scheduled:
         self._active: list[Owner] = []  # owners with work, the least served first
         self._ranked: list[Owner] = []  # of these, the ones that take part
         self._whole = 0.0  # weight of all owners with work
@@ -260,8 +260,8 @@ class FairScheduler(Scheduler):
     def _find_next(self, *, claims: bool) -> tuple[Sequence, Tables] | None:
         """The request to admit next, with the cached blocks of its prefix; None if there is room for none.
 
-        With `claims`, requests that are within their owners' shares get room from owners that are beyond theirs. What
-        was given up for one that still has no room is kept from owners beyond their share.
+        With `claims`, requests that are within their owners' shares get room from owners that are beyond theirs. Room
+        that was given up for one that still has none is kept from owners beyond their share.
         """
         kept = False
         for owner, sequence in self._waiting():

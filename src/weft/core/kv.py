@@ -161,8 +161,8 @@ class KVManager:
             length = missing
         for group in self._limited:
             behind = self._behind(group, length * self.block_size)
-            found = (group.pool.find(group.number, digest) for digest in digests[behind:length])
-            tables[group.number] = [0] * behind + [block for block in found if block is not None]
+            blocks = (group.pool.find(group.number, digest) for digest in digests[behind:length])
+            tables[group.number] = [0] * behind + [block for block in blocks if block is not None]
         return [table[:length] for table in tables]
 
     def _first_missing(self, digests: list[bytes], length: int) -> int | None:

@@ -75,7 +75,7 @@ class Stats(msgspec.Struct, kw_only=True):
     """Gauges of the core at one moment, and counters since its start, in requests, tokens and blocks.
 
     `computed_tokens` is the number of tokens of all steps. In `starved_steps` of the `steps` a request that had a slot
-    stayed in the queue, since the KV cache had no room for it. Of `draft_tokens`, `accepted_tokens` equalled the
+    stayed in the queue, since the KV cache had no room for it. `accepted_tokens` of the `draft_tokens` equalled the
     sampled token. `step_sizes[b]` is the number of steps with more than 2^(b-1) and at most 2^b tokens. `sleep_level`
     is 0 for an engine that is awake.
     """

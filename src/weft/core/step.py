@@ -43,9 +43,9 @@ class StepPlan(msgspec.Struct, array_like=True):
 
     Row r is slot `slots[r]`. Its next `counts[r]` tokens, from position `starts[r]` on, lie in `tokens` after those of
     the rows before it. `blocks[g][r]` are the KV blocks appended to its block table in KV group g in this step. If
-    `samples[r]`, a token is sampled after the row's last token, and with draft tokens after more of them (next
-    paragraph). The KV of all rows is written before any row's attention in each layer, so a row may read blocks that
-    another row of the same step fills. A token that is UNKNOWN is the one that the slot sampled last.
+    `samples[r]`, a token is sampled after the row's last token (with draft tokens several are, see below). The KV
+    of all rows is written before any row's attention in each layer, so a row may read blocks that another row of
+    the same step fills. A token that is UNKNOWN is the one that the slot sampled last.
 
     The last `draft_counts[r]` tokens of row r are draft tokens: a row that samples yields `draft_counts[r]` + 1
     tokens, one after the token before its drafts and one after each draft. `draft_requests[r]` is the number of draft

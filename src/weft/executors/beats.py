@@ -22,7 +22,7 @@ class Watch:
         self._beat, self._silent = beat, silent
         self._heard_s = time.monotonic()
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"weft-beat-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._beat_until_closed, name=f"weft-beat-{name}", daemon=True)
 
     def start(self) -> None:
         self._heard_s = time.monotonic()
@@ -38,7 +38,7 @@ class Watch:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def _run(self) -> None:
+    def _beat_until_closed(self) -> None:
         looked_s = time.monotonic()
         while not self._stopped.wait(BEAT_S):
             now = time.monotonic()

@@ -66,15 +66,15 @@ def describe_exit(returncode: int | None, stderr: str, *, ended: bool = False) -
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     if any(line.startswith("Timeout (") for line in lines):  # faulthandler's: the process was stuck and ended itself
         return ExitReason("process-stuck", "was stuck and ended itself", STUCK)
-    said = _last_words(lines)
+    last_words = _last_words(lines)
     if returncode is None:
         text = "has ended, most likely killed; its exit status is not known, since its fork server was killed before"
-        return ExitReason("process-ended", text + said)
+        return ExitReason("process-ended", text + last_words)
     if returncode < 0:
-        return _describe_signal(-returncode, said)
+        return _describe_signal(-returncode, last_words)
     if returncode == 0:  # as a child does whose parent is gone, for all that it knows
         return ExitReason("connection-closed", "ended because its connection to the parent process was closed")
-    return ExitReason("process-ended", f"ended with status {returncode}{said}")
+    return ExitReason("process-ended", f"ended with status {returncode}{last_words}")
 
 
 def _last_words(lines: Sequence[str]) -> str:
@@ -87,8 +87,8 @@ def _last_words(lines: Sequence[str]) -> str:
     return f": {words[0]}" if words else ""
 
 
-def _describe_signal(number: int, said: str) -> ExitReason:
+def _describe_signal(number: int, last_words: str) -> ExitReason:
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     if number == signal.SIGKILL:
         return ExitReason("process-killed", f"killed by {name}", KILLED)
-    return ExitReason("process-killed", f"killed by {name}{said}")
+    return ExitReason("process-killed", f"killed by {name}{last_words}")

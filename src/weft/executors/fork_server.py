@@ -101,7 +101,7 @@ class ForkServer:
         with contextlib.suppress(OSError):  # the parent is gone, which the loop notices
             socket.send_fds(self._control, [msgspec.msgpack.encode(message)], files)
 
-    def run(self) -> tuple[ForkRequest, list[int]] | None:
+    def serve_forks(self) -> tuple[ForkRequest, list[int]] | None:
         """Serve requests. Returns in a forked process, with its request and descriptors; None at the server's end."""
         self.send(ServerReady(self._problem))
         while True:
@@ -232,7 +232,7 @@ def main(descriptor: int, lifeline: int) -> None:
     gc.freeze()  # a collection in a child would write to every page
     control = socket.socket(fileno=descriptor)
     server = ForkServer(control, open_descriptors() - {0, 1, 2, descriptor, lifeline})
-    if forked := server.run():
+    if forked := server.serve_forks():
         os.close(lifeline)
         become_child(*forked)
 

@@ -46,13 +46,13 @@ class InlineExecutor(RankExecutor):
         for place in plan.places:
             inbox: SimpleQueue[Any] = SimpleQueue()
             thread = threading.Thread(
-                target=self._run, args=(plan, place.rank, inbox), name=f"weft-rank-{place.rank}", daemon=True
+                target=self._run_rank, args=(plan, place.rank, inbox), name=f"weft-rank-{place.rank}", daemon=True
             )
             self._inboxes.append(inbox)
             self._threads.append(thread)
             thread.start()
 
-    def _run(self, plan: Plan, rank: int, inbox: SimpleQueue[Any]) -> None:
+    def _run_rank(self, plan: Plan, rank: int, inbox: SimpleQueue[Any]) -> None:
         def create_worker() -> RankWorker:
             bind_to_cores(plan.cores[rank])
             connect = import_module("weft.comm.connect")

@@ -140,7 +140,7 @@ def _write_to_stderr(output: bytes) -> None:
 
 
 def end_children(children: Iterable[Child[Any]], exit_s: float = EXIT_S) -> None:
-    """End processes and wait until they are gone. Those that do not exit within `exit_s` seconds are killed."""
+    """End processes and wait until they are gone. Processes that do not exit within `exit_s` seconds are killed."""
     children = list(children)
     for child in children:
         child.channel.hang_up()

@@ -56,7 +56,7 @@ class NodeRanks:
         self._steps: Counter[int] = Counter()
         self._end: Cause | None = None
 
-    def run(self, messages: Iterable[Any]) -> Cause:
+    def run_until_end(self, messages: Iterable[Any]) -> Cause:
         """Run the ranks; return the cause of the end, in the phase "shutdown" if the engine was closed in order.
 
         `messages` are those of the channel, a StartRanks first.

@@ -143,7 +143,7 @@ class ResultSender:
             if isinstance(result, StepResult):
                 self._done(result)
                 return
-            self._thread = threading.Thread(target=self._run, name="weft-results", daemon=True)
+            self._thread = threading.Thread(target=self._send_results, name="weft-results", daemon=True)
             self._thread.start()
         self._queue.put(result)
 
@@ -153,7 +153,7 @@ class ResultSender:
             self._queue.put(None)
             self._thread.join()
 
-    def _run(self) -> None:
+    def _send_results(self) -> None:
         try:
             while (result := self._queue.get()) is not None:
                 self._done(result if isinstance(result, StepResult) else result())

@@ -43,7 +43,7 @@ class RankWatch:
         self._other_work = 0
         self._idle_s = idle_beat_s(limit_s)
         self._asked, self._stopped = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="weft-rank-watch", daemon=True)
+        self._thread = threading.Thread(target=self._watch_ranks, name="weft-rank-watch", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -63,7 +63,7 @@ class RankWatch:
         moved_s = max(self._moved_s, self._computed_s)
         return Alive(stopped_s=stopped_s, computes=self._work is not None and time.monotonic() - moved_s < 3 * BEAT_S)
 
-    def _run(self) -> None:
+    def _watch_ranks(self) -> None:
         while True:
             self._asked.wait(self._idle_s)
             self._asked.clear()

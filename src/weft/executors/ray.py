@@ -183,7 +183,7 @@ class RayExecutor(RankExecutor):
             self._actors.append(actor)
             address = (self._nodes.address, port)
             self._runs.append(
-                actor.run.remote(
+                actor.run_rank.remote(
                     place.rank, self._worker, address, self._nodes.key, not plan.on_cpu, self._nodes.certificate
                 )
             )

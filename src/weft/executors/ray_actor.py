@@ -30,7 +30,7 @@ CONNECT_S = 20.0
 class RankActor:
     """The class of the actors. Its process ends with the driver's connection, and with the driver."""
 
-    def run(
+    def run_rank(
         self, rank: int, worker: str, address: tuple[str, int], key: bytes, gpu: bool, certificate: str = ""
     ) -> None:
         """Run a rank, with the class `worker`, for the driver that listens at `address`.

@@ -123,12 +123,12 @@ class Greeter:
             if not self._slots.acquire(blocking=False):
                 connection.close()
                 continue
-            thread = threading.Thread(target=self._run, args=(connection, peer[0]), daemon=True)
+            thread = threading.Thread(target=self._greet_peer, args=(connection, peer[0]), daemon=True)
             with self._lock:
                 self._greeting[connection] = thread
             thread.start()
 
-    def _run(self, connection: socket.socket, peer: str) -> None:
+    def _greet_peer(self, connection: socket.socket, peer: str) -> None:
         take_over: Callable[[], object] | None = None
         try:
             take_over = self._greet(connection, peer)

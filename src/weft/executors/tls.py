@@ -197,7 +197,7 @@ class Pump:
         self._to_network, self._to_plain = bytearray(), bytearray()
         self._ended = False  # one of the two has
         self._deadline = float("inf")  # of the last bytes to the network
-        self.thread = threading.Thread(target=self._run, name="weft-tls", daemon=True)
+        self.thread = threading.Thread(target=self._pump, name="weft-tls", daemon=True)
 
     def start(self) -> None:
         pumps.add(self)
@@ -208,7 +208,7 @@ class Pump:
         self.outer.close()
         self.thread.join(FLUSH_S)
 
-    def _run(self) -> None:
+    def _pump(self) -> None:
         try:
             with selectors.DefaultSelector() as selector, contextlib.suppress(OSError, ValueError, KeyError):
                 self._take_decrypted()  # what came with the end of the handshake
@@ -221,12 +221,12 @@ class Pump:
         for end in (self._connection, self._plain):
             selector.register(end, selectors.EVENT_READ)
         while not self._is_done():
-            self._choose(selector, self._connection, self._to_plain, self._to_network)
-            self._choose(selector, self._plain, self._to_network, self._to_plain)
+            self._choose_events(selector, self._connection, self._to_plain, self._to_network)
+            self._choose_events(selector, self._plain, self._to_network, self._to_plain)
             for key, events in selector.select(FLUSH_S if self._ended else None):
                 self._handle(key.fileobj is self._plain, events)
 
-    def _choose(
+    def _choose_events(
         self, selector: selectors.BaseSelector, end: socket.socket, full: bytearray, waiting: bytearray
     ) -> None:
         """Read from an end while there is room for what comes from it; write to it if something waits."""

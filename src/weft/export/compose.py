@@ -19,7 +19,7 @@ from weft.planner.question import Question
 PORT = 8000  # inside every container
 SHM = "16gb"  # ranks exchange data in /dev/shm, for which Docker's default is 64 MB; as in vLLM's documentation
 CACHES = {"huggingface": "/root/.cache/huggingface"}
-# Of the image's own user. weft: the demo's file, and kernels that are compiled for a GPU.
+# Folders of the image's own user. weft: the demo's file, and kernels that are compiled for a GPU.
 WEFT_CACHES = {"huggingface": "/var/lib/weft/.cache/huggingface", "weft": "/var/lib/weft/.cache/weft"}
 HEALTH = "import urllib.request; urllib.request.urlopen('http://127.0.0.1:{port}{path}', timeout=5)"
 START = "1h"  # the first start downloads the model

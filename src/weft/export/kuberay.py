@@ -17,7 +17,7 @@ from weft.planner.deployment import DeploymentLayout
 from weft.planner.domains import cluster_devices
 from weft.planner.question import Question
 
-# Of vLLM's cluster and its images; each image has its own Python and CUDA.
+# Version of vLLM's cluster and its images; each image has its own Python and CUDA.
 RAY_VERSION = "2.52.0"
 IMAGE = f"rayproject/ray-llm:{RAY_VERSION}-py311-cu128"
 ROCM_IMAGE = Placeholder("REPLACE_WITH_IMAGE", f"an image with Ray {RAY_VERSION} and vLLM for ROCm; Ray has none")

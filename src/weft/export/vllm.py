@@ -225,7 +225,7 @@ def next_steps(deployment: Deployment) -> list[str]:
     steps = [KEYS]
     if len(deployment.nodes) > 1:
         steps.append("run node-N.sh on node N; every node needs the same vLLM, and the model under the same name")
-        steps.append("the servers listen on every interface for a load balancer: keep others out")
+        steps.append("the servers listen on all interfaces for the load balancer: block other access with a firewall")
     if deployment.spans_nodes:
         steps.append("InfiniBand is used if NCCL finds it; NCCL_DEBUG=INFO shows it, NCCL_IB_HCA selects it")
     if deployment.spans_nodes and not has_shared_experts(deployment):

@@ -151,7 +151,7 @@ def next_steps(deployment: Deployment) -> list[str]:
     """Next steps, in words."""
     steps = [KEYS]
     if len(deployment.nodes) > 1:
-        steps.append("run node-N.sh on node N; the servers listen on every interface for a load balancer")
+        steps.append("run node-N.sh on node N; the servers listen on all interfaces for the load balancer")
     if len(deployment.servers) > 1:
         steps.append("weft plan --emit nginx balances the ports")
     return steps

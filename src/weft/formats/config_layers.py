@@ -99,7 +99,7 @@ def _attention(config: Fields, known: Architecture, rope: Rope, *, bias: bool) -
 def check_rotated(rope: Rope, head_dim: int, fields: Fields) -> None:
     """Raise ModelError if the rotated part of a head is no whole number of pairs, or has not a divisor for each."""
     rotated = rope.rotated_dims(head_dim)
-    if rotated % 2 or rotated > head_dim:
+    if rotated > head_dim or (rotated % 2 and rotated < head_dim):  # a whole head is checked with the shape
         raise fields.wrong_value("partial_rotary_factor", f"an even number of a head's {head_dim} numbers")
     for name, factors in (("short_factor", rope.short_factors), ("long_factor", rope.long_factors)):
         if rope.kind == "longrope" and len(factors) != rotated // 2:

@@ -110,19 +110,19 @@ def _latest_of(rows: Sequence[Listed]) -> GgufReference | None:
 
 def choose_files(names: Sequence[str], reference: GgufReference) -> list[str]:
     """The GGUF file of a reference among a repository's, or all parts of it, in order. Raises ModelError."""
-    found = sorted(name for name in names if reference.quantization in quantizations(name))
-    whole = [name for name in found if not _PART.search(name)]
+    matching = sorted(name for name in names if reference.quantization in quantizations(name))
+    whole = [name for name in matching if not _PART.search(name)]
     if whole:
         return [min(whole, key=len)]
-    if not found:
+    if not matching:
         raise _no_such_file(names, reference)
-    if len(found) != int(_PART.search(found[0])[2]):  # type: ignore[index]
+    if len(matching) != int(_PART.search(matching[0])[2]):  # type: ignore[index]
         raise ModelError(
-            f"{reference.repository} has {len(found)} of the parts of {reference.quantization}: {found[0]}; give "
+            f"{reference.repository} has {len(matching)} of the parts of {reference.quantization}: {matching[0]}; give "
             "another quantisation",
             code="gguf-parts-missing",
         )
-    return found
+    return matching
 
 
 def _no_such_file(names: Sequence[str], reference: GgufReference) -> ModelError:

@@ -88,8 +88,10 @@ def read_factors(gguf: Gguf, name: str, rotated: int) -> tuple[float, ...]:
     """Read the divisors of the rotated/2 rotary frequencies from their tensor."""
     info = gguf.tensors.get(name)
     if info is None or info.type != "F32" or info.dims != (rotated // 2,):
-        found = "missing" if info is None else f"{info.type} of {list(info.dims)}"
-        raise ModelError(f"{gguf.path}: {name} is {found}; it must be F32 of [{rotated // 2}]", code="bad-rope-factors")
+        stored = "missing" if info is None else f"{info.type} of {list(info.dims)}"
+        raise ModelError(
+            f"{gguf.path}: {name} is {stored}; it must be F32 of [{rotated // 2}]", code="bad-rope-factors"
+        )
     with open(info.file, "rb") as file:
         file.seek(info.offset)
         values = struct.unpack(f"<{rotated // 2}f", file.read(info.nbytes))

@@ -83,9 +83,9 @@ def fetch_gguf(
 
     name = reference.repository
     try:
-        there = cached_gguf(reference, folder) if revision is None else None
-        if there is not None:
-            return there
+        cached = cached_gguf(reference, folder) if revision is None else None
+        if cached is not None:
+            return cached
         wanted = choose_files(hub_files.list_files(name, revision, token), reference)
         hub_files.fetch_files(
             name,

@@ -77,7 +77,7 @@ def fetch_files(
 ) -> None:
     """Fetch the files of a repository that match `patterns` and are not in the hub's cache yet.
 
-    What `create_progress` makes of these files is told of their bytes.
+    The progress that `create_progress` makes of these files gets their bytes.
     Does nothing if the hub cannot be asked. Raises ModelError for a full disk and for a wrong hash, whose file is
     removed; and the library's errors for files that do not come.
     """

@@ -41,11 +41,11 @@ def list_models(folder: str | None = None) -> list[LocalModel]:
     from huggingface_hub import constants
 
     cache = Path(folder or constants.HF_HUB_CACHE).expanduser()
-    found = [model for place in sorted(cache.glob("models--*")) for model in _models_in(place)]
+    models = [model for place in sorted(cache.glob("models--*")) for model in _models_in(place)]
     demo_model = _demo()
     if demo_model is not None:
-        found.append(demo_model)
-    return sorted(found, key=lambda model: -model.modified_s)
+        models.append(demo_model)
+    return sorted(models, key=lambda model: -model.modified_s)
 
 
 def find_model(name: str, folder: str | None = None) -> LocalModel | None:

@@ -20,6 +20,7 @@ from weft.formats import (
     model_names,
     safetensors,
     sharded,
+    tensor_index,
 )
 from weft.formats.gguf_types import FILE_TYPES
 from weft.formats.precision import OF_DTYPE
@@ -101,7 +102,7 @@ def _from_directory(model: str, folder: Path) -> Model:
     has_weights = any(folder.glob("*.safetensors"))
     index = safetensors.read_directory(folder) if has_weights else {}
     shape = config_json.read_shape(folder, checkpoint.main_dtype(index), run=False)
-    shape = checkpoint.with_file_types(shape, index)
+    shape = tensor_index.with_file_types(shape, index)
     config = config_json.load_config(folder)
     stored = sum(info.nbytes for info in index.values()) if has_weights else None
     precision = shape.published.precision if shape.published else config_json.precision(config)

@@ -18,8 +18,8 @@ from weft.errors import ModelError
 from weft.formats import config_json, limits
 from weft.formats.fields import Fields
 
-# What the user wants a model for: "auto" leaves it to the files, "pooling" to them too, but for an embedding if they
-# declare nothing.
+# Task that the user wants a model for: "auto" leaves it to the files, "pooling" to them too, but for an embedding if
+# they declare nothing.
 PoolingTask = Literal["auto", "generate", "pooling", "embed", "score"]
 
 MODULES, POOLING, LOGIT_SCORE = "modules.json", "1_Pooling", "1_LogitScore"

@@ -21,7 +21,7 @@ class AccessLog:
                 f"cannot write the access log {path}: {error_reason(error)}", code="cannot-write-access-log"
             ) from None
 
-    def write(self, row: dict[str, Any]) -> None:
+    def write_row(self, row: dict[str, Any]) -> None:
         self._file.write(msgspec.json.encode(row).decode() + "\n")
         self._file.flush()
 

@@ -23,8 +23,8 @@ class ResumableAnswer(ABC):
 
     `continuable`: another replica could go on with it. `begun` are token ids that the client itself gave as its
     beginning. `token_ids`: those so far. `done`: all of it was passed on. `finished`: its last token was. `usage`: the
-    upstream's, of the whole answer. `told`: number of events that the client has, where that counts. `tokens`: number
-    of tokens that have come; a part whose token ids are not known counts as one.
+    upstream's, of the whole answer. `sent_events`: number of events that the client has, where that counts. `tokens`:
+    number of tokens that have come; a part whose token ids are not known counts as one.
     """
 
     lacks_usage = False
@@ -34,7 +34,7 @@ class ResumableAnswer(ABC):
         self.done = self.finished = False
         self.usage: dict[str, Any] | None = None
         self.token_ids = list(begun or ())
-        self.told = self.tokens = 0
+        self.sent_events = self.tokens = 0
         self._broken: UpstreamError | None = None
         self._resumed_at = len(self.token_ids)
         self._fruitless = 0
@@ -188,8 +188,8 @@ class StreamedAnswer(ResumableAnswer):
         usage, choices = chunk.get("usage"), chunk.get("choices")
         if not choices:
             return self._keep_usage(usage)
-        found = choices if isinstance(choices, list) else []
-        rows = [choice for choice in found if isinstance(choice, dict)]
+        listed = choices if isinstance(choices, list) else []
+        rows = [choice for choice in listed if isinstance(choice, dict)]
         # The usage of a chunk in the middle is that of the answer so far.
         if isinstance(usage, dict) and any(row.get("finish_reason") for row in rows):
             self.usage = usage
@@ -217,13 +217,13 @@ class StreamedAnswer(ResumableAnswer):
         if not isinstance(delta, dict) or not (ids is None or is_id_list(ids)):
             self._give_up()
             return True
-        said, finished = _says_something(choice, delta), bool(choice.get("finish_reason"))
+        has_text, finished = _says_something(choice, delta), bool(choice.get("finish_reason"))
         if not ids and not finished:
-            self.continuable = ids is not None or not said  # else this server does not know of token ids
+            self.continuable = ids is not None or not has_text  # else this server does not know of token ids
             return self._keep_preamble()
         self._add_ids(ids or [])
         self.finished = finished
-        return said or finished or bool(choice.get("logprobs")) or self._keeps_ids
+        return has_text or finished or bool(choice.get("logprobs")) or self._keeps_ids
 
     def _keep_preamble(self) -> bool:
         """Count a chunk before the first token. Returns True if the client has not got it from another replica."""
@@ -261,7 +261,7 @@ def _says_something(choice: Mapping[str, Any], delta: Mapping[str, Any]) -> bool
 class WholeAnswer:
     """A response that is one JSON object, whose usage is read and whose model may get another name.
 
-    Of one that is too long, only the bytes are passed on. `api`: the API, if that is not OpenAI's completions.
+    If it is too long, only its bytes are passed on. `api`: the API, if that is not OpenAI's completions.
     """
 
     def __init__(self, model: str | None, api: StreamApi | None = None) -> None:
@@ -296,10 +296,10 @@ class WholeAnswer:
             usage: dict[str, Any] = {}
             self._api.read_usage(content, usage)
             return usage or None
-        found = content.get("usage")
-        if found is None and "prompt_eval_count" in content:  # of Ollama's embeddings
-            found = {"prompt_tokens": content["prompt_eval_count"]}
-        return found if isinstance(found, dict) else None
+        usage_fields = content.get("usage")
+        if usage_fields is None and "prompt_eval_count" in content:  # of Ollama's embeddings
+            usage_fields = {"prompt_tokens": content["prompt_eval_count"]}
+        return usage_fields if isinstance(usage_fields, dict) else None
 
     def _flush(self) -> bytes:
         body = b"".join(self._pieces)

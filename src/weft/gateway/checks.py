@@ -31,7 +31,7 @@ class ModelList(msgspec.Struct):
     data: list[dict[str, Any]]
 
 
-class Load(msgspec.Struct):
+class PredictedLoad(msgspec.Struct):
     prefill_tok_s: float | None = None
 
 
@@ -61,10 +61,10 @@ async def _check_all(
     replicas = tuple(fleet.replicas.values())
     looking = [watch.look()] if isinstance(watch, PollWatch) else []  # who is asked may take its time
     checking = [_check(replica, fleet, timeouts, due) for replica in replicas]
-    found = await asyncio.gather(*looking, *checking, return_exceptions=True)
+    results = await asyncio.gather(*looking, *checking, return_exceptions=True)
     for replica in [replica for replica in due if replica not in replicas]:
         del due[replica]
-    for error in found:
+    for error in results:
         if isinstance(error, Exception):
             raise error
 
@@ -125,7 +125,7 @@ async def _read_speed(replica: Replica, timeouts: Timeouts) -> None:
     attempt = Attempt(replica, counted=False)
     try:
         status, body = await get_small(attempt, "/load", timeouts)
-        speed = msgspec.json.decode(body, type=Load).prefill_tok_s if status == 200 else None
+        speed = msgspec.json.decode(body, type=PredictedLoad).prefill_tok_s if status == 200 else None
         if speed is not None and speed > 0:
             replica.prefill_tok_s = speed
     finally:
@@ -152,7 +152,7 @@ async def ask_small(
     try:
         async with asyncio.timeout(limit_s):
             response = await attempt.request(method.encode(), head, b"", connect_s=timeouts.connect, first_byte_s=0)
-            while piece := await attempt.read():
+            while piece := await attempt.read_piece():
                 body += piece
                 if len(body) > SMALL_BYTES:
                     raise UpstreamError(f"{path} has more than {SMALL_BYTES} bytes", code="response-too-large")
@@ -255,10 +255,10 @@ class DnsWatch(PollWatch):
         url, loop = self._url, asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CHECK_S):
-                found = await loop.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
+                rows = await loop.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
         except (OSError, TimeoutError) as error:
             raise UpstreamError(f"no addresses of {url.host}: {error_reason(error)}", code="no-addresses") from None
-        addresses = sorted({str(row[4][0]) for row in found})
+        addresses = sorted({str(row[4][0]) for row in rows})
         return [UpstreamConfig(url=f"http://{bracketed(address)}:{url.port}{url.path}") for address in addresses]
 
 

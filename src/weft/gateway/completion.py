@@ -73,14 +73,14 @@ class Completion:
             self._priced = self._path in PATHS and self.single and self._is_bounded and has_price(body)
         return self._priced
 
-    def token_fields(self, answered: list[int] | None, told: int = 0) -> dict[str, Any]:
+    def token_fields(self, answered: list[int] | None, events: int = 0) -> dict[str, Any]:
         """Fields that ask for token ids, and to go on behind `answered`; None begins the answer. One seed for all.
 
-        `told`: number of events that the client has.
+        `events`: number of events that the client has.
         """
         fields: dict[str, Any] = {"return_token_ids": True}
         if self.api is not None:
-            fields["stream_state"] = self._told(told)
+            fields["stream_state"] = self._stream_state(events)
         if not self.keeps_ids or answered or self.begun:
             # Even an empty list keeps the prompt's ids, which nobody wants, out of the answer.
             fields["continue_token_ids"] = self.begun if answered is None else answered
@@ -89,7 +89,7 @@ class Completion:
             fields["seed"] = self._seed
         return fields
 
-    def _told(self, events: int) -> dict[str, Any]:
+    def _stream_state(self, events: int) -> dict[str, Any]:
         """The state of the stream as replicas are told it; another gateway before this one may have begun it."""
         if not self._state:
             self._state = {"id": secrets.token_hex(16), "created": int(time.time()), "events": 0}
@@ -134,7 +134,7 @@ def _wrong_type(name: str, kind: str, value: Any) -> HttpError:
 
 
 def with_fields(body: bytes, changes: dict[str, Any], *, rewrites: bool = False) -> bytes:
-    """The body with other fields; UNSET takes one out. Of a field that is there twice, only the last stays.
+    """The body with other fields; UNSET takes one out. If a field is there twice, only the last stays.
 
     `rewrites`: that goes for the fields of objects within it too. Raises HttpError.
     """

@@ -225,7 +225,7 @@ def upstream_key(upstream: UpstreamConfig, environment: Mapping[str, str]) -> st
             )
         return _sendable(key, f"{upstream.key_env} in the environment")
     if upstream.key_file is not None:
-        key = _read(upstream.key_file, "upstream-key-unreadable").strip()
+        key = _read_text(upstream.key_file, "upstream-key-unreadable").strip()
         if not key:
             raise ConfigError(f"key_file {upstream.key_file} is empty", code="upstream-key-unset")
         return _sendable(key, upstream.key_file)
@@ -270,12 +270,12 @@ def _convert(values: Any, kind: Callable[..., T] | type[T], source: str) -> T:
 
 def _read_yaml(path: str) -> Any:
     try:
-        return load_yaml(_read(path, "cannot-read-config"))
+        return load_yaml(_read_text(path, "cannot-read-config"))
     except ValueError as error:
         raise ConfigError(f"{path} is not YAML: {error}", code="config-not-yaml") from None
 
 
-def _read(path: str, code: str) -> str:
+def _read_text(path: str, code: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

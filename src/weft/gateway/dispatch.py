@@ -46,7 +46,7 @@ class Dispatcher:
         while candidates := self._candidates(exchange):
             if exchange.gone:
                 raise client_gone()
-            replica = self._choose(exchange, candidates)
+            replica = self._choose_candidate(exchange, candidates)
             attempt = exchange.begin_attempt(replica)
             self.accounts.reserve(exchange, replica)
             try:
@@ -72,27 +72,27 @@ class Dispatcher:
             self.metrics.count_retry(replica, reason)
         raise self._no_replica(exchange, failure)
 
-    def _choose(self, exchange: Exchange, candidates: list[Replica]) -> Replica:
+    def _choose_candidate(self, exchange: Exchange, candidates: list[Replica]) -> Replica:
         """The policy's choice; for what replicas keep on their disks, always the same one."""
         if exchange.scope["path"].startswith(KEPT):
             return min(candidates, key=lambda replica: replica.name)
-        return self.fleet.choose(exchange.fingerprint, candidates)
+        return self.fleet.choose_replica(exchange.fingerprint, candidates)
 
     def _candidates(self, exchange: Exchange) -> list[Replica]:
         """The replicas that may get a request now: overflow upstreams if the others are too busy, or none is left."""
-        found = self.fleet.candidates(exchange.model, exchange.tried)
+        candidates = self.fleet.candidates(exchange.model, exchange.tried)
         if exchange.owner:
-            return [replica for replica in found if replica.is_weft and not replica.overflow]
-        usual = [replica for replica in found if not replica.overflow]
-        if len(usual) == len(found) or (usual and not self._is_too_busy(usual, exchange.prompt_tokens)):
+            return [replica for replica in candidates if replica.is_weft and not replica.overflow]
+        usual = [replica for replica in candidates if not replica.overflow]
+        if len(usual) == len(candidates) or (usual and not self._is_too_busy(usual, exchange.prompt_tokens)):
             return usual
-        return self._affordable(exchange, found) or usual
+        return self._affordable(exchange, candidates) or usual
 
-    def _affordable(self, exchange: Exchange, found: list[Replica]) -> list[Replica]:
+    def _affordable(self, exchange: Exchange, candidates: list[Replica]) -> list[Replica]:
         """The overflow upstreams that a request may go to: its price has to be known before, and within the budget."""
         if exchange.completion is None or not exchange.model or not exchange.completion.is_priced(exchange.body):
             return []
-        return [replica for replica in found if replica.overflow and self.accounts.affords(exchange, replica)]
+        return [replica for replica in candidates if replica.overflow and self.accounts.affords(exchange, replica)]
 
     def _is_too_busy(self, replicas: list[Replica], tokens: int) -> bool:
         """Return True if no replica keeps the objective for a prompt of `tokens` tokens."""
@@ -118,7 +118,7 @@ class Dispatcher:
             connect_s=self.timeouts.connect,
             first_byte_s=self.timeouts.first_byte,
         )
-        first = await attempt.read()
+        first = await attempt.read_piece()
         if answered is None:
             exchange.answer = self._answer(exchange, replica, head, continuable)
         if exchange.answer is None:
@@ -143,8 +143,8 @@ class Dispatcher:
         completion = exchange.completion
         if completion is not None:
             if continuable:
-                told = exchange.answer.told if isinstance(exchange.answer, ResumableAnswer) else 0
-                changes |= completion.token_fields(answered, told)
+                events = exchange.answer.sent_events if isinstance(exchange.answer, ResumableAnswer) else 0
+                changes |= completion.token_fields(answered, events)
             if exchange.metered:
                 changes |= completion.usage_fields()
             if replica.overflow:  # no more than was reserved
@@ -236,7 +236,7 @@ class Dispatcher:
                     exchange.tried.clear()
                 await asyncio.sleep(RESUME_POLL_S)
                 continue
-            attempt = exchange.begin_attempt(self.fleet.choose(exchange.fingerprint, candidates))
+            attempt = exchange.begin_attempt(self.fleet.choose_replica(exchange.fingerprint, candidates))
             try:
                 head, first = await self._ask(exchange, attempt, answered)
             except ClientGoneError:
@@ -256,8 +256,8 @@ class Dispatcher:
 
     def _continuing(self, exchange: Exchange) -> list[Replica]:
         """The replicas that can go on with an answer, without those that have been tried."""
-        found = self.fleet.candidates(exchange.model, exchange.tried)
-        return [replica for replica in found if replica.is_weft and not replica.overflow]
+        candidates = self.fleet.candidates(exchange.model, exchange.tried)
+        return [replica for replica in candidates if replica.is_weft and not replica.overflow]
 
 
 def check_owner(exchange: Exchange, head: ResponseHead) -> None:

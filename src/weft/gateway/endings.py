@@ -22,7 +22,7 @@ def error_event(exchange: Exchange, error: UpstreamError) -> bytes:
     if path.startswith("/api/"):
         return encode_error_line(broken)
     if path == "/v1/responses":
-        return encode_error(broken, answer.told if isinstance(answer, ResumableAnswer) else 0)
+        return encode_error(broken, answer.sent_events if isinstance(answer, ResumableAnswer) else 0)
     return encode_error_event(broken, path)
 
 

@@ -75,7 +75,7 @@ class Exchange:
     metered = False
     entered = False  # counted by the rates of its key
     owner = b""  # of files and batches: the client, as upstreams know it
-    told = b""  # the client, as the front of a set tells a model's server
+    client_header = b""  # the client, as the front of a set tells a model's server
     attempt: Attempt | None = None
     tries = 0
     refusal: HttpError | None = None
@@ -111,8 +111,8 @@ class Exchange:
             lines.append(self._keys)
         if self.owner:
             lines.append(b"%b: %b\r\n" % (OWNER_HEADER, self.owner))
-        if self.told:
-            lines.append(b"%b: %b\r\n" % (CLIENT_HEADER, self.told))
+        if self.client_header:
+            lines.append(b"%b: %b\r\n" % (CLIENT_HEADER, self.client_header))
         return b"".join([*lines, b"\r\n"])
 
     def _read_headers(self, gateway: bytes) -> None:

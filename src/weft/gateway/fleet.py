@@ -79,7 +79,7 @@ class Fleet:
                 return True
         return False
 
-    def choose(self, fingerprint: Fingerprint, candidates: list[Replica]) -> Replica:
+    def choose_replica(self, fingerprint: Fingerprint, candidates: list[Replica]) -> Replica:
         """The policy's choice among at least one candidate."""
         now = self.clock()
         weights = [replica.weight * replica.breaker.share(now) for replica in candidates]

@@ -14,7 +14,7 @@ from weft.serving.key_file import ClientKey
 from weft.serving.keys import digest_key, matching_index, sent_key
 
 
-class Client(NamedTuple):
+class GatewayClient(NamedTuple):
     """The sender of a request.
 
     `known`: it sent a key of the gateway. `models`: the only ones that it may use; None for all.
@@ -29,7 +29,7 @@ class Client(NamedTuple):
         return self.models is None or model in self.models
 
 
-ANONYMOUS = Client()
+ANONYMOUS = GatewayClient()
 
 
 class Keys:
@@ -40,11 +40,11 @@ class Keys:
         self._clients = [_client_of(key) for key in keys]
         if admin_key:
             self._digests.append(digest_key(admin_key))
-            self._clients.append(Client("admin", True, True))
+            self._clients.append(GatewayClient("admin", True, True))
         self.required = bool(keys)
         self._has_admin = any(client.admin for client in self._clients)
 
-    def identify(self, scope: Scope) -> Client:
+    def identify(self, scope: Scope) -> GatewayClient:
         """The sender of a request. Raises HttpError 401 if keys are required and none of them was sent."""
         client = self._find(scope)
         if client is None and self.required:
@@ -74,12 +74,12 @@ class Keys:
                 code="admin-key-unset",
             )
 
-    def _find(self, scope: Scope) -> Client | None:
+    def _find(self, scope: Scope) -> GatewayClient | None:
         if not self._clients:
             return None
         index = matching_index(self._digests, sent_key(Headers(scope=scope)))
         return None if index is None else self._clients[index]
 
 
-def _client_of(key: ClientKey) -> Client:
-    return Client(key.name, True, key.admin, None if key.models is None else frozenset(key.models))
+def _client_of(key: ClientKey) -> GatewayClient:
+    return GatewayClient(key.name, True, key.admin, None if key.models is None else frozenset(key.models))

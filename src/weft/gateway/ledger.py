@@ -10,7 +10,7 @@ from typing import NamedTuple
 from weft.errors import ConfigError
 
 HOUR_S, DAY_HOURS = 3600, 24
-KEPT_HOURS = 5 * 7 * DAY_HOURS  # of amounts that were taken
+KEPT_HOURS = 5 * 7 * DAY_HOURS  # for which spent amounts are kept
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS spent (
     hour INTEGER, key TEXT, model TEXT, upstream TEXT, requests INTEGER, prompt_tokens INTEGER,
@@ -52,11 +52,11 @@ class Reservation(NamedTuple):
 
 
 class Ledger:
-    """Amounts that requests took, by hour (UTC), key, model and upstream. `clock` reads seconds since 1970.
+    """Amounts that requests spent, by hour (UTC), key, model and upstream. `clock` reads seconds since 1970.
 
     Amounts are kept for five weeks. A request's amount is reserved before it is sent, and settled when it has ended.
-    What was reserved when a gateway died counts as spent in full: nobody knows how far the upstream came. Raises
-    ConfigError for a file that is no ledger. A file belongs to one gateway.
+    Amounts that were reserved when a gateway died count as spent in full: nobody knows how far the upstream came.
+    Raises ConfigError for a file that is no ledger. A file belongs to one gateway.
     """
 
     def __init__(self, path: str, clock: Callable[[], float] = time.time) -> None:
@@ -92,7 +92,7 @@ class Ledger:
         return Reservation(cursor.lastrowid or 0, hour, key, model, upstream, most)
 
     def settle(self, reservation: Reservation, amount: Amount, *, requests: int = 1) -> None:
-        """Replace a reservation by what was taken."""
+        """Replace a reservation by the amount that the request spent."""
         with self._database:
             self._database.execute("BEGIN")
             self._database.execute("DELETE FROM reserved WHERE id = ?", (reservation.id,))
@@ -110,12 +110,12 @@ class Ledger:
     def rows(self, hours: int) -> list[dict[str, object]]:
         """Amounts spent in the last `hours` hours, by key, model and upstream."""
         names = ("key", "model", "upstream", "requests", "prompt_tokens", "completion_tokens", "dollars")
-        found = self._database.execute(
+        spent = self._database.execute(
             "SELECT key, model, upstream, SUM(requests), SUM(prompt_tokens), SUM(completion_tokens), SUM(dollars) "
             "FROM spent WHERE hour > ? GROUP BY key, model, upstream ORDER BY key, model, upstream",
             (self._hour() - hours,),
         )
-        return [dict(zip(names, row, strict=True)) for row in found]
+        return [dict(zip(names, row, strict=True)) for row in spent]
 
     def seconds_left(self) -> int:
         """Seconds until the next hour begins."""
@@ -128,14 +128,14 @@ class Ledger:
         first = self._hour() - hours
         total = 0.0
         for table in ("spent", "reserved"):
-            found = self._database.execute(
+            cursor = self._database.execute(
                 f"SELECT TOTAL({column}) FROM {table} WHERE hour > ? AND {condition}", (first, *given)
             )
-            total += found.fetchone()[0]
+            total += cursor.fetchone()[0]
         return total
 
     def _settle_left_over(self) -> None:
-        """Settle what a gateway had reserved that died."""
+        """Settle the reservations of a gateway that died."""
         columns = "id, hour, key, model, upstream, prompt_tokens, completion_tokens, dollars"
         left = self._database.execute(f"SELECT {columns} FROM reserved").fetchall()
         for id, hour, key, model, upstream, *amount in left:

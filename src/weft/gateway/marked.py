@@ -17,7 +17,7 @@ class MarkedAnswer(ResumableAnswer):
     """The parts of one answer, from one replica after another, in an API without room for token ids.
 
     A replica that was asked for marks sends one first, and one behind each part. A part is passed on once its mark has
-    come: another replica makes it again if it has not. `told`: number of events that the client has.
+    come: another replica makes it again if it has not. `sent_events`: number of events that the client has.
 
     `continuable`: the replica was asked for marks; False once it sends a stream without them, which goes by as it is.
     `keeps_marks`: the client asked for them. `model`: the name in the answer; None for the upstream's. `reads_usage`:
@@ -102,7 +102,7 @@ class MarkedAnswer(ResumableAnswer):
         if not self.continuable:
             return
         shown += map(self._show, self._held)
-        self.told += len(self._held)
+        self.sent_events += len(self._held)
         self._drop_held()
         self.done |= mark.last
         if not is_id_list(mark.token_ids) or len(self.token_ids) + len(mark.token_ids) > MOST_IDS:

@@ -45,7 +45,7 @@ PUBLIC = frozenset(
     ("/", "/openapi.json", "/v2/rerank", *(f"/v1/{name}" for name in OPENAI), *(f"/api/{name}" for name in OLLAMA))
 ).union(f"/{name}" for name in OWN)
 
-# What upstreams of Weft keep for each key of the gateway.
+# Resources that upstreams of Weft keep for each key of the gateway.
 BATCHES = "/v1/batches"
 KEPT = ("/v1/files", BATCHES)
 KEPT_PATH = re.compile(r"/v1/(?:files|batches)(?:/[A-Za-z0-9_-]+(?:/content|/cancel)?)?")

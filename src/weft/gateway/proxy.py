@@ -112,7 +112,7 @@ class Proxy:
         finally:
             self.metrics.count(exchange)
             if self.access_log is not None:
-                self.access_log.write(exchange.log_row())
+                self.access_log.write_row(exchange.log_row())
 
     def _release_body(self, exchange: Exchange) -> None:
         """Forget the body of a request that goes to no other replica."""
@@ -335,7 +335,7 @@ class Proxy:
         while piece:
             if shown := piece if answer is None else answer.push(piece):
                 yield shown
-            piece = await self._last(exchange).read()
+            piece = await self._last(exchange).read_piece()
         if answer is not None:
             yield answer.finish()
 
@@ -352,17 +352,17 @@ class Proxy:
                         self._last(exchange).note_token()
                     if not answer.continuable:
                         self._last(exchange).pin()
-                    piece = await self._last(exchange).read()
+                    piece = await self._last(exchange).read_piece()
                 if shown := answer.finish():
                     yield shown
                 answer.check()
                 answer.check_complete()
                 return
             except UpstreamError as error:
-                found = await self._go_on(exchange, answer, error)
-                if found is None:
+                next_piece = await self._go_on(exchange, answer, error)
+                if next_piece is None:
                     return
-                piece = found
+                piece = next_piece
             if piece == DONE:
                 yield DONE
                 return

@@ -24,7 +24,7 @@ AWAY_S = 60.0  # a dashboard may have lost Ray Serve's controller for so long, w
 TOKEN = "RAY_AUTH_TOKEN"  # that Ray's own clients send to a cluster with RAY_AUTH_MODE=token
 
 
-class Proxy(msgspec.Struct):
+class RayProxy(msgspec.Struct):
     """Ray Serve's proxy on a node."""
 
     node_ip: str | None = None
@@ -50,7 +50,7 @@ class ServeState(msgspec.Struct):
     """The parts of the dashboard's answer that matter here; a cluster on which Ray Serve does not run has none."""
 
     http_options: HttpOptions | None = None
-    proxies: dict[str, Proxy] = {}
+    proxies: dict[str, RayProxy] = {}
     applications: dict[str, Application] = {}
 
 

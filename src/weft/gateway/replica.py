@@ -176,10 +176,10 @@ class Attempt:
         self._connection = connection
         return await connection.request(method, head, body, first_byte_s)
 
-    async def read(self) -> bytes:
+    async def read_piece(self) -> bytes:
         """The next bytes of the response's body; empty at its end. Raises UpstreamError."""
         assert self._connection is not None
-        return await self._connection.read()
+        return await self._connection.read_piece()
 
     @property
     def at_end(self) -> bool:

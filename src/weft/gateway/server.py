@@ -54,7 +54,7 @@ def run_gateway(config: GatewayConfig, admin_key: str | None, shutdown_timeout: 
             check_hosts(config.upstreams, listener.getsockname())
         try:
             with asyncio.Runner(loop_factory=loop_factory()) as runner:
-                runner.run(_run(config, options, admin_key, shutdown_timeout, listener))
+                runner.run(_serve_gateway(config, options, admin_key, shutdown_timeout, listener))
         finally:
             cancel_exit_deadline()
 
@@ -116,7 +116,7 @@ def check_hosts(upstreams: Sequence[UpstreamConfig], address: tuple[str, int]) -
     for upstream in upstreams:
         url = parse_url(upstream.url)
         try:
-            found = {str(row[4][0]) for row in socket.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)}
+            resolved = {str(row[4][0]) for row in socket.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)}
         except OSError as error:
             raise ConfigError(
                 f"upstream {upstream.url}: nobody knows the host {url.host}: {error_reason(error)}",
@@ -125,7 +125,7 @@ def check_hosts(upstreams: Sequence[UpstreamConfig], address: tuple[str, int]) -
         everywhere = ip_address(host).is_unspecified
         # `listen.bind_beside` listens at ::1 too.
         addresses = {host, "::1"} if host == "127.0.0.1" else {host}
-        own = any(ip in addresses or (everywhere and ip_address(ip.partition("%")[0]).is_loopback) for ip in found)
+        own = any(ip in addresses or (everywhere and ip_address(ip.partition("%")[0]).is_loopback) for ip in resolved)
         if own and url.port == port:
             raise ConfigError(
                 f"upstream {upstream.url} is this gateway itself; give another --port or the server's address",
@@ -133,7 +133,7 @@ def check_hosts(upstreams: Sequence[UpstreamConfig], address: tuple[str, int]) -
             )
 
 
-async def _run(
+async def _serve_gateway(
     config: GatewayConfig,
     options: ServeOptions,
     admin_key: str | None,

@@ -79,22 +79,22 @@ class StreamApi(NamedTuple):
 def _messages_usage(values: Values, usage: Usage) -> None:
     """/v1/messages: whole answers, `message_start` with the prompt and `message_delta` with the answer."""
     message = values.get("message")
-    told = (message if isinstance(message, dict) else values).get("usage")
-    if not isinstance(told, dict):
+    reported = (message if isinstance(message, dict) else values).get("usage")
+    if not isinstance(reported, dict):
         return
-    if type(told.get("input_tokens")) is int:
+    if type(reported.get("input_tokens")) is int:
         names = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
-        usage["prompt_tokens"] = sum(told[name] for name in names if type(told.get(name)) is int)
+        usage["prompt_tokens"] = sum(reported[name] for name in names if type(reported.get(name)) is int)
     if not isinstance(message, dict):  # the first event tells of no answer yet
-        usage["completion_tokens"] = told.get("output_tokens")
+        usage["completion_tokens"] = reported.get("output_tokens")
 
 
 def _responses_usage(values: Values, usage: Usage) -> None:
     """/v1/responses: whole answers, and the last event."""
     response = values.get("response")
-    told = (response if isinstance(response, dict) else values).get("usage")
-    if isinstance(told, dict):
-        usage["prompt_tokens"], usage["completion_tokens"] = told.get("input_tokens"), told.get("output_tokens")
+    reported = (response if isinstance(response, dict) else values).get("usage")
+    if isinstance(reported, dict):
+        usage["prompt_tokens"], usage["completion_tokens"] = reported.get("input_tokens"), reported.get("output_tokens")
 
 
 def _ollama_usage(values: Values, usage: Usage) -> None:

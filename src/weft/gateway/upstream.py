@@ -37,8 +37,8 @@ class ResponseHead(NamedTuple):
 
     def header(self, name: bytes) -> bytes:
         """Value of a header; empty if it is not there."""
-        for found, value in self.headers:
-            if found == name:
+        for header, value in self.headers:
+            if header == name:
                 return value
         return b""
 
@@ -120,7 +120,7 @@ class UpstreamConnection(asyncio.Protocol):
             raise cast(UpstreamError, self._error)
         return self._head
 
-    async def read(self) -> bytes:
+    async def read_piece(self) -> bytes:
         """The bytes of the body that have come, at least one; empty at its end. Raises UpstreamError after the last."""
         while not self._pieces and not self._complete and self._error is None:
             await self._change()

@@ -67,15 +67,15 @@ def own_address(peer: str, port: int, environment: Mapping[str, str]) -> str:
 
 def interface_of(address: str) -> str:
     """Return the name of the interface with this address of this machine. Raises ConfigError if it has none."""
-    found = own_interfaces().get(address.partition("%")[0])
-    if found is None:
+    interface = own_interfaces().get(address.partition("%")[0])
+    if interface is None:
         known = ", ".join(sorted(own_interfaces())) or "none"
         raise ConfigError(
             f"{address} is no address of this machine, which has {known}; check --master-addr, --node-rank and "
             "VLLM_HOST_IP",
             code="address-of-another-machine",
         )
-    return found
+    return interface
 
 
 def own_interfaces() -> dict[str, str]:

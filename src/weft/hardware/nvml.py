@@ -125,7 +125,7 @@ def ask_driver(nvml: Any, question: Callable[..., T], *arguments: Any, default: 
 class NvmlSession:
     """One session with NVML; the kernel's files are read below `root`.
 
-    What a driver or a card does not support is None or empty. Without a name, a memory or a
+    Figures that a driver or a card does not support are None or empty. Without a name, a memory or a
     compute capability of a GPU NVMLError is raised, and `report` leaves the board out.
     """
 

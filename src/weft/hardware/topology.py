@@ -1,4 +1,4 @@
-"""Topology: the GPUs of this machine as their driver reports them, each alone and every two together."""
+"""Topology: the GPUs of this machine and their pairwise connections, as the driver reports them."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from weft import __version__
 from weft.errors import ConfigError, WeftError
 from weft.gateway.app import describe_replica, read_admin_body
 from weft.gateway.fleet import unknown_model
-from weft.gateway.keys import ANONYMOUS, Client
+from weft.gateway.keys import ANONYMOUS, GatewayClient
 from weft.hosting.front import SetProxy
 from weft.logs import request_id
 from weft.serving.access import comes_from_here
@@ -70,7 +70,7 @@ async def health(front: SetProxy, request: Request) -> Response:
     return JsonResponse({"status": "ok"})
 
 
-def identify_reader(front: SetProxy, request: Request) -> Client:
+def identify_reader(front: SetProxy, request: Request) -> GatewayClient:
     """The sender of a request for a list, who needs no key on this machine with --open-listing. Raises HttpError."""
     try:
         return front.keys.identify(request.scope)
@@ -96,7 +96,7 @@ async def get_model(front: SetProxy, request: Request) -> Response:
     return JsonResponse(front.catalogue.model_row(name, entry))
 
 
-def _may_use(client: Client, name: str) -> bool:
+def _may_use(client: GatewayClient, name: str) -> bool:
     """Return True if a key may use a model, whose name has a tag here."""
     return client.may_use(name) or client.may_use(name.removesuffix(LATEST))
 

@@ -54,7 +54,7 @@ class SetFleet(Fleet):
 
 
 class Catalogue:
-    """The models of an address. Those of a file are planned already; fetched ones with their first request."""
+    """The models of an address. Models of a file are planned already; fetched ones with their first request."""
 
     def __init__(
         self,

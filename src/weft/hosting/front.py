@@ -98,7 +98,7 @@ class SetProxy(Proxy):
         stays_s = self._keep_alive_s.get(exchange)
         client = self._clients.find(Headers(scope=exchange.scope))
         if client is not None:
-            exchange.told = header_of(client)
+            exchange.client_header = header_of(client)
         try:
             name = (await self.catalogue.planned(exchange.model)).plan.entry.name
             if stays_s == 0 and (answer := self._unloaded(exchange, name)) is not None:

@@ -45,7 +45,7 @@ def _seconds(text: str) -> float | None:
     except ValueError:
         pass
     sign, parts = (-1, text[1:]) if text.startswith("-") else (1, text)
-    found = PART.findall(parts)
-    if not found or "".join(number + unit for number, unit in found) != parts:
+    amounts = PART.findall(parts)
+    if not amounts or "".join(number + unit for number, unit in amounts) != parts:
         return None
-    return sign * sum(float(number) * UNITS_S[unit] for number, unit in found)
+    return sign * sum(float(number) * UNITS_S[unit] for number, unit in amounts)

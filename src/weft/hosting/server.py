@@ -57,7 +57,7 @@ def serve_set(models: ModelSet, options: ServeOptions) -> None:
             log.info("%s: %s awake, by the plan", model.entry.name, sizes)
         try:
             with closing(SocketFolder()) as folder, asyncio.Runner(loop_factory=loop_factory()) as runner:
-                runner.run(_run(models, plan, cluster, options, listener, folder))
+                runner.run(_serve_models(models, plan, cluster, options, listener, folder))
         finally:
             cancel_exit_deadline()
 
@@ -70,7 +70,7 @@ def plan_models(models: ModelSet, cluster: Cluster) -> SetPlan:
     return plan_set(models, cluster, look_up_entry, host_bytes)
 
 
-async def _run(
+async def _serve_models(
     models: ModelSet,
     plan: SetPlan,
     cluster: Cluster,

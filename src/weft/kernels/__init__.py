@@ -11,7 +11,7 @@ import torch
 
 from weft.errors import ConfigError
 from weft.kernels import contest
-from weft.kernels.base import Attention, AttentionShape, Kernels
+from weft.kernels.base import AttentionShape, Kernels, PagedAttention
 from weft.kernels.usable import UnusableError, kernel_device
 from weft.plan.backends import ATTENTION_BACKENDS, BACKEND_NAMES, refusal
 from weft.quant.rounding import Rounding
@@ -57,7 +57,7 @@ def _by_speed(device: torch.device) -> tuple[str, ...]:
     return ("triton" if device.type == "cuda" else "cpu", "torch")
 
 
-def _create_attention(backend: str, device: torch.device, shape: AttentionShape) -> Attention:
+def _create_attention(backend: str, device: torch.device, shape: AttentionShape) -> PagedAttention:
     """Raises ConfigError if the backend cannot be used."""
     try:
         return _try_attention(backend, device, shape)
@@ -65,16 +65,16 @@ def _create_attention(backend: str, device: torch.device, shape: AttentionShape)
         raise ConfigError(refusal(backend, str(error)), code="attention-backend-not-usable") from error
 
 
-def _try_attention(backend: str, device: torch.device, shape: AttentionShape) -> Attention:
+def _try_attention(backend: str, device: torch.device, shape: AttentionShape) -> PagedAttention:
     """Raises UnusableError if the backend cannot be used."""
     if reason := attention_obstacle(backend, device, shape):
         raise UnusableError(reason)
-    attention: Attention = _module(backend).create_attention(device, shape)
+    attention: PagedAttention = _module(backend).create_attention(device, shape)
     return attention
 
 
-def _fastest_attention(device: torch.device, shape: AttentionShape) -> Attention:
-    """The fastest attention that can be used. What takes the place of another one is logged."""
+def _fastest_attention(device: torch.device, shape: AttentionShape) -> PagedAttention:
+    """The fastest attention that can be used. A backend that takes the place of another one is logged."""
     fastest, last = _by_speed(device)
     try:
         own = _try_attention(fastest, device, shape)
@@ -84,7 +84,7 @@ def _fastest_attention(device: torch.device, shape: AttentionShape) -> Attention
     return _winner(own, device, shape) if device.type == "cuda" else own
 
 
-def _winner(own: Attention, device: torch.device, shape: AttentionShape) -> Attention:
+def _winner(own: PagedAttention, device: torch.device, shape: AttentionShape) -> PagedAttention:
     """FlashInfer's attention if it is installed and faster than our `own`, now or when it was measured."""
     rival = "flashinfer"
     package = ATTENTION_BACKENDS[rival].package

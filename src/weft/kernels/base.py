@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from weft.architectures.shape import Attention as AttentionLayer
-from weft.architectures.shape import Experts, LatentAttention
+from weft.architectures.shape import Attention, Experts, LatentAttention
 from weft.comm import Group
 from weft.kernels.batch import Batch
+from weft.kernels.fused import FusedLayer, FusedStage, fuse_nothing
 from weft.kernels.sampling import Sampling
 from weft.kernels.staged import StagedStep
 from weft.kernels.warm import KernelLaunch
@@ -20,7 +20,7 @@ from weft.plan.plan import Plan
 from weft.quant.quantised import QuantisedWeight
 
 if TYPE_CHECKING:
-    from weft.kernels.latents import LatentDims, LatentKernels, LatentNorm, LatentProducts
+    from weft.kernels.latents import LatentDims, LatentKernels, LatentProducts
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class AttentionShape:
             windows=tuple(dict.fromkeys(shape.layers[layer].window for layer in layers)),
             groups=tuple(dict.fromkeys(pairs)) if len(layout.groups) > 1 else (),
             scale=shape.mixer.scale,
-            sinks=isinstance(shape.mixer, AttentionLayer) and shape.mixer.sinks,
+            sinks=isinstance(shape.mixer, Attention) and shape.mixer.sinks,
             latent=shape.latent,
             dtype=dtype,
             cache_dtype=torch.float8_e4m3fn if plan.kv_dtype == "fp8" else dtype,
@@ -165,116 +165,7 @@ class ExpertProducts(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class FusedMLP:
-    """The MLP of a layer, with a SiLU gate: the first half of the columns of `gate_up`."""
-
-    gate_up: Product
-    down: Product
-
-
-@dataclass(frozen=True)
-class ExchangeRanks:
-    """The ranks that bring each other tokens, if several attention groups share one set of experts.
-
-    `counts` takes the number of tokens of each attention group, and returns how many of them each rank of `group`
-    brings: those of the first attention group come first. `first_rank` is the first rank in `group` that brings tokens
-    of this rank's attention group. If `complete`, the results of all ranks of `group` add up to those of the experts,
-    otherwise to a part of them, which is to be summed over the tensor-parallel ranks.
-    """
-
-    group: Group
-    counts: Callable[[Sequence[int]], Sequence[int]]
-    first_rank: int
-    complete: bool
-
-
-@dataclass(frozen=True)
-class FusedMixture:
-    """The mixture of experts of a layer, of which this rank has `experts`; `exchange` leads to those of other groups.
-
-    `shared` experts, if there are any, see every token. The sigmoid of its product with `weigher`, float32, multiplies
-    their result, if there is one. `correction` [experts] float32 is the router's, see `Experts`.
-    """
-
-    spec: Experts
-    router: Product
-    experts: ExpertProducts
-    shared: FusedMLP | None = None
-    weigher: Product | None = None
-    exchange: ExchangeRanks | None = None
-    correction: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class FusedLayer:
-    """Weights and dimensions of one decoder layer, of this rank's heads, columns and experts.
-
-    Results of `out` and `ffn` are summed over the ranks. `eps` is that of the norms over the hidden dim. With `latent`,
-    `qkv` projects to queries alone.
-    """
-
-    attention_norm: torch.Tensor
-    qkv: Product
-    head_norm: HeadNorm | None
-    out: Product
-    ffn_norm: torch.Tensor
-    ffn: FusedMLP | FusedMixture
-    q_heads: int
-    window: int | None
-    scale: float
-    sinks: torch.Tensor | None
-    eps: float
-    latent: FusedLatent | None = None
-
-
-@dataclass(frozen=True)
-class FusedLatent:
-    """Latent attention of a layer. Queries are projected from the layer's input, or from the norm of its product with
-    `q_down`."""
-
-    q_down: Product | None
-    q_norm: LatentNorm | None
-    kv_down: Product
-    kv_norm: LatentNorm
-    products: LatentProducts
-    interleaved: bool
-
-
-class FusedStage(Protocol):
-    """All layers of a pipeline stage."""
-
-    def __call__(
-        self, residual: torch.Tensor, rope: torch.Tensor, caches: Sequence[KVCache], batch: Batch
-    ) -> torch.Tensor:
-        """Run the layers: `residual` [T, hidden], which may be overwritten, -> [T, hidden].
-
-        `rope` is the table of angles; `caches` has one KV cache per layer.
-        """
-        ...
-
-    def serve_others(self, group_tokens: Sequence[int]) -> None:
-        """Compute this rank's experts on the tokens of the other attention groups; this group has none in the step."""
-        ...
-
-    def trace(self, log: PhaseTimes | None) -> None:
-        """Give the phases of every later call to `log`; None ends that."""
-        ...
-
-    def forget_caches(self) -> None:
-        """Hold the KV caches of the last call no longer."""
-        ...
-
-
-class PhaseTimes(Protocol):
-    """Receives the phases of a stage's calls."""
-
-    def __call__(self, layer: int, phase: str, began_ns: int, ended_ns: int, /) -> None:
-        """A phase of a layer, counted from the stage's first one; times of the monotonic clock in ns."""
-        ...
-
-
-class Attention(Protocol):
+class PagedAttention(Protocol):
     """Attention over paged KV.
 
     If `capturable`, decode steps can be captured as CUDA graphs: no call waits for the GPU, and padding rows, which
@@ -327,15 +218,15 @@ class Attention(Protocol):
 def apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """Attention with sinks, from the result `out` [T, q_heads * head_dim] and the `lse` of attention without.
 
-    The weights of all values shrink by e^lse / (e^lse + e^sink): see `Attention.attend`.
+    The weights of all values shrink by e^lse / (e^lse + e^sink): see `PagedAttention.attend`.
     """
     heads = out.unflatten(1, (sinks.shape[0], -1))
     return (heads * torch.sigmoid(lse - sinks.float()).unsqueeze(2)).to(out.dtype).flatten(1)
 
 
 class Pointwise(Protocol):
-    """Operations on rows between the products. Keys and values are stored in the order that the `Attention` of the same
-    kernels reads."""
+    """Operations on rows between the products. Keys and values are stored in the order that the `PagedAttention` of the
+    same kernels reads."""
 
     def fill_batch(self, staged: StagedStep, batch: Batch) -> None:
         """Write a step into the tensors of a batch that is large enough, and its new blocks into the tables of all
@@ -429,7 +320,7 @@ class Matrices(Protocol):
         ...
 
     def launches(self, tokens: int) -> Sequence[Sequence[KernelLaunch]]:
-        """The same as `Attention.launches`, for the products of up to `tokens` tokens with all matrices so far."""
+        """The same as `PagedAttention.launches`, for the products of up to `tokens` tokens with all matrices so far."""
         ...
 
 
@@ -437,17 +328,12 @@ class Matrices(Protocol):
 FuseLayers = Callable[[Sequence[FusedLayer], Group], FusedStage | None]
 
 
-def fuse_nothing(layers: Sequence[FusedLayer], comm: Group) -> FusedStage | None:
-    """The `FuseLayers` of kernels that have no call for a whole stage."""
-    return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
     """Implementations of a decoder's operations on one device, in parts. Inputs are bf16, fp16 or fp32 and contiguous
     along their last dim; sums are computed in fp32."""
 
-    attention: Attention
+    attention: PagedAttention
     pointwise: Pointwise
     matrices: Matrices
     sampling: Sampling
@@ -455,6 +341,6 @@ class Kernels:
     fuse_layers: FuseLayers = fuse_nothing
 
     def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:
-        """The launches of all parts, see `Attention.launches`."""
+        """The launches of all parts, see `PagedAttention.launches`."""
         attention = self.latents if shape.latent else self.attention
         return [*self.matrices.launches(shape.tokens), *attention.launches(shape, device)]

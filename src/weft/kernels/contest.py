@@ -18,7 +18,7 @@ from weft import __version__
 from weft.cache import cache_path, write_cache_file
 from weft.errors import WeftError
 from weft.kernels.attention_inputs import AttentionInputs, decode_inputs
-from weft.kernels.base import Attention, AttentionShape
+from weft.kernels.base import AttentionShape, PagedAttention
 from weft.kernels.capture import capture_graph
 
 logger = logging.getLogger("weft")
@@ -52,7 +52,7 @@ def graph_seconds(run: Callable[[], object]) -> float:
 
 
 def attention_seconds(
-    attention: Attention, shape: AttentionShape, inputs: AttentionInputs, clock: Clock = graph_seconds
+    attention: PagedAttention, shape: AttentionShape, inputs: AttentionInputs, clock: Clock = graph_seconds
 ) -> float:
     """Seconds of one layer's attention, with the first of the shape's windows."""
     q, cache, batch = inputs
@@ -95,7 +95,7 @@ def save_winner(path: Path | None, name: str | None) -> None:
 
 
 def measure_fastest(
-    candidates: Sequence[Attention], device: torch.device, shape: AttentionShape, clock: Clock = graph_seconds
+    candidates: Sequence[PagedAttention], device: torch.device, shape: AttentionShape, clock: Clock = graph_seconds
 ) -> str | None:
     """Name of the attention that takes the least time for a layer's decode rows, or None if that cannot be measured.
 

@@ -50,7 +50,7 @@ def create_attention(device: torch.device, shape: AttentionShape) -> FlashInferA
 
 
 class FlashInferAttention:
-    """FlashInfer's implementation of `Attention`.
+    """FlashInfer's implementation of `PagedAttention`.
 
     Blocks and a window are part of a plan, so there is one plan for each window of a KV group. A CUDA graph fixes the
     address of a plan. Decode batches of each size that has a graph therefore have a wrapper of their own, which plans
@@ -129,14 +129,14 @@ class FlashInferAttention:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         out, pages, first = torch.empty_like(q), (cache.keys, cache.values), batch.decodes
 
-        def run(kind: str, part: slice) -> None:
+        def attend_part(kind: str, part: slice) -> None:
             wrapper, sums = self._wrapper(kind, window, batch), None if lse is None else lse[part]
             wrapper.run(q[part], pages, out=out[part], lse=sums, return_lse=sums is not None)
 
         if first:
-            run(DECODE, slice(first))
+            attend_part(DECODE, slice(first))
         if first < batch.rows:
-            run(PREFILL, slice(first, None))
+            attend_part(PREFILL, slice(first, None))
         if lse is not None:
             lse.mul_(math.log(2))  # its logarithms are to base 2
         return out.flatten(1) if lse is None or sinks is None else apply_sinks(out.flatten(1), lse, sinks)

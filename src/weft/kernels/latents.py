@@ -118,7 +118,7 @@ class LatentKernels(Protocol):
         self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, lse: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Causal attention in the absorbed form, each row over its own context: [T, heads, rank + rope_dim] -> [T,
-        heads, rank], float32 sums in q's dtype. `lse` [T, heads] float32 is that of `Attention.attend`.
+        heads, rank], float32 sums in q's dtype. `lse` [T, heads] float32 is that of `PagedAttention.attend`.
 
         A head's key is a whole latent, its value the latent's first `rank` values. `scale` is that of the expanded
         form, (nope_dim + rope_dim)^-0.5 unless the model says otherwise.
@@ -126,7 +126,7 @@ class LatentKernels(Protocol):
         ...
 
     def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:
-        """The same as `Attention.launches`."""
+        """The same as `PagedAttention.launches`."""
         ...
 
 

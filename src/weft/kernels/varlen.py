@@ -92,7 +92,7 @@ class Prompts:
 
 
 class VarlenAttention:
-    """`Attention` by torch for prefill, and by Triton for decode rows and for prompts whose contexts do not fit.
+    """`PagedAttention` by torch for prefill, and by Triton for decode rows and for prompts whose contexts do not fit.
 
     `paged`: keys and values are read in their blocks.
     """

@@ -13,7 +13,7 @@ import torch
 from weft.architectures.place import Place
 from weft.comm import Group, Links
 from weft.comm.base import rank_range
-from weft.kernels.base import ExchangeRanks
+from weft.kernels.fused import ExchangeRanks
 
 
 class RoutedTokens(NamedTuple):

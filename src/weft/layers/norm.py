@@ -49,7 +49,7 @@ class ResidualStream:
         assert self._part is None
         self._part, self._part_norm = part, norm
 
-    def read(self, norm: NormLayer | None) -> torch.Tensor:
+    def normed(self, norm: NormLayer | None) -> torch.Tensor:
         """The stream [T, hidden], normalised if `norm` is given. The same bits on every rank."""
         kernels, part = self._kernels, self._part
         if part is None:
@@ -62,12 +62,12 @@ class ResidualStream:
 
     def normalise(self, norm: NormLayer) -> None:
         """Replace the stream by its norm."""
-        self._residual.copy_(norm(self.read(None), self._kernels))
+        self._residual.copy_(norm(self.normed(None), self._kernels))
 
     def finish(self) -> torch.Tensor:
         """The residual [T, hidden] after the last addition."""
         # A plain sum: the buffers of the fused sums rely on it at the end of a step (comm/parts.py).
-        return self.read(None)
+        return self.normed(None)
 
     def _summed(self, part: torch.Tensor) -> torch.Tensor:
         total = self._comm.sum(part)

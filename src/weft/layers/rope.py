@@ -27,7 +27,7 @@ class RopeTables:
         self._max_positions = max_positions
         self._tables: dict[tuple[Rope, int], RopeTable] = {}
 
-    def table(self, rope: Rope, head_dim: int) -> RopeTable:
+    def table_for(self, rope: Rope, head_dim: int) -> RopeTable:
         """The table of an embedding of heads of this length; the same for each call."""
         return self._tables.setdefault((rope, head_dim), RopeTable(rope, head_dim))
 
@@ -40,7 +40,7 @@ class RopeTables:
 def rope_table(rope: Rope, head_dim: int, max_positions: int, length: int, rows: int) -> torch.Tensor:
     """Cosines and sines of the first `rows` positions: [rows, head_dim] float32, head_dim/2 cosines, then the sines.
 
-    Of heads that are rotated in part, the angles of the others are 0; `Part.rotated` says how their rows lie.
+    If heads are rotated in part, the angles of their other rows are 0; `Part.rotated` says how their rows lie.
 
     `max_positions` is the model's own context length, `length` the longest text that will be served. The base of
     dynamic scaling depends on the length of the text. Keys stay in the cache as they were rotated, so one base serves

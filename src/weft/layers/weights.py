@@ -76,7 +76,7 @@ class LayerWeights:
         """The MLPs of the experts that this rank holds, some columns of each: results are to be summed over the
         ranks."""
         gate_up = self._stack(f"{name}.gate_up", self.vector_or_none(f"{name}.gate_up.bias"))
-        # Of the ranks that divide the columns of the same experts, the first adds their biases.
+        # The first of the ranks that divide the columns of the same experts adds their biases.
         biases = self.vector_or_none(f"{name}.down.bias") if place.expert_ffn.start == 0 else None
         down = self._stack(f"{name}.down", biases)
         return self.kernels.matrices.experts(spec, gate_up, down, place.experts.start)

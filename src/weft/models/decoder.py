@@ -11,8 +11,9 @@ from weft.architectures.place import Place
 from weft.architectures.registry import find_architecture
 from weft.architectures.shape import Attention, Dense, LayerSpec, ModelShape
 from weft.comm import Group
-from weft.kernels.base import EmbeddingTable, Kernels, KVCache, PhaseTimes, Product
+from weft.kernels.base import EmbeddingTable, Kernels, KVCache, Product
 from weft.kernels.batch import Batch
+from weft.kernels.fused import PhaseTimes
 from weft.layers.attention import AttentionBlock
 from weft.layers.embedding import Embedding, Head, Positions
 from weft.layers.exchange import TokenExchange
@@ -49,10 +50,10 @@ class DecoderLayer:
         self.ffn_post_norm = weights.norm("mlp_post_norm") if after else None
 
     def __call__(self, stream: ResidualStream, cache: KVCache, batch: Batch) -> None:
-        stream.add(self.mixer(stream.read(self.mixer_norm), cache, batch), self.mixer_post_norm)
+        stream.add(self.mixer(stream.normed(self.mixer_norm), cache, batch), self.mixer_post_norm)
         if self.residual_norms is not None:
             stream.normalise(self.residual_norms[0])
-        stream.add(self.ffn(stream.read(self.ffn_norm), batch), self.ffn_post_norm)
+        stream.add(self.ffn(stream.normed(self.ffn_norm), batch), self.ffn_post_norm)
         if self.residual_norms is not None:
             stream.normalise(self.residual_norms[1])
 
@@ -123,7 +124,7 @@ class DecoderModel:
         for number in self._numbers:
             spec = shape.layers[number]
             weights = LayerWeights(tensors, f"layers.{number}.", shape.norm, comm, kernels, exchange)
-            rope = self.ropes.table(spec.mixer.rope, spec.mixer.rope_dim)
+            rope = self.ropes.table_for(spec.mixer.rope, spec.mixer.rope_dim)
             self.layers.append(DecoderLayer(spec, place, weights, rope))
         self.runs = fuse_runs(self.layers, comm, kernels)
         # The caches of the last step, and each run's: fused runs describe theirs to C++ when they change.

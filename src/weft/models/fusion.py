@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.architectures.fused import known_spec
-from weft.kernels.base import FusedLatent, FusedLayer, FusedMixture, FusedMLP, FusedStage, KVCache, PhaseTimes
+from weft.kernels.base import KVCache
 from weft.kernels.batch import Batch
+from weft.kernels.fused import FusedLatent, FusedLayer, FusedMixture, FusedMLP, FusedStage, PhaseTimes
 from weft.kernels.latents import LatentNorm
 from weft.layers.attention import AttentionBlock
 from weft.layers.experts import ExpertsBlock

@@ -24,10 +24,10 @@ def read_elsewhere(work: Work, files: Sequence[str]) -> tuple[bytes, str]:
     """
     command = [sys.executable, "-m", __name__, work, *files]
     ran = subprocess.run(command, capture_output=True, check=False, stdin=subprocess.DEVNULL)
-    said = ran.stderr.decode(errors="replace").strip()
+    complaint = ran.stderr.decode(errors="replace").strip()
     if ran.returncode:
-        raise OSError(said or f"the process that reads traces has ended with {ran.returncode}")
-    return ran.stdout, said
+        raise OSError(complaint or f"the process that reads traces has ended with {ran.returncode}")
+    return ran.stdout, complaint
 
 
 def main(work: str, *files: str) -> int:

@@ -159,8 +159,8 @@ def layer_times(events: Iterable[Event]) -> Iterator[tuple[int, str, float]]:
     for event in events:
         if event.get("cat") == OWN and "layer" in event.get("args", {}):
             yield int(event["args"]["layer"]), event["name"], _seconds(event)
-        elif event.get("cat") == category and (found := re.fullmatch(r"layer (\d+)", event["name"])):
-            yield int(found[1]), "whole", _seconds(event)
+        elif event.get("cat") == category and (layer := re.fullmatch(r"layer (\d+)", event["name"])):
+            yield int(layer[1]), "whole", _seconds(event)
 
 
 def rank_times(events: Sequence[Event]) -> Iterator[RankTime]:

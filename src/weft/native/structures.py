@@ -181,7 +181,7 @@ class RoundingDescriptor(ctypes.Structure):
     _fields_ = tuple((name, SIZE) for name in ("type", "rows", "width", "group", "bits", "kind", "lacking", "cols"))
 
 
-class SamplingSettings(ctypes.Structure):
+class SettingsDescriptor(ctypes.Structure):
     """`SamplingSettings` of settings.h: those of one request, see `kernels/sampling.py`."""
 
     _fields_ = tuple((name, DOUBLE) for name in ("temperature", "log_min_p", "top_k", "top_p"))
@@ -203,7 +203,7 @@ STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "PhaseEntry": PhaseEntry,
     "PhaseLog": PhaseLogDescriptor,
     "Rounding": RoundingDescriptor,
-    "SamplingSettings": SamplingSettings,
+    "SamplingSettings": SettingsDescriptor,
 }
 CONSTANTS = {
     "PANEL": PANEL,

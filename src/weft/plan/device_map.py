@@ -1,7 +1,7 @@
 """Device maps: Transformers' map from modules to devices, and the pipeline that a map describes.
 
 A map gives each module, by its name, a device: a GPU's number, "cuda:1", "cpu" or "disk". The innermost module around a
-tensor counts; "" is the whole model. Instead of a map, one of Transformers' words in SPREADS may be given;
+tensor counts; "" is the whole model. Instead of a map, one of Transformers' strategies in SPREADS may be given;
 `planner.balance` carries that out.
 """
 

@@ -33,8 +33,8 @@ def divide_nodes(nodes: int, replicas: int) -> list[range]:
 
 def place_on_node(nodes: int, replicas: int, replica: int, node: int) -> tuple[int, int]:
     """Number of a replica among those on a node, and their count."""
-    there = [number for number, group in enumerate(divide_nodes(nodes, replicas)) if node in group]
-    return there.index(replica), len(there)
+    numbers = [number for number, group in enumerate(divide_nodes(nodes, replicas)) if node in group]
+    return numbers.index(replica), len(numbers)
 
 
 def part_of_node(host: Host, number: int, count: int, *, on_cpu: bool) -> Host:
@@ -186,11 +186,11 @@ def named_gpus(hosts: Sequence[Host]) -> Iterator[None]:
         yield
     except PlanError as error:
         gpus = [(node, number) for node, host in enumerate(hosts) for number in range(len(host.gpus))]
-        found = re.search(r"\bcuda:(\d+)", str(error))
-        if found is None or int(found[1]) >= len(gpus):
+        device = re.search(r"\bcuda:(\d+)", str(error))
+        if device is None or int(device[1]) >= len(gpus):
             raise
-        node, number = gpus[int(found[1])]
-        where = f"{found[0]} is GPU {number} of node {node} ({hosts[node].hostname})"
+        node, number = gpus[int(device[1])]
+        where = f"{device[0]} is GPU {number} of node {node} ({hosts[node].hostname})"
         raise PlanError(f"{error}; {where}", code=error.code) from None
 
 

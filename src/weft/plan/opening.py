@@ -48,7 +48,7 @@ def pooling_task(config: PoolingOptions) -> PoolingTask:
         f"runner {config.runner}": by_runner.get(config.runner),
         "hf_overrides": overridden_task(config.hf_overrides or {}),
     }
-    given = {said: task for said, task in wanted.items() if task is not None}
+    given = {option: task for option, task in wanted.items() if task is not None}
     tasks = set(given.values())
     if ("generate" in tasks and len(tasks) > 1) or {"embed", "score"} <= tasks:
         raise ConfigError(f"{' and '.join(given)} contradict each other; give one of them", code="two-tasks")

@@ -21,7 +21,7 @@ from weft.plan.device_map import SPREADS, AvailableDevices, Spread, Stages, map_
 
 
 def spread_word(device_map: DeviceMap) -> Spread | None:
-    """The word in place of a map ("auto", "balanced", ...); None for a map or a device."""
+    """The strategy given instead of a map ("auto", "balanced", ...); None for a map or a device."""
     return next((word for word in SPREADS if word == device_map), None)
 
 
@@ -97,7 +97,7 @@ def check_stages(stages: Stages, flags: Mapping[str, Any]) -> None:
 def apply_device_map(config: EngineConfig, shape: ModelShape, host: Host, precision: str) -> EngineConfig:
     """Replace the config's device map by the layers per stage and the devices that it gives this model.
 
-    A word in place of a map is left to the planner's search, except without GPUs: then all layers are on the CPU.
+    A strategy instead of a map is left to the planner's search, except without GPUs: then all layers are on the CPU.
     `precision` is that of the weights, for the sizes in messages. Raises ConfigError for a map that is no pipeline of
     the model on this machine.
     """

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from weft.planner.profiles import Constant, Profile
-from weft.planner.replica import Replica
+from weft.planner.replica import PlannedReplica
 
 FULL = 0.1  # of each token's time: a step keeps the multipliers busy if doubling its tokens would save less than this
 KV_SHARE_FOR_STEP = 0.03  # of the KV cache beside the smallest step: the activations of a larger one may take this much
@@ -37,7 +37,7 @@ def with_smallest_budget(profile: Profile) -> Profile:
     return with_token_budget(profile, TokenBudget(int(least.value), least.source))
 
 
-def token_budgets(replica: Replica, profile: Profile, longest: int) -> Iterator[TokenBudget]:
+def token_budgets(replica: PlannedReplica, profile: Profile, longest: int) -> Iterator[TokenBudget]:
     """Token budgets for the steps of this replica, the best first and the smallest last.
 
     The caller takes the first whose activations leave the KV cache all but KV_SHARE_FOR_STEP of the size that it has

@@ -16,7 +16,7 @@ from weft.hardware.cluster import Cluster
 from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.footprint import Footprint, ReplicaMemory, footprint
 from weft.planner.profiles import Profile
-from weft.planner.replica import Replica, build_replicas
+from weft.planner.replica import PlannedReplica, build_replicas
 from weft.planner.roofline import Seconds
 
 # Share of its answer that a request has in the cache, on average over requests that run together and end at different
@@ -54,7 +54,7 @@ class _Load(NamedTuple):
     """One replica with the number of requests that it runs at once. A large cluster has many equal ones: as keys of a
     dict they are computed once."""
 
-    replica: Replica
+    replica: PlannedReplica
     batch: float
     step_tokens: int
 
@@ -104,7 +104,7 @@ def predict(
     )
 
 
-def _loads(replicas: list[Replica], batches: list[float], steps: list[int]) -> list[_Load]:
+def _loads(replicas: list[PlannedReplica], batches: list[float], steps: list[int]) -> list[_Load]:
     return [_Load(*load) for load in zip(replicas, batches, steps, strict=True)]
 
 
@@ -128,12 +128,12 @@ def _total_rate(loads: list[_Load], rates: Mapping[_Load, float]) -> float:
     return sum(rates[load] for load in loads)
 
 
-def _slowest(tpots: Mapping[_Load, float], replicas: list[Replica]) -> _Load:
+def _slowest(tpots: Mapping[_Load, float], replicas: list[PlannedReplica]) -> _Load:
     """The load with the longest time per token, and among equal ones the load of the first replica."""
     return max(tpots, key=lambda load: (tpots[load], -replicas.index(load.replica)))
 
 
-def _fastest_alone(replicas: list[Replica], workload: Workload) -> tuple[int, float]:
+def _fastest_alone(replicas: list[PlannedReplica], workload: Workload) -> tuple[int, float]:
     """(number, seconds of a round) of the replica that is fastest with one request; the first of equal ones."""
     seconds = {replica: replica.round_s(1, workload).total for replica in set(replicas)}
     fastest = min(range(len(replicas)), key=lambda number: seconds[replicas[number]])
@@ -167,8 +167,8 @@ def _limit(replica: ReplicaMemory, stages: int, profile: Profile, workload: Work
 def _requests_in_cache(replica: ReplicaMemory, workload: Workload) -> float:
     """Number of requests that a KV cache has room for, with others always waiting.
 
-    A small number of requests counts as whole ones: they run evenly spaced, and the first is at its end when the others
-    have half of their answers on average.
+    The smaller of two estimates. Many requests end at different times, and need MEAN_ANSWER_SHARE of their answers on
+    average. A few run evenly spaced: when one is at its end, the others have half of their answers on average.
     """
     room: float = replica.kv_tokens
     usual, half, prompt = workload.context(MEAN_ANSWER_SHARE), workload.context(0.5), float(workload.input_len)

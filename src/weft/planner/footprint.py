@@ -20,7 +20,7 @@ from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.draft_memory import draft_weight_bytes
 from weft.planner.profiles import OURS, Profile
 from weft.planner.rank_weights import rank_weights
-from weft.planner.replica import Replica
+from weft.planner.replica import PlannedReplica
 from weft.planner.request_kv import BLOCK, RequestKV, num_blocks, request_kv
 from weft.planner.work import layer_kinds
 
@@ -165,7 +165,7 @@ def footprint(
             seats = [(place, cluster.devices[index], index) for place, index in layout.replica(number)]
             budgets: list[TokenBudget] = []
             if profile.hold_up_ms.value:
-                replica = Replica(shape, layout, cluster, profile, number, {})
+                replica = PlannedReplica(shape, layout, cluster, profile, number, {})
                 budgets = list(token_budgets(replica, profile, longest))
             neighbours = _neighbours(layout, cluster, number)
             known[key] = _with_best_budget(memory_of, seats, neighbours, workload.longest, budgets)

@@ -264,8 +264,8 @@ def predicted_json(expected: Forecast, input_len: int, output_len: int) -> dict[
 
 
 def beside(real: float, planned: float, tell: Callable[[Any], str]) -> str:
-    """ " (0.97 of the predicted 1,234)"; empty without a prediction."""
-    return f" ({real / planned:.2f} of the predicted {tell(planned)})" if planned > 0 else ""
+    """ " (predicted 1,234, ratio 0.97)"; empty without a prediction."""
+    return f" (predicted {tell(planned)}, ratio {real / planned:.2f})" if planned > 0 else ""
 
 
 def far_off(expected: Forecast, real: float, planned: float) -> bool:

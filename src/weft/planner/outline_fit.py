@@ -72,8 +72,8 @@ def fit_outline(
 
 
 def _bound(outline: Outline, cluster: Cluster, shares: Sequence[DeviceShare]) -> float | None:
-    """Most tokens per second of one request, by the bandwidth with which layers are read. Of the other tensors, such as
-    an embedding, a token may read little."""
+    """Most tokens per second of one request, by the bandwidth with which layers are read. A token may
+    read little of the other tensors, such as an embedding."""
     if outline.mixture:
         return None
     seconds = sum(

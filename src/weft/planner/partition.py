@@ -27,7 +27,7 @@ def partition_layers(
 ) -> tuple[int, ...] | None:
     """Layers per stage, in order, so that each stage has the room and the slowest stage is as fast as possible.
 
-    `work[l]` is the cost of layer l, `sizes[l]` its bytes. Of several partitions with the fastest slowest stage, the
+    `work[l]` is the cost of layer l, `sizes[l]` its bytes. If several partitions have the fastest slowest stage, the
     result is one whose stages end as evenly as possible. None if no partition has the room, or if there are fewer
     layers than stages.
     """

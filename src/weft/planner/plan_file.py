@@ -11,14 +11,14 @@ import msgspec
 from weft.errors import ConfigError, error_reason
 from weft.plan.plan import RankDevice
 
-# Of the output of weft plan --json; grows if a field that is read here changes its meaning, or is new and needed. Files
-# of older formats are upgraded when they are read.
+# Format of the output of weft plan --json; grows if a field that is read here changes its meaning, or is new and
+# needed. Files of older formats are upgraded when they are read.
 FORMAT = 2
 
 
 class PlannedRank(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's device and share of the model; sizes are bytes. Of `memory_bytes`, other processes held `held_bytes`,
-    and the engine takes `usable_bytes`."""
+    """One rank's device and share of the model; sizes are bytes. Other processes held `held_bytes` of the
+    `memory_bytes`, and the engine takes `usable_bytes`."""
 
     gpu: str
     device: RankDevice

@@ -28,15 +28,17 @@ NEGLIGIBLE = 1e-6  # share of steps below which it does not matter that they hav
 T = TypeVar("T", float, Seconds)
 
 
-def build_replicas(shape: ModelShape, layout: DeploymentLayout, cluster: Cluster, profile: Profile) -> list[Replica]:
+def build_replicas(
+    shape: ModelShape, layout: DeploymentLayout, cluster: Cluster, profile: Profile
+) -> list[PlannedReplica]:
     """The replicas of a layout in order. Equal ones are one object."""
     rooflines: dict[GpuSpec, Roofline] = {}
-    by_content: dict[object, Replica] = {}
-    by_seats: dict[object, Replica] = {}
+    by_content: dict[object, PlannedReplica] = {}
+    by_seats: dict[object, PlannedReplica] = {}
     replicas = []
     for number, seats in enumerate(_seats(layout, cluster)):
         if seats not in by_seats:
-            replica = Replica(shape, layout, cluster, profile, number, rooflines)
+            replica = PlannedReplica(shape, layout, cluster, profile, number, rooflines)
             by_seats[seats] = by_content.setdefault(replica.key, replica)
         replicas.append(by_seats[seats])
     return replicas
@@ -112,7 +114,7 @@ class Stage:
         return any(layer.experts and layer.experts.held < layer.experts.count for layer in work.layers)
 
 
-class Replica:
+class PlannedReplica:
     """One replica of a layout: its stages, and the seconds of a round through them.
 
     `rooflines` has those that are known already, by GPU, and gets the new ones.
@@ -258,7 +260,7 @@ class Replica:
         of g groups the steps behind one that reads a prompt wait for it in every stage, and the stages behind it wait
         for work. So in a round with such a step among its g, the whole way of the prompt through all stages, R, counts,
         less the slack that a step has on its way if the slowest stage sets the pace. Prompts arrive at steps at random,
-        as a Poisson process. Those that arrive at the g - 1 steps behind another one cost nothing: they follow it
+        as a Poisson process. Prompts that arrive at the g - 1 steps behind another one cost nothing: they follow it
         through the stages. So after g - 1 steps the next prompt counts. It is 1 / P steps away, P being the probability
         that a step has one: g / (g - 1 + 1 / P) in a round. The same holds for steps that have two, and more. The part
         of a prompt beyond `batched_tokens` goes through the stages right behind the prompt's beginning. Prompts that

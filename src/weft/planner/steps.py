@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from operator import mul
 from typing import NamedTuple
 
-from weft.planner.replica import Replica, Stage
+from weft.planner.replica import PlannedReplica, Stage
 from weft.planner.roofline import Roofline, attended_pairs
 from weft.planner.work import AttentionWork, LayerWork, RankWork
 
@@ -34,7 +34,7 @@ class StepPredictor:
     layers, None for full attention. For a given window the seconds of a row grow linearly with its context.
     """
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: PlannedReplica) -> None:
         profile = replica.profile
         self._host_s, self._row_s = profile.step_us.value * 1e-6, profile.sequence_us.value * 1e-6
         self._control_s = replica.control_s
@@ -78,7 +78,7 @@ class StepPredictor:
         latency += host + self._control_s
         if read:
             pairs = [_chunk_pairs(chunks, window) for window in self.windows]
-            reading, longest = _seconds(self._read(tokens, ends, read), pairs, self._turns)
+            reading, longest = _seconds(self._prefill(tokens, ends, read), pairs, self._turns)
             latency, interval = latency + reading, interval + longest
         return StepSeconds(latency, interval)
 
@@ -90,7 +90,7 @@ class StepPredictor:
             self._decoding[rows, routed] = self._lines(rows, rows, routed, seconds, Roofline.cached_token_s)
         return self._decoding[rows, routed]
 
-    def _read(self, tokens: int, ends: int, routed: float) -> Lines:
+    def _prefill(self, tokens: int, ends: int, routed: float) -> Lines:
         def seconds(rank: Roofline, work: RankWork, routed: float, dealt: bool) -> float:
             launches = sum(layer.count * rank.prefill_attention_s(layer.attention, 0) for layer in work.layers)
             head = rank.product_s(work.head, ends) if work.head and ends else 0.0

@@ -64,11 +64,11 @@ class Kernels:
         values = keys + rows * length * KV_HEADS * HEAD_DIM * 2
         sizes = length // BLOCK, rows, BLOCK, Q_HEADS, KV_HEADS, HEAD_DIM, 0
 
-        def run() -> object:
+        def attend() -> object:
             arrays = (array.ctypes.data for array in (out, starts, context, tables))
             return self._entries.attend(q.ctypes.data, keys, values, *arrays, *sizes, HEAD_DIM**-0.5, None, None, False)
 
-        return run
+        return attend
 
     def silu_mul(self, rows: int) -> Run:
         """SiLU and multiplication of an array [rows, 2 * COLS]."""

@@ -52,12 +52,12 @@ def round_weight(weight: torch.Tensor, scheme: Scheme, importance: torch.Tensor 
     """Round a weight [rows, cols] float32, whose first column begins a group and whose last group may be short."""
     # A group may be a whole row; a nested one has parts, of which a row may lack some.
     group = scheme.group if scheme.lowest == "nested" else min(scheme.group, weight.shape[1])
-    each = column_weights(importance, weight.shape[1], group, weight.device)
+    error_weights = column_weights(importance, weight.shape[1], group, weight.device)
     missing = -weight.shape[1] % group
     if missing:
         # Copies of the last column change neither end of the range.
         weight = F.pad(weight, (0, missing), mode="replicate")
-    return ROUND[scheme.lowest](weight.unflatten(1, (-1, group)), each, scheme.bits)
+    return ROUND[scheme.lowest](weight.unflatten(1, (-1, group)), error_weights, scheme.bits)
 
 
 def column_weights(importance: torch.Tensor | None, width: int, group: int, device: torch.device) -> torch.Tensor:
@@ -65,33 +65,33 @@ def column_weights(importance: torch.Tensor | None, width: int, group: int, devi
     groups = -(-width // group)
     if importance is None:
         return torch.full((groups, group), 1 / group, device=device)
-    each = F.pad(importance.unsqueeze(0), (0, groups * group - width), mode="replicate").view(groups, group)
-    return each / each.sum(dim=1, keepdim=True)
+    error_weights = F.pad(importance.unsqueeze(0), (0, groups * group - width), mode="replicate").view(groups, group)
+    return error_weights / error_weights.sum(dim=1, keepdim=True)
 
 
-def _minimum(w: torch.Tensor, each: torch.Tensor, bits: int) -> Rounded:
+def _minimum(w: torch.Tensor, error_weights: torch.Tensor, bits: int) -> Rounded:
     """Round to w = scale * q + minimum, both fitted to q by least squares, weighted by `each`."""
     most, low, high = 2**bits - 1, *w.aminmax(dim=2, keepdim=True)
-    middle, mean = (high + low) / 2, (w * each).sum(dim=2, keepdim=True)
+    middle, mean = (high + low) / 2, (w * error_weights).sum(dim=2, keepdim=True)
     candidates: list[tuple[torch.Tensor, ...]] = []
     for below, above in BELOW_AND_ABOVE if bits < 8 else BELOW_AND_ABOVE[:1]:
         first = middle - (middle - low) * below
         scale = _half((((high - middle) * above + (middle - low) * below) / most).clamp_(min=TINY))
         q = ((w - first) * scale.reciprocal()).round_().clamp_(0, most)
-        average = (q * each).sum(dim=2, keepdim=True)
+        average = (q * error_weights).sum(dim=2, keepdim=True)
         centred = q - average
-        variance = (centred.square() * each).sum(dim=2, keepdim=True)
-        fitted = ((w - mean) * centred * each).sum(dim=2, keepdim=True) / variance.clamp(min=TINY)
+        variance = (centred.square() * error_weights).sum(dim=2, keepdim=True)
+        fitted = ((w - mean) * centred * error_weights).sum(dim=2, keepdim=True) / variance.clamp(min=TINY)
         scale = torch.where(variance > 0, _half(fitted.clamp_(min=TINY)), scale)
         minimum = _half(mean - scale * average)
         q = ((w - minimum) * scale.reciprocal()).round_().clamp_(0, most)
         off = (q * scale).add_(minimum).sub_(w).square_()
-        candidates.append((off.mul_(each).sum(dim=2, keepdim=True), q, scale, minimum))
+        candidates.append((off.mul_(error_weights).sum(dim=2, keepdim=True), q, scale, minimum))
     q, scale, minimum = _best(candidates)
     return q.to(torch.uint8), scale, minimum
 
 
-def _middle(w: torch.Tensor, each: torch.Tensor, bits: int) -> Rounded:
+def _middle(w: torch.Tensor, error_weights: torch.Tensor, bits: int) -> Rounded:
     """Round to w = scale * (q - 2^(bits - 1)). With 4 bits, the number farthest from zero is on the side with one more
     step."""
     half, (low, high) = 2 ** (bits - 1), w.aminmax(dim=2, keepdim=True)
@@ -103,16 +103,16 @@ def _middle(w: torch.Tensor, each: torch.Tensor, bits: int) -> Rounded:
         scale = torch.where(scale.abs() < TINY, TINY, scale)
         q = (w * scale.reciprocal()).round_().clamp_(-half, half - 1)
         if bits < 8:
-            squares = (q.square() * each).sum(dim=2, keepdim=True)
-            fitted = _half((w * q * each).sum(dim=2, keepdim=True) / squares.clamp_(min=TINY))
+            squares = (q.square() * error_weights).sum(dim=2, keepdim=True)
+            fitted = _half((w * q * error_weights).sum(dim=2, keepdim=True) / squares.clamp_(min=TINY))
             scale = torch.where(fitted.abs() < TINY, scale, fitted)
             q = (w * scale.reciprocal()).round_().clamp_(-half, half - 1)
-        candidates.append(((q * scale).sub_(w).square_().mul_(each).sum(dim=2, keepdim=True), q, scale))
+        candidates.append(((q * scale).sub_(w).square_().mul_(error_weights).sum(dim=2, keepdim=True), q, scale))
     q, scale = _best(candidates)
     return q.add_(half).to(torch.uint8), scale, None
 
 
-def _zero(w: torch.Tensor, each: torch.Tensor, bits: int) -> Rounded:
+def _zero(w: torch.Tensor, error_weights: torch.Tensor, bits: int) -> Rounded:
     """Round to w = scale * (q - zero), with a range that contains zero."""
     most = 2**bits - 1
     low, high = w.amin(dim=2, keepdim=True).clamp_(max=0), w.amax(dim=2, keepdim=True).clamp_(min=0)
@@ -122,7 +122,7 @@ def _zero(w: torch.Tensor, each: torch.Tensor, bits: int) -> Rounded:
     return q.to(torch.uint8), scale, zero
 
 
-def _mxfp4(w: torch.Tensor, each: torch.Tensor, bits: int) -> Rounded:
+def _mxfp4(w: torch.Tensor, error_weights: torch.Tensor, bits: int) -> Rounded:
     """Round to the nearest of MXFP4's values, with the scale of the specification (OCP MX 1.0, 6.3): the largest number
     gets the largest exponent. The scale is its stored byte."""
     peak = w.abs().amax(dim=2, keepdim=True).clamp_(min=TINY)
@@ -133,18 +133,18 @@ def _mxfp4(w: torch.Tensor, each: torch.Tensor, bits: int) -> Rounded:
     return (q + 8 * w.signbit()).to(torch.uint8), exponent.add_(127), None
 
 
-def _fp8(w: torch.Tensor, each: torch.Tensor, bits: int) -> Rounded:
+def _fp8(w: torch.Tensor, error_weights: torch.Tensor, bits: int) -> Rounded:
     """Round to the nearest of E4M3's values, with the scale that makes the largest number E4M3's largest one."""
     scale = (w.abs().amax(dim=2, keepdim=True) / LARGEST_FP8).clamp_(min=TINIEST_FP8)
     q = (w / scale).clamp_(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn)
     return q.view(torch.uint8), scale, None
 
 
-def _nf4(w: torch.Tensor, each: torch.Tensor, bits: int) -> Rounded:
+def _nf4(w: torch.Tensor, error_weights: torch.Tensor, bits: int) -> Rounded:
     return _tabled(w, TABLES["nf4"])
 
 
-def _fp4(w: torch.Tensor, each: torch.Tensor, bits: int) -> Rounded:
+def _fp4(w: torch.Tensor, error_weights: torch.Tensor, bits: int) -> Rounded:
     return _tabled(w, TABLES["fp4"])
 
 
@@ -156,18 +156,18 @@ def _tabled(w: torch.Tensor, table: tuple[float, ...]) -> Rounded:
     return places[q].to(torch.uint8), scale, None
 
 
-def _signed(w: torch.Tensor, each: torch.Tensor, bits: int) -> Rounded:
+def _signed(w: torch.Tensor, error_weights: torch.Tensor, bits: int) -> Rounded:
     """Round to w = scale * (q - 2^(bits - 1)), with the scale that makes the largest number 2^(bits - 1) - 1."""
     half = 2 ** (bits - 1)
     scale = (w.abs().amax(dim=2, keepdim=True) / (half - 1)).clamp_(min=TINIEST_FP8)
     return (w / scale).round_().add_(half).to(torch.uint8), scale, None
 
 
-def _nested(w: torch.Tensor, each: torch.Tensor, bits: int) -> Rounded:
+def _nested(w: torch.Tensor, error_weights: torch.Tensor, bits: int) -> Rounded:
     """Round each UNIT as `_minimum` does, to minima of zero or below; then scales and minima to 63 parts of a group's
     largest."""
     most, units = 2**bits - 1, w.unflatten(2, (-1, UNIT))
-    shares = each.unflatten(1, (-1, UNIT)).flatten(0, 1)
+    shares = error_weights.unflatten(1, (-1, UNIT)).flatten(0, 1)
     _, scale, minimum = _minimum(units.flatten(1, 2), shares / shares.sum(dim=1, keepdim=True), bits)
     assert minimum is not None
     scale, minimum = scale.view(*units.shape[:3]), minimum.view(*units.shape[:3])

@@ -96,7 +96,7 @@ class RowAnswerer:
         self._kind = msgspec.json.decode(kind, type=RowKind)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="weft-batch", daemon=True).start()
-        self._run(
+        self._run_on_loop(
             self._open(msgspec.json.decode(config, type=EngineConfig), msgspec.json.decode(options, type=ServeOptions))
         )
 
@@ -106,12 +106,12 @@ class RowAnswerer:
         self._service = await self._stack.enter_async_context(run_service(config, options, opened))
         self._places = asyncio.Semaphore(min(self._service.capacity, self._service.plan.max_running + 1))
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+    def _run_on_loop(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def __call__(self, rows: Any) -> dict[str, list[Any]]:
         """The answers to a table with `number` and `text`, as columns of Answered."""
-        answers = self._run(self._answer_all(rows.to_pylist()))
+        answers = self._run_on_loop(self._answer_all(rows.to_pylist()))
         return {name: [getattr(one, name) for one in answers] for name in Answered.__struct_fields__}
 
     async def _answer_all(self, rows: list[dict[str, Any]]) -> list[Answered]:

@@ -100,7 +100,7 @@ class ChatStream(OpenAIStream[ChatChunkChoice]):
         return aiter(self._answers.stream)
 
     def _new_choices(self, number: int, delta: Delta) -> list[ChatChunkChoice]:
-        news = self._answers.read(delta)
+        news = self._answers.read_delta(delta)
         # With the first token, not before: load generators take the first chunk's time for that of the first token.
         choices, self._unsent_roles = self._unsent_roles, []
         if not news.empty or self._top_logprobs is not None or self._sends_ids:

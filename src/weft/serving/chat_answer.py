@@ -11,9 +11,10 @@ from weft.client.collector import Delta
 from weft.client.outputs import Logprob
 from weft.serving.answer_ids import AnswerIds
 from weft.serving.chat_prompt import PreparedChat, prepare_chat
+from weft.serving.engine_stream import EngineStream
 from weft.serving.openai_types import Usage
 from weft.serving.parsers.reader import CallArguments, CallBegin, Content, Event, Reasoning, StreamParser
-from weft.serving.service import EngineStream, Service
+from weft.serving.service import Service
 
 __all__ = [
     "AnswerChoice",
@@ -101,7 +102,7 @@ class ChoiceReader:
         self._named = prepared.named_tool
         self._calls = 0  # that have begun; those over the limit are left out
 
-    def read(self, text: str, *, last: bool) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
+    def read_text(self, text: str, *, last: bool) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
         """Content, reasoning and calls of new text; `last`: nothing follows."""
         if self._parser is None:
             self.choice.content += text
@@ -185,12 +186,12 @@ class ChatAnswers:
 
     async def __aiter__(self) -> AsyncIterator[AnswerDelta]:
         async for _, delta in self.stream:
-            yield self.read(delta)
+            yield self.read_delta(delta)
 
     async def finish(self) -> None:
         """Wait until every choice has ended."""
         async for _, delta in self.stream:
-            self._choices[delta.index].read(delta.text, last=delta.finish_reason is not None)
+            self._choices[delta.index].read_text(delta.text, last=delta.finish_reason is not None)
 
     def whole(self) -> list[AnswerChoice]:
         """The choices up to now, by index."""
@@ -213,13 +214,13 @@ class ChatAnswers:
         """Read the answered tokens as they came at the other server: one by one."""
         reader = self._choices[0]
         for token, text in zip(self.collector.requests[0].answered, self.collector.begun, strict=True):
-            content, reasoning, calls = reader.read(text, last=False)
+            content, reasoning, calls = reader.read_text(text, last=False)
             yield AnswerDelta(0, content, reasoning, calls, token_ids=[token])
 
-    def read(self, delta: Delta) -> AnswerDelta:
+    def read_delta(self, delta: Delta) -> AnswerDelta:
         """Read the next delta of `stream`, for a caller that iterates over that itself."""
         reader = self._choices[delta.index]
-        content, reasoning, calls = reader.read(delta.text, last=delta.finish_reason is not None)
+        content, reasoning, calls = reader.read_text(delta.text, last=delta.finish_reason is not None)
         return AnswerDelta(
             index=delta.index,
             content=content,

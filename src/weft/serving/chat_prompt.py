@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from starlette.requests import Request
 
 from weft.client.collector import Collector
-from weft.client.frontend import Prompt
+from weft.client.prompt import Prompt
 from weft.errors import RequestError
 from weft.serving.answer_grammar import answer_grammar
 from weft.serving.answer_ids import StreamState, check_state

@@ -12,15 +12,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from weft.client.collector import Collector, Delta
-from weft.client.frontend import Frontend, Prompt, PromptLike
+from weft.client.frontend import Frontend
 from weft.client.outputs import CompletionOutput, Logprob
+from weft.client.prompt import Prompt, PromptLike
 from weft.errors import RequestError
 from weft.serving.continuation import answered_ids, check_continuation_key
+from weft.serving.engine_stream import EngineStream
 from weft.serving.logprobs import completion_logprobs
 from weft.serving.openai_stream import OpenAIStream
 from weft.serving.openai_types import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
 from weft.serving.sampling import sampling_fields
-from weft.serving.service import EngineStream, Service
+from weft.serving.service import Service
 from weft.serving.structured import wanted_output
 
 

@@ -22,10 +22,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from weft.serving.admission import Admission
-from weft.serving.errors import WHOLE, ErrorFrame, HttpError, describe_error, error_response
+from weft.serving.errors import WHOLE, ErrorFrame, HttpError, describe_error, error_response, shutting_down_error
 from weft.serving.joined import JOINED, JoinedTransport, send_whole
 from weft.serving.leaving import LEAVING
-from weft.serving.service import shutting_down_error
 from weft.serving.sse import RESET, WRITER
 
 HEAD_END = b"\r\n\r\n"

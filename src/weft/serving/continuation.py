@@ -40,7 +40,7 @@ def answered_ids(body: SamplingRequest, vocab: int, prompts: int = 1) -> TokenId
 def check_continuation_key(request: Request, body: Continuable) -> None:
     """Let only the admin key continue answers on a server with API keys. Raises HttpError.
 
-    Who continues an answer says what the model has said: an administrator of the server may, its other clients not.
+    A client that continues an answer puts words into the model's mouth: only an administrator of the server may.
     """
     service: Service = request.app.state.service
     if body.continue_token_ids and service.clients.required:

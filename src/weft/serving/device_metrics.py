@@ -60,7 +60,8 @@ class DeviceMetrics(PrometheusCollector):
         self._gpus = GpuWatch([device.name for plan in plans for device in plan.devices])
 
     async def refresh(self) -> None:
-        """Ask the ranks and the driver again, unless that was a moment ago. What does not answer keeps its figures."""
+        """Ask the ranks and the driver again, unless that was a moment ago. A rank that does not answer keeps its
+        figures."""
         if self._clock() - self._asked_s < FRESH_S:
             return
         self._asked_s = self._clock()
@@ -107,7 +108,7 @@ class DeviceMetrics(PrometheusCollector):
         )
         for name, text, field in fields:
             counter = CounterMetricFamily(f"weft:rank_{name}", text, labels=RANK_LABELS)
-            for labels, value in self._known(field):
+            for labels, value in self._labelled_values(field):
                 counter.add_metric(labels, value)
             yield counter
         for field, text in (
@@ -116,7 +117,7 @@ class DeviceMetrics(PrometheusCollector):
             ("driver_bytes", "Bytes in use of a GPU's memory by the driver's count."),
         ):
             gauge = GaugeMetricFamily(f"weft:rank_{field}", text, labels=RANK_LABELS)
-            for labels, value in self._known(field):
+            for labels, value in self._labelled_values(field):
                 gauge.add_metric(labels, value)
             yield gauge
         yield self._expert_metric()
@@ -132,7 +133,7 @@ class DeviceMetrics(PrometheusCollector):
                 counter.add_metric((str(replica.first_rank + rank), str(expert)), float(tokens))
         return counter
 
-    def _known(self, field: str) -> Iterator[tuple[Sequence[str], float]]:
+    def _labelled_values(self, field: str) -> Iterator[tuple[Sequence[str], float]]:
         """Labels and value of each rank that reports a field."""
         for replica, rank, report in self.reports():
             value = getattr(report, field)

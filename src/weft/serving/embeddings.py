@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from weft.client.collector import Collector
-from weft.client.frontend import PromptLike
+from weft.client.prompt import PromptLike
 from weft.errors import RequestError
 from weft.serving.pooled import check_inputs, limited, reply_pooled, usage_of
 from weft.serving.pooling_types import EmbeddingRow, Embeddings, EmbeddingsRequest

@@ -176,3 +176,8 @@ def api_path(scope: Scope) -> str:
 
 # A handler for Exception alone would do, but Starlette re-raises what that one caught, and the server logs it.
 HANDLERS: Mapping[Any, Any] = dict.fromkeys((HTTPException, ClientDisconnect, WeftError, Exception), handle_exception)
+
+
+def shutting_down_error() -> HttpError:
+    """The 503 error for requests that the shutdown refuses or cuts off."""
+    return HttpError(503, "the server is shutting down; ask another", code="shutting-down", retry_after_s=1)

@@ -35,5 +35,5 @@ def as_told(own: Client, headers: Headers) -> Client:
     text = headers.get(HEADER)
     if text is None:
         return own
-    told = msgspec.json.decode(text, type=FrontClient)
-    return own._replace(name=told.name, number=told.number, weight=told.weight, salt=told.salt)
+    client = msgspec.json.decode(text, type=FrontClient)
+    return own._replace(name=client.name, number=client.number, weight=client.weight, salt=client.salt)

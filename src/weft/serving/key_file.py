@@ -62,7 +62,7 @@ def read_keys(path: str, others: Mapping[str, str | None] | None = None) -> list
     Raises ConfigError for a bad file, also one with plain keys that others may read, for two keys with one name, and
     for a key that is there twice or is one of `others`.
     """
-    keys = _convert(_read(path), path)
+    keys = _convert(_read_yaml(path), path)
     names = [key.name for key in keys]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -108,7 +108,7 @@ def _convert(values: Any, path: str) -> list[ClientKey]:
         raise ConfigError(f"{path}: {error}", code="invalid-field") from None
 
 
-def _read(path: str) -> Any:
+def _read_yaml(path: str) -> Any:
     try:
         return load_yaml(Path(path).read_text(encoding="utf-8"), quote=False)
     except (OSError, UnicodeDecodeError) as error:

@@ -232,5 +232,5 @@ class RequestCount:
 
 
 UNCOUNTED = RequestCount(KeyRates([]), "")
-# Of the request that the present task answers.
+# Count of the request that the present task answers.
 counting: ContextVar[RequestCount] = ContextVar("counting", default=UNCOUNTED)

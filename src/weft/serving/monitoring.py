@@ -145,9 +145,9 @@ class ServerMonitor(PrometheusCollector):
 
     def collect(self) -> Iterator[Metric]:
         gauge = GaugeMetricFamily("weft:diagnosis", "1 if the diagnosis has found this.", labels=("code",))
-        found = {finding.code for finding in self.findings}
+        reported = {finding.code for finding in self.findings}
         for code in CODES:
-            gauge.add_metric((code,), float(code in found))
+            gauge.add_metric((code,), float(code in reported))
         yield gauge
 
     def _snapshot(self) -> Snapshot:

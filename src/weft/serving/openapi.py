@@ -79,7 +79,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         media=EVENTS,
     ),
     ("POST", "/v1/messages"): Operation(
-        request=anthropic.MessagesRequest, answer=anthropic.Answer, part=anthropic.StreamEvent, media=EVENTS
+        request=anthropic.MessagesRequest, answer=anthropic.AnthropicAnswer, part=anthropic.StreamEvent, media=EVENTS
     ),
     ("POST", "/v1/messages/count_tokens"): Operation(request=anthropic.CountRequest, answer=anthropic.TokenCount),
     ("POST", "/v1/embeddings"): Operation(request=EmbeddingsRequest, answer=Embeddings),
@@ -117,14 +117,14 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/api/ps"): Operation(answer=ollama.RunningList),
     ("POST", "/api/show"): Operation(request=ollama.ShowRequest, answer=ollama.ShowAnswer),
     ("POST", "/api/chat"): Operation(
-        request=ollama.ChatRequest, answer=ollama.ChatAnswer, part=ollama.ChatAnswer, media=LINES
+        request=ollama.OllamaChatRequest, answer=ollama.ChatAnswer, part=ollama.ChatAnswer, media=LINES
     ),
     ("POST", "/api/generate"): Operation(
         request=ollama.GenerateRequest, answer=ollama.GenerateAnswer, part=ollama.GenerateAnswer, media=LINES
     ),
     ("POST", "/api/embed"): Operation(request=ollama_embed.EmbedRequest, answer=ollama_embed.EmbedAnswer),
     ("POST", "/api/embeddings"): Operation(
-        request=ollama_embed.EmbeddingsRequest, answer=ollama_embed.EmbeddingsAnswer
+        request=ollama_embed.OllamaEmbeddingsRequest, answer=ollama_embed.EmbeddingsAnswer
     ),
     ("POST", "/api/pull"): Operation(
         request=ollama.PullRequest, answer=ollama.PullStatus, part=ollama.PullStatus, media=LINES
@@ -193,10 +193,10 @@ def _schemas() -> tuple[dict[Any, Any], dict[str, Any]]:
 
 
 def _describe(route: Route, method: str, operation: Operation, schemas: Mapping[Any, Any]) -> dict[str, Any]:
-    told = (route.endpoint.__doc__ or "").partition(": ")[2] or route.path
+    summary = (route.endpoint.__doc__ or "").partition(": ")[2] or route.path
     described: dict[str, Any] = {
         "operationId": f"{method.lower()}{re.sub(r'[^a-z0-9]+', '_', route.path.lower())}",
-        "summary": " ".join(told.split()),
+        "summary": " ".join(summary.split()),
         "responses": {"200": _answer(operation, schemas), **_errors(route.path, operation.statuses, schemas)},
     }
     parameters = [
@@ -228,8 +228,8 @@ def _errors(path: str, more: Sequence[int], schemas: Mapping[Any, Any]) -> dict[
     """The errors that a path may give, in the shape of its API; `more`: what else it may answer."""
     frame = type(shape_error(400, ErrorBody("", ""), path))
     content = _content("application/json", schemas[frame])
-    found = {str(status): {"description": HTTPStatus(status).phrase, "content": content} for status in STATUSES}
-    return found | {str(status): {"description": HTTPStatus(status).phrase} for status in more}
+    described = {str(status): {"description": HTTPStatus(status).phrase, "content": content} for status in STATUSES}
+    return described | {str(status): {"description": HTTPStatus(status).phrase} for status in more}
 
 
 def _content(media: str, schema: Any) -> dict[str, Any]:

@@ -12,12 +12,13 @@ from starlette.types import Receive, Scope, Send
 
 from weft.client.collector import Collector
 from weft.errors import QueueFullError, RequestError
-from weft.serving.errors import JsonResponse
+from weft.serving.engine_stream import EngineStream, timeout_error
+from weft.serving.errors import JsonResponse, shutting_down_error
 from weft.serving.key_rates import counting
 from weft.serving.leaving import while_connected
 from weft.serving.openai_types import PromptTokensDetails
 from weft.serving.pooling_types import PoolingUsage
-from weft.serving.service import EngineStream, Service, shutting_down_error, timeout_error
+from weft.serving.service import Service
 from weft.text.limits import LIMITS
 
 INPUTS = 2048  # of one HTTP request, as OpenAI's

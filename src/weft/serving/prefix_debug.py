@@ -90,11 +90,11 @@ class PrefixReport:
         if output.metrics.first_token_s is None:
             return None
         hit, length = output.num_cached_tokens, len(self._ids) // TOKEN_BYTES
-        told = f"hit={hit}; miss={length - hit}; at={self._at}; where={self._where}"
+        figures = f"hit={hit}; miss={length - hit}; at={self._at}; where={self._where}"
         # The cache has whole blocks only, and never the last token, from which the first one is sampled.
         most = min(self._at, length - 1)
         lost = most - hit
-        return f"{told}; evicted={lost}" if lost > self._service.plan.block_size else told
+        return f"{figures}; evicted={lost}" if lost > self._service.plan.block_size else figures
 
     def end(self) -> None:
         """Remember the answer too: the next turn of a conversation repeats it."""
@@ -124,18 +124,18 @@ def place_of(at: int, text: str, messages: Sequence[Mapping[str, Any]], tools: S
     if not tools or role == "system":
         return role
     first = next((end for name, end in spans if name != "system"), len(text))
-    told = [text.find(name) for name in map(_name_of, tools) if name]
-    return "tools" if role != "template" and any(at <= place < first for place in told) else role
+    mentions = [text.find(name) for name in map(_name_of, tools) if name]
+    return "tools" if role != "template" and any(at <= place < first for place in mentions) else role
 
 
 def _spans(text: str, messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, int]]:
     """Role and end of each message whose text is found, in their order."""
     at = 0
     for message in messages:
-        said = _text_of(message)
-        found = text.find(said, at) if said else -1
-        if found >= 0:
-            at = found + len(said)
+        content = _text_of(message)
+        begin = text.find(content, at) if content else -1
+        if begin >= 0:
+            at = begin + len(content)
             role = message.get("role")
             yield role if isinstance(role, str) and role in ROLES else "other", at
 

@@ -36,7 +36,7 @@ class LastProfile:
 
     @property
     def written(self) -> list[str]:
-        """The traces that are complete. Those of other machines are never found here."""
+        """The traces that are complete. Traces of other machines are never found here."""
         return [file for file in self.files if Path(file).exists()]
 
     def describe(self, history: History, forecast: Forecast | None, *, partial: bool) -> dict[str, Any]:
@@ -59,10 +59,10 @@ class LastProfile:
             try:
                 state = tuple((file, os.stat(file).st_mtime_ns) for file in files)
                 if state != self._reported:
-                    content, said = read_elsewhere("report", files)
+                    content, warning = read_elsewhere("report", files)
                     self._report_made, self._reported = msgspec.json.decode(content), state
-                    if said:
-                        log.warning("%s", said)
+                    if warning:
+                        log.warning("%s", warning)
                 return self._report_made
             except OSError as error:
                 log.warning("%s", error)

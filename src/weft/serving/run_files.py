@@ -62,11 +62,11 @@ def announced(names: Sequence[str], url: str, checkpoints: Sequence[str] = ()) -
 
 def running_servers() -> list[RunningServer]:
     """The servers of this user on this machine, the oldest first. Files that killed ones have left are removed."""
-    found = [server for path in sorted(_folder().glob("*.json")) if (server := _read(path)) is not None]
-    return sorted(found, key=lambda server: server.began_s)
+    servers = [server for path in sorted(_folder().glob("*.json")) if (server := _read_server(path)) is not None]
+    return sorted(servers, key=lambda server: server.began_s)
 
 
-def _read(path: Path) -> RunningServer | None:
+def _read_server(path: Path) -> RunningServer | None:
     try:
         with path.open("r+b") as file:
             if try_lock(file.fileno()):

@@ -11,7 +11,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from weft.client.pooling import ScoreRequest as PooledScores
+from weft.client.pooling import PendingScores
 from weft.errors import RequestError
 from weft.serving.pooled import check_inputs, limited, reply_pooled, usage_of
 from weft.serving.pooling_types import (
@@ -36,7 +36,7 @@ class PreparedScores:
     """A checked and tokenized request of either endpoint. `raw`: scores are differences of logits."""
 
     model: str
-    scoring: PooledScores
+    scoring: PendingScores
     raw: bool
 
 

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 from weft import logs
 from weft.client.engine_nodes import EngineNodes
-from weft.client.frontend import Frontend, TextTools
+from weft.client.frontend import Frontend
 from weft.client.opening import open_model, plan_engines
 from weft.client.replicas import start_engine
 from weft.client.running import RunningReplica
+from weft.client.text_tools import TextTools
 from weft.cluster.assembly import AnyAssembly, assemble
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError

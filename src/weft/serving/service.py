@@ -1,4 +1,4 @@
-"""Service: the engine and the state that all endpoints share. EngineStream: its outputs for one HTTP request."""
+"""Service: the engine and the state that all endpoints share."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -16,24 +16,24 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 
 from weft.client.collector import Collector, Delta
-from weft.client.frontend import Frontend, Prompt
+from weft.client.frontend import Frontend
 from weft.client.memory import Trimmer
 from weft.client.pooling import Pooler
+from weft.client.prompt import Prompt
 from weft.client.running import RunningReplica
 from weft.core.commands import Command, Replies, ResetPrefixCache
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request, Stats
-from weft.errors import EngineError, ModelError, OutputError, RequestError
-from weft.executors.ranks import CLOSED
+from weft.errors import EngineError, ModelError, RequestError
 from weft.serving.answer_bytes import AnswerBytes
 from weft.serving.body import BodyReceiver, UnknownFields, check_structure, convert_object, parse_object
 from weft.serving.clients import Clients, current
 from weft.serving.device_metrics import DeviceMetrics
-from weft.serving.errors import HttpError
-from weft.serving.key_rates import counting
+from weft.serving.engine_stream import EngineStream
+from weft.serving.errors import HttpError, shutting_down_error
 from weft.serving.metrics import Metrics
 from weft.serving.monitoring import ServerMonitor
-from weft.serving.openai_types import PromptTokensDetails, TemplateRequest, Usage
+from weft.serving.openai_types import TemplateRequest
 from weft.serving.options import ServeOptions
 from weft.serving.parsers.choose import choose_format
 from weft.serving.predicted import PredictionCheck
@@ -42,7 +42,6 @@ from weft.serving.profiling import LastProfile
 from weft.serving.progress import Progress
 from weft.serving.sampling import ACCEPTED_FIELDS, check_lengths, check_supported
 from weft.serving.threads import LoopGate, WorkThreads
-from weft.serving.tracing import trace_headers
 from weft.structured.compiler import UnpreparedError, must_be_quick
 from weft.text.limits import LIMITS
 
@@ -54,7 +53,6 @@ log = logging.getLogger("weft.serving")
 T = TypeVar("T", bound=msgspec.Struct)
 Prepared = TypeVar("Prepared")
 
-RESTART_S = 5  # told to clients whose request no engine can take while engines start again
 LARGE_TOKENS = 2**16  # prompt tokens of one HTTP request above which memory is returned to the system after it
 
 
@@ -380,116 +378,6 @@ class Service:
         return f"requests run, and no step has finished for {stalled_s:.0f} s" if stalled_s else None
 
 
-class EngineStream:
-    """The engine's outputs for one HTTP request: (prompt number, Delta) as they arrive, until every choice has ended.
-
-    `aclose` must be called; it aborts unfinished choices. One that is not `counted` is a part of another open stream,
-    to which the limits of its key and --request-timeout apply.
-    """
-
-    def __init__(self, service: Service, collectors: Sequence[Collector], *, counted: bool = True) -> None:
-        self.collectors, self._counted = collectors, counted
-        self._service = service
-        self._owners: dict[str, tuple[int, Collector]] = {}  # by engine request
-        self._client, self._count, self._charged = current.get(), counting.get(), False
-        self._timed_out = False
-        for number, collector in enumerate(collectors):
-            self._owners |= dict.fromkeys((request.id for request in collector.requests), (number, collector))
-        with self._count.accepting(self.usage.prompt_tokens) if counted else nullcontext():
-            self._outputs = self._submit()
-        timeout_s = service.options.request_timeout if counted else None
-        self._timer = asyncio.get_running_loop().call_later(timeout_s, self.time_out) if timeout_s else None
-        if counted:
-            service.stream_opened(self)
-
-    def _submit(self) -> AsyncGenerator[Output, None]:
-        service = self._service
-        signed = [[self._client.sign(request) for request in collector.requests] for collector in self.collectors]
-        outputs = service.engine.submit([request for requests in signed for request in requests])
-        # Not before: one for which there is no room may come again, and again.
-        for collector, requests in zip(self.collectors, signed, strict=True):
-            collector.requests = requests
-            service.monitor.prefixes.add(requests[0])
-            if service.options.enable_log_requests:
-                log.info("request %s: prompt %r, %r", requests[0].id, collector.output.prompt, requests[0].params)
-        return outputs
-
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:
-        running = len(self._owners)
-        last_s: dict[str, float] = {}
-        try:
-            async for output in self._outputs:
-                now = time.monotonic()
-                number, collector = self._owners[output.id]
-                if output.prompt_logprobs and len(output.prompt_logprobs) > LIMITS.loop_positions:
-                    delta = await asyncio.to_thread(collector.add, output, now)
-                else:
-                    delta = collector.add(output, now)
-                if delta is None:
-                    continue
-                if collector.error:
-                    raise OutputError(collector.error.reason, code=collector.error.code)
-                self._service.observe(collector, delta, last_s.get(output.id), now, output.replica)
-                last_s[output.id] = now
-                if delta.cut:
-                    self._service.engine.abort([output.id])
-                yield number, delta
-                running -= delta.finish_reason is not None
-                if not running:
-                    return
-        except EngineError as error:
-            raise self._told(error) from error
-        raise timeout_error(self._service) if self._timed_out else shutting_down_error()
-
-    def _told(self, error: EngineError) -> Exception:
-        """The error of a request that an engine has left; HttpError 503 if engines start again."""
-        engine = self._service.engine
-        if engine.failure is not None or error.cause == CLOSED:
-            return error
-        reason = engine.outage or f"the engine has started again: {error}"
-        return HttpError(503, f"{reason}; try again later", code="engine-restarts", retry_after_s=RESTART_S)
-
-    def cut_off(self) -> None:
-        """Abort all requests; iterating then raises a 503 error."""
-        self._service.engine.abort(list(self._owners))
-
-    def time_out(self) -> None:
-        """Abort all requests; iterating then raises a 504 error."""
-        self._timed_out = True
-        self._service.engine.abort(list(self._owners))
-
-    async def finish(self) -> None:
-        """Wait until every choice has ended."""
-        async for _ in self:
-            pass
-
-    async def aclose(self) -> None:
-        """Abort unfinished choices and leave the service's list of open streams."""
-        try:
-            await self._outputs.aclose()
-        finally:  # whatever the engine raises: with a stream that stays open it would look stalled
-            if self._timer is not None:
-                self._timer.cancel()
-            if not self._charged:
-                self._charged = True
-                self._count.count_answer(self.usage.completion_tokens)
-                if self._service.spans is not None:
-                    self._service.spans.record(self.collectors, trace_headers.get())
-            if self._counted:
-                self._service.stream_closed(self)
-
-    @property
-    def usage(self) -> Usage:
-        """Token counts up to now, over all prompts and choices."""
-        prompt = completion = cached = 0
-        for collector in self.collectors:
-            prompt += len(collector.output.prompt_ids)
-            cached += collector.output.num_cached_tokens
-            for choice in collector.output.outputs:
-                completion += len(choice.token_ids)
-        return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
-
-
 def run_quickly(run: Callable[[], Prepared]) -> Prepared:
     """Run work in the event loop. Raises UnpreparedError for work that would take its time."""
     token = must_be_quick.set(True)
@@ -497,18 +385,3 @@ def run_quickly(run: Callable[[], Prepared]) -> Prepared:
         return run()
     finally:
         must_be_quick.reset(token)
-
-
-def shutting_down_error() -> HttpError:
-    """The 503 error for requests that the shutdown refuses or cuts off."""
-    return HttpError(503, "the server is shutting down; ask another", code="shutting-down", retry_after_s=1)
-
-
-def timeout_error(service: Service) -> HttpError:
-    """The 504 error for requests that take longer than --request-timeout."""
-    return HttpError(
-        504,
-        f"the request took longer than {service.options.request_timeout:g} s, the most that it may; ask for fewer "
-        "tokens (max_tokens), or raise --request-timeout",
-        code="request-timeout",
-    )

@@ -86,7 +86,7 @@ class RequestSpans:
 
     def _asked(self, collector: Collector) -> dict[str, Attribute]:
         params = collector.params
-        asked: dict[str, Attribute] = {
+        sampling: dict[str, Attribute] = {
             "gen_ai.request.id": request_id.get() or collector.output.request_id,
             "gen_ai.request.model": self._model,
             "gen_ai.request.n": params.n,
@@ -94,8 +94,8 @@ class RequestSpans:
             "gen_ai.request.top_p": params.top_p,
         }
         if params.max_tokens is not None:
-            asked["gen_ai.request.max_tokens"] = params.max_tokens
-        return asked
+            sampling["gen_ai.request.max_tokens"] = params.max_tokens
+        return sampling
 
     def close(self) -> None:
         """Send what is left, for at most CLOSE_S seconds."""

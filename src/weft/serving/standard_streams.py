@@ -107,7 +107,7 @@ class StreamEngine:
         self._cancelled: set[str] = set()
         self._ready = False
 
-    async def run(self, lines: AsyncIterator[bytes]) -> None:
+    async def serve_lines(self, lines: AsyncIterator[bytes]) -> None:
         """Serve until the end; the model is closed then."""
         starting = asyncio.create_task(self._start())
         others: set[asyncio.Task[None]] = {starting}

@@ -13,21 +13,21 @@ GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choi
 
 def wanted_output(body: SamplingRequest) -> tuple[StructuredOutputsParams | None, str]:
     """The constraint, None without one, and the name of the field that says it. Raises RequestError."""
-    found: dict[str, StructuredOutputsParams] = {}
+    constraints: dict[str, StructuredOutputsParams] = {}
     if body.structured_outputs:
-        found["structured_outputs"] = StructuredOutputsParams.convert(body.structured_outputs)
+        constraints["structured_outputs"] = StructuredOutputsParams.convert(body.structured_outputs)
     if (fields := _format_fields(body.response_format)) is not None:
-        found["response_format"] = StructuredOutputsParams.convert(fields)
+        constraints["response_format"] = StructuredOutputsParams.convert(fields)
     for name, field in GUIDED.items():
         if (value := getattr(body, name)) is not None:
-            found[name] = StructuredOutputsParams.convert({field: value})
-    if len(found) > 1:
+            constraints[name] = StructuredOutputsParams.convert({field: value})
+    if len(constraints) > 1:
         raise RequestError(
-            f"{' and '.join(found)} both say what the answer must be; give one of them",
-            param=list(found)[1],
+            f"{' and '.join(constraints)} both say what the answer must be; give one of them",
+            param=list(constraints)[1],
             code="several-constraints",
         )
-    for name, wanted in found.items():
+    for name, wanted in constraints.items():
         return wanted, name
     return None, ""
 

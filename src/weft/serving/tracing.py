@@ -37,15 +37,15 @@ class TraceHeaders:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = {
+        headers = {
             name.decode(): value.decode("latin-1") for name, value in scope.get("headers", ()) if name in TRACE_HEADERS
         }
-        token = trace_headers.set(found)
+        token = trace_headers.set(headers)
         try:
             await self._app(scope, receive, send)
         finally:
             trace_headers.reset(token)
-            found.clear()  # tasks that the request leaves behind, as of batches, are not of its trace
+            headers.clear()  # tasks that the request leaves behind, as of batches, are not of its trace
 
 
 def traces_url(endpoint: str) -> str:

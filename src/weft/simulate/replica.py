@@ -85,7 +85,7 @@ class Stretch:
         return rounds
 
 
-class Replica:
+class SimulatedReplica:
     """One simulated replica, or engine of several attention groups. Times are seconds of the virtual clock.
 
     Groups take every step together, each of which lasts as long as that of the slowest group.

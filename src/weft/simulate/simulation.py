@@ -12,7 +12,7 @@ from weft.core.request import Stats
 from weft.errors import QueueFullError, RequestError
 from weft.gateway.policy import Fingerprint, Policy, ReplicaViews
 from weft.simulate.load import RequestSource
-from weft.simulate.replica import Replica, ReplicaSpec
+from weft.simulate.replica import ReplicaSpec, SimulatedReplica
 from weft.simulate.tally import RequestTimes, Tally
 from weft.simulate.unsimulated import UnsimulatedReplicas
 
@@ -60,7 +60,7 @@ def simulate(
     True ends the window and the run early.
     """
     tally = Tally(warmup_s, end_s)
-    replicas = [Replica(spec, tally, prefix_caching=prefix_caching, stretches=stretches) for spec in specs]
+    replicas = [SimulatedReplica(spec, tally, prefix_caching=prefix_caching, stretches=stretches) for spec in specs]
     simulation = Simulation(replicas, unsimulated, source, policy, tally)
     before, after = simulation.run_events(enough, on_time)
     tally.end_s = max(tally.begin_s, min(tally.end_s, simulation.last_s))
@@ -79,7 +79,12 @@ class Simulation:
     """The event loop. `unfinished`: number of measured requests that have not ended."""
 
     def __init__(
-        self, replicas: Sequence[Replica], unsimulated: int, source: RequestSource, policy: Policy, tally: Tally
+        self,
+        replicas: Sequence[SimulatedReplica],
+        unsimulated: int,
+        source: RequestSource,
+        policy: Policy,
+        tally: Tally,
     ) -> None:
         self.events = self.unfinished = 0
         self.last_s = 0.0  # time of the last event

@@ -17,7 +17,7 @@ from weft.simulate.simulated_request import ContentIds, SimulatedRequest
 
 MOST_ERROR_CHARS = 60  # of a value in an error message
 MOST_TOKENS = 2**24  # of a prompt or an answer; far above every model's length
-MOST_S = 1e11  # a time in seconds: 3,000 years. Of a larger one, a float does not hold the milliseconds.
+MOST_S = 1e11  # a time in seconds: 3,000 years. A float does not hold the milliseconds of a larger one.
 
 
 class TraceRow(msgspec.Struct, frozen=True):

@@ -167,11 +167,11 @@ class GrammarCompiler:
         place = "$"
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         tries = iter(range(MAX_PLACES))
-        found = self._problem_inside(schema, shared, tries)
-        while found is not None:
-            step, part, problem = found
+        inner = self._problem_inside(schema, shared, tries)
+        while inner is not None:
+            step, part, problem = inner
             place += step
-            found = self._problem_inside(part, shared, tries)
+            inner = self._problem_inside(part, shared, tries)
         return f"the schema cannot be compiled, at {place}: {problem}"
 
     def _problem_inside(

@@ -18,7 +18,7 @@ import torch
 from weft.architectures.axes import owned
 from weft.architectures.parameters import parameter_dims, rank_parameters
 from weft.architectures.place import Place, Span
-from weft.formats.checkpoint import expected_tensors, locate_tensors
+from weft.formats.tensor_index import expected_tensors, locate_tensors
 from weft.plan.fills import Fill, checkpoint_scheme, rank_fills
 from weft.plan.plan import Plan
 from weft.quant.quantised import QuantisedWeight
@@ -127,9 +127,9 @@ def load_weights(
 ) -> None:
     """Fill `targets`: all parameters of a rank, or some, as `architectures.parameters.rank_parameters` lists them.
 
-    Targets are allocated already, on any device and of any float dtype or scheme. What the checkpoint does not hold in
-    the target's scheme is made by `rounding`, in several threads, with the `importance` of the parameter's columns if
-    it is known. `report_read` gets the bytes of the files that are read so far, and those of all targets.
+    Targets are allocated already, on any device and of any float dtype or scheme. Parameters that the checkpoint does
+    not hold in the target's scheme are made by `rounding`, in several threads, with the `importance` of the parameter's
+    columns if it is known. `report_read` gets the bytes of the files that are read so far, and those of all targets.
     `source` is the plan's checkpoint if it is open already. Raises ModelError.
     """
     if plan.load_format == "sharded_state":
@@ -144,9 +144,17 @@ def load_weights(
         if isinstance(into, torch.Tensor):
             source.read_range(fill.source, fill.rows, fill.cols, into)
         elif fill.cols is not None and not source.read_blocks(fill.source, fill.rows, fill.cols, into):
-            read_range, columns = partial(source.read_range, fill.source), importance.get(fill.weight)
-            width, stored = dims[fill.source][-1], source.dtype(fill.source)
-            quantise(read_range, fill.rows, fill.cols, width, plan.shape.head_dim, into, stored, rounding, columns)
+            quantise(
+                partial(source.read_range, fill.source),
+                fill.rows,
+                fill.cols,
+                width=dims[fill.source][-1],
+                head_dim=plan.shape.head_dim,
+                into=into,
+                dtype=source.dtype(fill.source),
+                rounding=rounding,
+                importance=importance.get(fill.weight),
+            )
 
     with reader_threads() as pool:
         fills = [fill for fill in rank_fills(plan.shape, place) if fill.param in targets]

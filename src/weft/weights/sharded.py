@@ -90,7 +90,7 @@ class ShardFile:
         self._file, self._names = file, list(entries)
         file.write(encode_header(entries, {KEY: state}))
 
-    def write(self, targets: Targets) -> None:
+    def write_parameters(self, targets: Targets) -> None:
         """Write the next parameters."""
         for name, part in tensor_parts(targets):
             assert name == self._names.pop(0)
@@ -121,4 +121,4 @@ def create_shard(folder: Path, rank: int, outline: Targets, state: str) -> Itera
 def write_groups(shard: ShardFile, groups: Iterable[Targets]) -> None:
     """Write groups of parameters, of which only one is in memory at a time."""
     for targets in groups:
-        shard.write(targets)
+        shard.write_parameters(targets)

@@ -1,9 +1,9 @@
 """Importance of a matrix's columns: the size of the numbers they are multiplied with, for rounding to 4 bits.
 
 An error in a weight is an error in the product as large as the number that the weight is multiplied with; and in a
-transformer a few columns meet numbers that are a hundred times as large as their neighbours'. Which columns those are
-is a property of the model, hardly of the text: tokens drawn at random show it. So the model runs one short step before
-its weights are rounded, with the weights of the checkpoint, each matrix read when its turn comes; weighted least
+transformer a few columns meet numbers that are a hundred times as large as their neighbours'. The choice of these
+columns is a property of the model, hardly of the text: tokens drawn at random show it. So the model runs one short step
+before its weights are rounded, with the weights of the checkpoint, each matrix read when its turn comes; weighted least
 squares do the rest (quant/rounding.py). docs/benchmarks.md says what it brings.
 """
 

@@ -22,7 +22,8 @@ from weft.worker.sampler import SampleBatch, SampledTokens, Sampler
 class SlotText:
     """Text of the request in a slot, as the draft model knows it.
 
-    The draft has the KV of the first `computed` tokens. Of the first `shared_blocks` blocks, other requests may use it.
+    The draft has the KV of the first `computed` tokens. Other requests may use that of the first `shared_blocks`
+    blocks.
     """
 
     tokens: list[int]

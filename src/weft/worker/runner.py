@@ -16,9 +16,10 @@ from weft.core.commands import SwapWeights
 from weft.core.params import SamplingParams
 from weft.core.step import StepPlan
 from weft.kernels import create_kernels, create_rounding
-from weft.kernels.base import AttentionShape, KVCache, PhaseTimes
+from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.capture import synchronize_device
+from weft.kernels.fused import PhaseTimes
 from weft.kernels.staged import StagedStep
 from weft.kernels.warm import warm_kernels
 from weft.layers.exchange import create_exchange

@@ -35,7 +35,7 @@ def write_shards(plan: Plan, state: ShardedState, folder: Path, report: Callable
         stopped.set()
         wiring.abort()  # ranks that wait for others end, too
 
-    def write(rank: int) -> None:
+    def write_rank(rank: int) -> None:
         try:
             _write_rank(plan, state, folder, rank, wiring, report, stopped)
         except BaseException:
@@ -43,7 +43,7 @@ def write_shards(plan: Plan, state: ShardedState, folder: Path, report: Callable
             raise
 
     with ThreadPoolExecutor(len(plan.places), "weft-shard") as pool:
-        jobs = [pool.submit(write, place.rank) for place in plan.places]
+        jobs = [pool.submit(write_rank, place.rank) for place in plan.places]
         try:
             wait(jobs, return_when=FIRST_EXCEPTION)
         except BaseException:

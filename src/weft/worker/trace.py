@@ -68,7 +68,7 @@ class Trace:
                 logger.exception("cannot end the trace %s", self.path)
                 self._forget()
                 return
-        writer = threading.Thread(target=self._write, args=([*_spans],), name="weft-trace")
+        writer = threading.Thread(target=self._write_spans, args=([*_spans],), name="weft-trace")
         _writers.append(writer)
         writer.start()
 
@@ -78,7 +78,7 @@ class Trace:
         _spans.clear()
         _joining.notify_all()
 
-    def _write(self, spans: list[dict[str, Any]]) -> None:
+    def _write_spans(self, spans: list[dict[str, Any]]) -> None:
         """Write the file. One that cannot be written is logged."""
         exported, partial = Path(f"{self.path}.exported"), Path(f"{self.path}.partial")
         try:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from weft.comm import Group
-from weft.kernels.base import Attention, AttentionShape, FusedLayer, FusedStage, Kernels
+from weft.kernels.base import AttentionShape, Kernels, PagedAttention
+from weft.kernels.fused import FusedLayer, FusedStage
 from weft.kernels.native.attention import NativeAttention
 from weft.kernels.native.entries import load_entries
 from weft.kernels.native.latents import NativeLatents
@@ -34,7 +35,7 @@ def create_rounding(device: torch.device, shape: AttentionShape) -> Rounding:
     return NativeRounding(shape.dtype)
 
 
-def complete_kernels(attention: Attention, device: torch.device, shape: AttentionShape) -> Kernels:
+def complete_kernels(attention: PagedAttention, device: torch.device, shape: AttentionShape) -> Kernels:
     """`attention` and all other parts in C++, for contiguous tensors on the CPU. Raises what `load_entries` raises."""
     entries = load_entries(shape.dtype, fixed_order=shape.fixed_order)
 

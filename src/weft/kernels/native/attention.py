@@ -13,7 +13,7 @@ from weft.native.entries import Entries
 
 
 class NativeAttention:
-    """The C++ implementation of `Attention`."""
+    """The C++ implementation of `PagedAttention`."""
 
     name = "cpu"
     capturable = False

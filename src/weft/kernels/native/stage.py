@@ -12,8 +12,9 @@ import torch
 
 from weft.comm import Group
 from weft.comm.shared import HEAD_BYTES, SharedMemoryGroup
-from weft.kernels.base import ExchangeRanks, FusedLatent, FusedLayer, FusedMixture, FusedMLP, KVCache, PhaseTimes
+from weft.kernels.base import KVCache
 from weft.kernels.batch import Batch
+from weft.kernels.fused import ExchangeRanks, FusedLatent, FusedLayer, FusedMixture, FusedMLP, PhaseTimes
 from weft.kernels.native.experts import NativeExperts, describe_routing
 from weft.kernels.native.latents import NativeLatentProducts
 from weft.kernels.native.matrix import NativeMatrix

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from weft.kernels.base import Attention, AttentionShape, Kernels
+from weft.kernels.base import AttentionShape, Kernels, PagedAttention
 from weft.kernels.plain.attention import PlainAttention
 from weft.kernels.plain.latents import PlainLatents
 from weft.kernels.plain.matrices import PlainMatrices
@@ -36,7 +36,7 @@ def create_rounding(device: torch.device, shape: AttentionShape) -> Rounding:
     return round_into
 
 
-def complete_kernels(attention: Attention, device: torch.device, shape: AttentionShape) -> Kernels:
+def complete_kernels(attention: PagedAttention, device: torch.device, shape: AttentionShape) -> Kernels:
     """`attention` and all other parts in plain torch."""
     return replace(create_plain_kernels(), attention=attention)
 

@@ -13,7 +13,7 @@ from weft.kernels.warm import KernelLaunch
 
 
 class PlainAttention:
-    """The implementation of `Attention` in plain torch."""
+    """The implementation of `PagedAttention` in plain torch."""
 
     name = "torch"
     capturable = False  # it reads the longest context from the device, in each layer

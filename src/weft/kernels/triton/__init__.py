@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.kernels.base import Attention, AttentionShape, Kernels
+from weft.kernels.base import AttentionShape, Kernels, PagedAttention
 from weft.kernels.usable import multiprocessor_count, shared_memory_bytes
 from weft.quant.rounding import Rounding, round_into
 
@@ -36,7 +36,7 @@ def create_rounding(device: torch.device, shape: AttentionShape) -> Rounding:
     return round_on_gpu
 
 
-def complete_kernels(attention: Attention, device: torch.device, shape: AttentionShape) -> Kernels:
+def complete_kernels(attention: PagedAttention, device: torch.device, shape: AttentionShape) -> Kernels:
     """`attention` and all other parts in Triton."""
     from weft.kernels.triton.fp8 import has_fp8_units
     from weft.kernels.triton.kernels import TritonMatrices, TritonPointwise, TritonSampling
@@ -47,5 +47,5 @@ def complete_kernels(attention: Attention, device: torch.device, shape: Attentio
         pointwise=TritonPointwise(),
         matrices=TritonMatrices(multiprocessor_count(device), fp8_units=has_fp8_units(device)),
         sampling=TritonSampling(device),
-        latents=TritonLatents(multiprocessor_count(device), attention),
+        latents=TritonLatents(multiprocessor_count(device), attention, shared_memory_bytes(device)),
     )

@@ -179,7 +179,7 @@ def splits_of(tuning: Tuning, processors: int, rows: int, kv_heads: int) -> int:
 
 
 def tile_of(tuning: Tuning, part: int, cache: KVCache) -> int:
-    """Number of keys in a tile, with `part` of `tiles`. Of keys of 8 bits twice as many, which are as many bytes."""
+    """Number of keys in a tile, with `part` of `tiles`. Keys of 8 bits are twice as many, in as many bytes."""
     return max(LEAST, tuning.tile * (2 if cache.keys.itemsize == 1 else 1) // part)
 
 
@@ -333,8 +333,8 @@ def prefill(
 
 
 class TritonAttention:
-    """The Triton implementation of `Attention`. `processors` is the number of the device's multiprocessors, `shared`
-    the bytes of shared memory that a program may ask for."""
+    """The Triton implementation of `PagedAttention`. `processors` is the number of the device's multiprocessors,
+    `shared` the bytes of shared memory that a program may ask for."""
 
     name = "triton"
     capturable = True

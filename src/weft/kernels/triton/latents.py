@@ -6,20 +6,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from weft.kernels import attention_inputs
-from weft.kernels.base import Attention, AttentionShape, KVCache
+from weft.kernels.base import AttentionShape, KVCache, PagedAttention
 from weft.kernels.batch import Batch
 from weft.kernels.latents import EXPANDED_BLOCK, LatentDims, LatentNorm, contiguous_row
 from weft.kernels.triton.attention import LEAST, LN_2, LOG2_E, MOST_SPLITS, _join
+from weft.kernels.usable import AMPERE_SHARED_BYTES
 from weft.kernels.warm import KernelLaunch, first_of_variants
 
 HEADS = 16  # query heads of a program that decodes
 QUERIES = 32  # of a program of a row of several tokens, tokens times heads
+QUERY_BYTES = 1 << 10  # of the widest query of which so many fit beside the latents; of wider ones half as many
 PROGRAMS = 2  # per multiprocessor, until which contexts are split
 TILE_BYTES = 32 << 10  # of the latents that a program works on at once
 ROTATED = 8  # heads of queries that a program rotates
@@ -199,23 +202,40 @@ def _store_latents(
             _turn(source, target, angles, one == 0, half, INTERLEAVED, HALF)
 
 
-def splits_of(processors: int, rows: int, heads: int) -> int:
-    """Number of parts into which the contexts of a decode step of `rows` rows are split."""
-    return max(1, min(MOST_SPLITS, triton.cdiv(PROGRAMS * processors, rows * triton.cdiv(heads, HEADS))))
+def splits_of(processors: int, programs: int) -> int:
+    """Number of parts into which the contexts of a decode step are split that would take `programs` programs."""
+    return max(1, min(MOST_SPLITS, triton.cdiv(PROGRAMS * processors, programs)))
 
 
-def widths_of(rank: int, width: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Columns of the two parts of a latent in the kernels, and latents of a tile."""
+class LatentTiles(NamedTuple):
+    """Sizes of a program: the columns of the two parts of a latent, the latents of a tile, the query heads of a program
+    that decodes, the queries of one of a row of several tokens, and the tiles that are on their way at once."""
+
+    low: int
+    high: int
+    latents: int
+    heads: int
+    queries: int
+    stages: int
+
+
+def latent_tiles(rank: int, width: int, dtype: torch.dtype, shared: int) -> LatentTiles:
+    """Sizes whose programs need at most `shared` bytes of shared memory."""
     low, high = (max(LEAST, triton.next_power_of_2(part)) for part in (rank, width - rank))
-    return low, high, max(LEAST, min(64, TILE_BYTES // (low * dtype.itemsize)))
+    latents = max(LEAST, min(64, TILE_BYTES // (low * dtype.itemsize)))
+    if shared < AMPERE_SHARED_BYTES:
+        # Turing multiplies in 32 bits, and has 64 KiB for the queries and the latents.
+        return LatentTiles(low, high, LEAST, HEADS // 2, HEADS // 2, 1)
+    wide = low * dtype.itemsize > QUERY_BYTES
+    return LatentTiles(low, high, latents, HEADS, QUERIES // 2 if wide else QUERIES, 2)
 
 
 class TritonLatents:
     """The Triton implementation of `LatentKernels`; `attention` is used in the expanded form. `processors` is the
-    number of the device's multiprocessors."""
+    number of the device's multiprocessors, `shared` the bytes of shared memory that a program may ask for."""
 
-    def __init__(self, processors: int, attention: Attention) -> None:
-        self._processors, self._attention = processors, attention
+    def __init__(self, processors: int, attention: PagedAttention, shared: int = AMPERE_SHARED_BYTES) -> None:
+        self._processors, self._attention, self._shared = processors, attention, shared
         # By their number. They are never freed, as CUDA graphs read them.
         self._through: dict[int, torch.Tensor] = {}
 
@@ -266,7 +286,9 @@ class TritonLatents:
         self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, out: torch.Tensor, lse: torch.Tensor | None
     ) -> None:
         (_, heads, width), rank, rows = q.shape, out.shape[2], batch.decodes
-        splits, blocks = splits_of(self._processors, rows, heads), triton.cdiv(heads, HEADS)
+        tiles = latent_tiles(rank, width, q.dtype, self._shared)
+        blocks = triton.cdiv(heads, tiles.heads)
+        splits = splits_of(self._processors, rows * blocks)
         count = triton.next_power_of_2(rows * blocks)
         if count not in self._through:
             self._through[count] = torch.zeros(count, dtype=torch.int32, device=q.device)
@@ -274,7 +296,6 @@ class TritonLatents:
         if splits > 1:
             parts = q.new_empty((rows, heads, splits, rank), dtype=torch.float32)
             sums = q.new_empty((rows, heads, splits), dtype=torch.float32)
-        low, high, tile = widths_of(rank, width, q.dtype)
         _decode_latents[(blocks, rows, splits)](
             q,
             cache.keys,
@@ -295,20 +316,20 @@ class TritonLatents:
             SPLIT=splits > 1,
             LSE=lse is not None,
             KV_BLOCK=cache.block_size,
-            ROWS=HEADS,
-            RANK=low,
-            ROPE=high,
-            TILE=tile,
+            ROWS=tiles.heads,
+            RANK=tiles.low,
+            ROPE=tiles.high,
+            TILE=tiles.latents,
             num_warps=4,
-            num_stages=2,
+            num_stages=tiles.stages,
         )
 
     def _prefill(
         self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, out: torch.Tensor, lse: torch.Tensor | None
     ) -> None:
         (tokens, heads, width), rank, rows = q.shape, out.shape[2], batch.rows - batch.decodes
-        low, high, tile = widths_of(rank, width, q.dtype)
-        _prefill_latents[((tokens - batch.decodes) * heads // QUERIES + rows,)](
+        tiles = latent_tiles(rank, width, q.dtype, self._shared)
+        _prefill_latents[((tokens - batch.decodes) * heads // tiles.queries + rows,)](
             q,
             cache.keys,
             out,
@@ -325,12 +346,12 @@ class TritonLatents:
             scale * LOG2_E,
             LSE=lse is not None,
             KV_BLOCK=cache.block_size,
-            ROWS=QUERIES,
-            RANK=low,
-            ROPE=high,
-            TILE=tile,
+            ROWS=tiles.queries,
+            RANK=tiles.low,
+            ROPE=tiles.high,
+            TILE=tiles.latents,
             num_warps=8,
-            num_stages=2,
+            num_stages=tiles.stages,
         )
 
     def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:
@@ -342,7 +363,9 @@ class TritonLatents:
         def attend(q: torch.Tensor, cache: KVCache, batch: Batch) -> torch.Tensor:
             return self.attend(q, KVCache.of_latents(cache.keys, dims.rank), batch, shape.scale)
 
-        variants = first_of_variants(lambda rows: splits_of(self._processors, rows, shape.q_heads) > 1, shape.rows)
+        tiles = latent_tiles(dims.rank, absorbed.head_dim, shape.dtype, self._shared)
+        blocks = triton.cdiv(shape.q_heads, tiles.heads)
+        variants = first_of_variants(lambda rows: splits_of(self._processors, rows * blocks) > 1, shape.rows)
         decodes = [attention_inputs.decode_inputs(absorbed, device, [1] * rows) for rows in variants]
         prompts = [attention_inputs.prompt_inputs(absorbed, device, [2], [2])] * (shape.length > 1)
         expanded = first_of_variants(lambda heads: (heads == 1, heads % 16 == 0), shape.q_heads)

@@ -1,4 +1,4 @@
-"""The way of tokens to experts and back: the choice of experts, rows in the order of experts, and weighted sums.
+"""Routing of tokens to experts: the choice of experts, rows sorted by expert, and weighted sums of the results.
 
 Nothing waits for the GPU, and no size depends on what the tokens choose, so that a CUDA graph can hold it.
 """
@@ -14,7 +14,7 @@ import triton.language as tl
 from weft.architectures.shape import Experts
 
 NOBODY = -1  # number of the expert that a padding row chooses; owner of a block without rows; row that does not exist
-PAIRS = 1024  # that one program of _sort looks at in one pass
+PAIRS = 1024  # of token and choice, which one program of _sort reads in one pass
 LEAST_BINS = 32  # of a histogram
 COLUMNS = 1024  # of the hidden dim that one program of _sum computes
 UNAVAILABLE = tl.constexpr(-(2**31))  # below the place of every score

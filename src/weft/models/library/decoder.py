@@ -18,8 +18,9 @@ from weft.architectures.place import Place, Span
 from weft.architectures.shape import ModelShape
 from weft.comm import Group
 from weft.errors import ModelError
-from weft.kernels.base import EmbeddingTable, Kernels, KVCache, PhaseTimes, Product
+from weft.kernels.base import EmbeddingTable, Kernels, KVCache, Product
 from weft.kernels.batch import Batch
+from weft.kernels.fused import PhaseTimes
 from weft.layers.embedding import Embedding
 from weft.layers.weights import Tensors
 from weft.models.library.attention import NAME, PagedLayer, Step, attend_paged, no_rotation

@@ -13,7 +13,8 @@ from starlette.responses import Response
 
 from weft.serving.anthropic.prepare import PreparedMessages, count_tokens, prepare_messages
 from weft.serving.anthropic.types import (
-    Answer,
+    AnthropicAnswer,
+    AnthropicUsage,
     Delta,
     EndDelta,
     StreamEvent,
@@ -21,7 +22,6 @@ from weft.serving.anthropic.types import (
     ThinkingBlock,
     TokenCount,
     ToolUseBlock,
-    Usage,
 )
 from weft.serving.chat_answer import AnswerChoice, AnswerDelta, ChatAnswers, ToolCallDelta, open_answers
 from weft.serving.continuation import check_continuation_key
@@ -101,8 +101,8 @@ class MessageStream:
         answer.stop_reason, answer.stop_sequence = self._end(choice)
         return JsonResponse(answer)
 
-    def _answer(self, content: list[Any]) -> Answer:
-        return Answer(id=self._id, content=content, model=self._model, usage=self._usage())
+    def _answer(self, content: list[Any]) -> AnthropicAnswer:
+        return AnthropicAnswer(id=self._id, content=content, model=self._model, usage=self._usage())
 
     def _blocks(self, choice: AnswerChoice) -> Iterator[TextBlock | ThinkingBlock | ToolUseBlock]:
         if choice.reasoning and self._shows_thinking:
@@ -112,10 +112,10 @@ class MessageStream:
         for call in choice.tool_calls:
             yield ToolUseBlock(id=call.id, name=call.name, input=read_arguments(call.arguments))
 
-    def _usage(self) -> Usage:
+    def _usage(self) -> AnthropicUsage:
         usage = self._answers.usage()
         cached = usage.prompt_tokens_details.cached_tokens
-        return Usage(
+        return AnthropicUsage(
             input_tokens=usage.prompt_tokens - cached,
             output_tokens=usage.completion_tokens,
             cache_read_input_tokens=cached,

@@ -10,13 +10,13 @@ import msgspec
 
 from weft.errors import RequestError
 from weft.serving.anthropic.types import (
+    AnthropicMessage,
+    AnthropicTool,
     Block,
     CountRequest,
-    Message,
     MessagesRequest,
     OutputConfig,
     Thinking,
-    Tool,
     ToolChoice,
 )
 from weft.serving.chat_prompt import PreparedChat, count_prompt, prepare_chat
@@ -102,7 +102,7 @@ def _set_output(common: ChatRequest, config: OutputConfig | None) -> None:
         common.response_format = {"type": config.format.type, "json_schema": schema}
 
 
-def _messages(message: Message, place: str) -> Iterable[dict[str, Any]]:
+def _messages(message: AnthropicMessage, place: str) -> Iterable[dict[str, Any]]:
     """A message as all chats have it: tool results are messages of their own."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
@@ -176,7 +176,7 @@ def _block_text(block: Block, place: str) -> str:
     return block.text
 
 
-def _tool(tool: Tool, place: str) -> dict[str, Any]:
+def _tool(tool: AnthropicTool, place: str) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         raise RequestError(
             f"{place} is of type {tool.type!r:.80}, which Anthropic's servers run; give tools with an input_schema",

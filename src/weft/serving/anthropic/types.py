@@ -23,12 +23,12 @@ class Block(Struct, kw_only=True):
     is_error: bool | None = None
 
 
-class Message(Struct, kw_only=True):
+class AnthropicMessage(Struct, kw_only=True):
     role: str
     content: str | list[Block]
 
 
-class Tool(Struct, kw_only=True):
+class AnthropicTool(Struct, kw_only=True):
     """A tool of the client's. Tools of Anthropic's servers have another `type` and are refused."""
 
     name: str
@@ -64,16 +64,16 @@ class CountRequest(Struct, kw_only=True):
     """A conversation whose tokens are to be counted."""
 
     model: str
-    messages: list[Message]
+    messages: list[AnthropicMessage]
     system: str | list[Block] | None = None
-    tools: list[Tool] | None = None
+    tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
 
 class MessagesRequest(CountRequest, kw_only=True):
-    """A request to answer. The last three fields are Weft's, for streams that go on at another server."""
+    """A request to answer. `cache_salt` is vLLM's; the fields after it are for streams that go on at another server."""
 
     max_tokens: int
     stop_sequences: list[str] | None = None
@@ -88,8 +88,8 @@ class MessagesRequest(CountRequest, kw_only=True):
     stream_state: StreamState | None = None
 
 
-class Usage(Struct, kw_only=True):
-    """Tokens. Those of the prompt that the cache had are in `cache_read_input_tokens` only."""
+class AnthropicUsage(Struct, kw_only=True):
+    """Numbers of tokens. Prompt tokens that the cache had are in `cache_read_input_tokens` only."""
 
     input_tokens: int
     output_tokens: int
@@ -120,7 +120,7 @@ class ToolUseBlock(Struct, kw_only=True):
 AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
-class Answer(Struct, kw_only=True):
+class AnthropicAnswer(Struct, kw_only=True):
     """An answer; while it is streamed, its beginning."""
 
     id: str
@@ -130,7 +130,7 @@ class Answer(Struct, kw_only=True):
     model: str
     stop_reason: str | None = None
     stop_sequence: str | None = None
-    usage: Usage
+    usage: AnthropicUsage
 
 
 class TokenCount(Struct):
@@ -156,8 +156,8 @@ class StreamEvent(Struct, kw_only=True):
     """An event of a stream; each `type` has some of the fields."""
 
     type: str
-    message: Answer | UnsetType = UNSET
+    message: AnthropicAnswer | UnsetType = UNSET
     index: int | UnsetType = UNSET
     content_block: Any = UNSET
     delta: Any = UNSET  # Delta or EndDelta
-    usage: Usage | UnsetType = UNSET
+    usage: AnthropicUsage | UnsetType = UNSET

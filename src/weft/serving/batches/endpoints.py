@@ -132,8 +132,8 @@ async def list_files(request: Request) -> Response:
     rows = await _keeper(request).call(lambda store: store.files(owner))
     if request.query_params.get("order", "desc") == "desc":
         rows.reverse()
-    found = [row for row in rows if purpose in (None, row.purpose) and not _is_expired(row)]
-    shown, more = _page(request, found, MOST_ROWS)
+    matching = [row for row in rows if purpose in (None, row.purpose) and not _is_expired(row)]
+    shown, more = _page(request, matching, MOST_ROWS)
     return JsonResponse(FileList(data=shown, has_more=more, first_id=_id(shown, 0), last_id=_id(shown, -1)))
 
 

@@ -157,21 +157,23 @@ class BatchKeeper:
             log.exception("the batches cannot be read; that is tried again")
             return []
 
-    async def _try(self, found: UnfinishedBatch) -> None:
+    async def _try(self, unfinished: UnfinishedBatch) -> None:
         """Answer a batch, unless another server does, or it means another server's models or keys."""
         store = await self.call(lambda store: store)
-        with store.claim(found.id) as claimed:
-            batch = await self.call(lambda store: store.batch(found.owner, found.id))
+        with store.claim(unfinished.id) as claimed:
+            batch = await self.call(lambda store: store.batch(unfinished.owner, unfinished.id))
             if not claimed or batch is None:
                 return
-            client = self._service.clients.of_batch(found.key, found.owner)
-            if client is None and found.id not in self._unknown:
-                self._unknown.add(found.id)
-                log.warning("batch %s is of a key that this server does not have: it is not answered here", found.id)
+            client = self._service.clients.of_batch(unfinished.key, unfinished.owner)
+            if client is None and unfinished.id not in self._unknown:
+                self._unknown.add(unfinished.id)
+                log.warning(
+                    "batch %s is of a key that this server does not have: it is not answered here", unfinished.id
+                )
             current.set(client or ANYBODY)  # not that of whoever woke this task
-            run = BatchRun(self._service, self, found.owner, batch, answers=client is not None)
+            run = BatchRun(self._service, self, unfinished.owner, batch, answers=client is not None)
             self._runs.add(run)
             try:
-                await run.run()
+                await run.finish()
             finally:
                 self._runs.discard(run)

@@ -54,7 +54,7 @@ class BatchRun:
         self._limits = LineLimits(service.body_bytes, service.json_values)
         self.news = asyncio.Event()  # the batch may have been cancelled
 
-    async def run(self) -> None:
+    async def finish(self) -> None:
         """Go on with the batch; return early if the server ends, or if another server has the batch's model or key."""
         if self._batch.status == "validating":
             await self._validate()

@@ -141,8 +141,8 @@ class Store:
         return file
 
     def file(self, owner: str, id: str) -> FileObject | None:
-        found = self._rows.execute("SELECT row FROM files WHERE id = ? AND owner = ?", (id, owner)).fetchone()
-        return FILE.decode(found[0]) if found else None
+        stored = self._rows.execute("SELECT row FROM files WHERE id = ? AND owner = ?", (id, owner)).fetchone()
+        return FILE.decode(stored[0]) if stored else None
 
     def files(self, owner: str) -> list[FileObject]:
         """The files of an owner, the oldest first."""
@@ -233,8 +233,8 @@ class Store:
 
     def batch(self, owner: str, id: str) -> BatchObject | None:
         """A batch with the number of its results up to now."""
-        found = self._rows.execute("SELECT row FROM batches WHERE id = ? AND owner = ?", (id, owner)).fetchone()
-        return self._counted(found[0]) if found else None
+        stored = self._rows.execute("SELECT row FROM batches WHERE id = ? AND owner = ?", (id, owner)).fetchone()
+        return self._counted(stored[0]) if stored else None
 
     def batches(self, owner: str) -> list[BatchObject]:
         """The batches of an owner, the newest first."""
@@ -250,8 +250,8 @@ class Store:
         return [UnfinishedBatch(*row) for row in self._rows.execute(query, UNFINISHED)]
 
     def status(self, id: str) -> str:
-        found = self._rows.execute("SELECT status FROM batches WHERE id = ?", (id,)).fetchone()
-        return str(found[0]) if found else ""
+        stored = self._rows.execute("SELECT status FROM batches WHERE id = ?", (id,)).fetchone()
+        return str(stored[0]) if stored else ""
 
     def add_result(self, batch: str, line: int, row: bytes, *, failed: bool) -> str:
         """Keep the answer to a line, unless there is one; return the batch's status."""

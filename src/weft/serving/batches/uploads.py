@@ -95,9 +95,9 @@ def _parts(data: mmap.mmap, boundary: bytes) -> Iterator[tuple[int, int]]:
 def _find(data: mmap.mmap, sought: bytes, start: int) -> int:
     """Like `data.find`, in windows, between which other threads get Python's lock."""
     for at in range(start, len(data), WINDOW):
-        found = data.find(sought, at, at + WINDOW + len(sought) - 1)
-        if found >= 0:
-            return found
+        place = data.find(sought, at, at + WINDOW + len(sought) - 1)
+        if place >= 0:
+            return place
         time.sleep(0)
     return -1
 

@@ -72,7 +72,7 @@ def answered_rows(rows: RowFile, journal: Journal) -> Iterator[Row]:
 
 
 def failed_lines(rows: RowFile, journal: Journal) -> Iterator[bytes]:
-    """The rows that have errors, with these. What is no JSON object is the field `row`."""
+    """The rows that have errors, with these. A row that is no JSON object is the field `row`."""
     for text, answer in _joined(rows, journal, failed=True):
         row = as_object(text)
         plain = {"row": text.decode(errors="replace").rstrip("\r\n")} if row is None else row

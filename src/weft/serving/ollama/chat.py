@@ -14,8 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from weft.client.outputs import Logprob
-from weft.serving.chat_answer import AnswerDelta, ChatAnswers, open_answers
-from weft.serving.chat_answer import ToolCall as WholeCall
+from weft.serving.chat_answer import AnswerDelta, ChatAnswers, ToolCall, open_answers
 from weft.serving.continuation import check_continuation_key
 from weft.serving.errors import JsonResponse
 from weft.serving.logprobs import chat_logprobs
@@ -24,13 +23,13 @@ from weft.serving.ollama.details import timestamp
 from weft.serving.ollama.prepare import Prepared, prepare_generate, prepare_ollama_chat
 from weft.serving.ollama.stream import NDJSON, encode_line
 from weft.serving.ollama.types import (
-    Answer,
     AnswerMessage,
+    AnswerPart,
     ChatAnswer,
     GenerateAnswer,
+    OllamaTokenLogprob,
+    OllamaToolCall,
     PositionLogprobs,
-    TokenLogprob,
-    ToolCall,
     ToolCallFunction,
 )
 from weft.serving.service import Service
@@ -90,7 +89,9 @@ class OllamaAnswer(ABC):
 
     @staticmethod
     @abstractmethod
-    def part(name: str, text: str, *, thinking: str = "", calls: Sequence[ToolCall] = (), **fields: Any) -> Answer:
+    def part(
+        name: str, text: str, *, thinking: str = "", calls: Sequence[OllamaToolCall] = (), **fields: Any
+    ) -> AnswerPart:
         """A part of an answer."""
 
     @property
@@ -112,7 +113,7 @@ class OllamaAnswer(ABC):
             yield self._marks.part(b"" if part is None else encode_line(part), delta)
         yield self._marks.end(encode_line(self.part(self._name, "", **self._end(reason))))
 
-    def _delta_part(self, delta: AnswerDelta) -> Answer | None:
+    def _delta_part(self, delta: AnswerDelta) -> AnswerPart | None:
         thinking = delta.reasoning if self._shows_reasoning else ""
         calls = self._new_calls(last=delta.finish_reason is not None)
         logprobs = self._logprobs(delta.logprobs)
@@ -120,7 +121,7 @@ class OllamaAnswer(ABC):
             return None
         return self.part(self._name, delta.content, thinking=thinking, calls=calls, logprobs=logprobs or UNSET)
 
-    def _new_calls(self, *, last: bool) -> list[ToolCall]:
+    def _new_calls(self, *, last: bool) -> list[OllamaToolCall]:
         """The calls that are complete, and were not told yet: all but the last one, which goes on until the end."""
         made = self._answers.whole()[0].tool_calls
         complete = made if last else made[:-1]
@@ -145,7 +146,7 @@ class OllamaAnswer(ABC):
         )
 
     def _end(self, reason: str) -> dict[str, Any]:
-        """The fields of the last part. What Ollama calls loading is the time in the queue here."""
+        """The fields of the last part. The time in the queue stands in Ollama's field for loading."""
         usage, times = self._answers.usage(), self._answers.collector.output.metrics
         now = time.monotonic()
         first = times.first_token_s or now
@@ -164,15 +165,17 @@ class OllamaAnswer(ABC):
     def _logprobs(self, positions: Sequence[dict[int, Logprob]] | None) -> list[PositionLogprobs]:
         if self._top_logprobs is None or not positions:
             return []
-        told = chat_logprobs(positions, self._top_logprobs, self._frontend.token_bytes).content
+        rows = chat_logprobs(positions, self._top_logprobs, self._frontend.token_bytes).content
         return [
             PositionLogprobs(
                 token=row.token,
                 logprob=row.logprob,
                 bytes=row.bytes,
-                top_logprobs=[TokenLogprob(token=t.token, logprob=t.logprob, bytes=t.bytes) for t in row.top_logprobs],
+                top_logprobs=[
+                    OllamaTokenLogprob(token=t.token, logprob=t.logprob, bytes=t.bytes) for t in row.top_logprobs
+                ],
             )
-            for row in told
+            for row in rows
         ]
 
 
@@ -180,7 +183,9 @@ class ChatParts(OllamaAnswer):
     """An answer of /api/chat."""
 
     @staticmethod
-    def part(name: str, text: str, *, thinking: str = "", calls: Sequence[ToolCall] = (), **fields: Any) -> Answer:
+    def part(
+        name: str, text: str, *, thinking: str = "", calls: Sequence[OllamaToolCall] = (), **fields: Any
+    ) -> AnswerPart:
         message = AnswerMessage(content=text, thinking=thinking or UNSET, tool_calls=list(calls) or UNSET)
         return ChatAnswer(model=name, created_at=timestamp(time.time()), message=message, **fields)
 
@@ -189,7 +194,9 @@ class GenerateParts(OllamaAnswer):
     """An answer of /api/generate."""
 
     @staticmethod
-    def part(name: str, text: str, *, thinking: str = "", calls: Sequence[ToolCall] = (), **fields: Any) -> Answer:
+    def part(
+        name: str, text: str, *, thinking: str = "", calls: Sequence[OllamaToolCall] = (), **fields: Any
+    ) -> AnswerPart:
         shown: str | UnsetType = thinking or UNSET
         now = timestamp(time.time())
         return GenerateAnswer(
@@ -197,13 +204,15 @@ class GenerateParts(OllamaAnswer):
         )
 
 
-def read_calls(calls: Sequence[WholeCall], begun: int = 0) -> list[ToolCall]:
+def read_calls(calls: Sequence[ToolCall], begun: int = 0) -> list[OllamaToolCall]:
     """Calls whose arguments are an object, as Ollama's API has them; one that `num_predict` has cut is left out."""
-    read: list[ToolCall] = []
+    read: list[OllamaToolCall] = []
     for number, call in enumerate(calls, begun):
         try:
             arguments = msgspec.json.decode(call.arguments or "{}", type=dict[str, Any])
         except msgspec.DecodeError:
             continue
-        read.append(ToolCall(id=call.id, function=ToolCallFunction(name=call.name, arguments=arguments, index=number)))
+        read.append(
+            OllamaToolCall(id=call.id, function=ToolCallFunction(name=call.name, arguments=arguments, index=number))
+        )
     return read

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from weft.client.collector import Collector
 from weft.serving.ollama.names import requested_name, resolve_served
-from weft.serving.ollama.types import ModelRequest, Options
+from weft.serving.ollama.types import ModelRequest, OllamaOptions
 from weft.serving.pooled import check_inputs, limited, reply_pooled
 from weft.serving.service import Service
 
@@ -23,7 +23,7 @@ TO_LENGTH = -1  # cut prompts to the model's length
 class CommonEmbedRequest(ModelRequest, kw_only=True):
     """Fields of both endpoints. `options` and `keep_alive` change nothing: they are about answers and loading."""
 
-    options: Options | None = None
+    options: OllamaOptions | None = None
     keep_alive: float | str | None = None
 
 
@@ -35,7 +35,7 @@ class EmbedRequest(CommonEmbedRequest, kw_only=True):
     dimensions: int | None = None
 
 
-class EmbeddingsRequest(CommonEmbedRequest, kw_only=True):
+class OllamaEmbeddingsRequest(CommonEmbedRequest, kw_only=True):
     """A request of the older endpoint, for the embedding of one text."""
 
     prompt: str | None = None
@@ -102,7 +102,7 @@ def prepare_embed(service: Service, content: bytes) -> PreparedEmbed:
 
 def prepare_embeddings(service: Service, content: bytes) -> PreparedEmbed:
     """Check a body of /api/embeddings, and tokenize its text. Raises RequestError and HttpError."""
-    body = service.decode_body(content, EmbeddingsRequest)
+    body = service.decode_body(content, OllamaEmbeddingsRequest)
     return _prepare(service, body, [body.prompt] if body.prompt else [], TO_LENGTH, None, "prompt")
 
 

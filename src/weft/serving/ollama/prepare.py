@@ -13,8 +13,8 @@ from weft.serving.answer_ids import check_state
 from weft.serving.chat_prompt import PreparedChat, prepare_chat
 from weft.serving.continuation import answered_ids
 from weft.serving.ollama.names import requested_name, resolve_served
-from weft.serving.ollama.types import AnswerRequest, ChatRequest, GenerateRequest, Message, Options
-from weft.serving.openai_types import ChatRequest as CommonRequest
+from weft.serving.ollama.types import AnswerRequest, GenerateRequest, OllamaChatRequest, OllamaMessage, OllamaOptions
+from weft.serving.openai_types import ChatRequest
 from weft.serving.parsers.choose import AnswerFormat
 from weft.serving.sampling import check_lengths, sampling_fields
 from weft.serving.service import Service
@@ -50,7 +50,7 @@ class Prepared:
 
 def prepare_ollama_chat(service: Service, content: bytes) -> Prepared:
     """Check a body of /api/chat, and tokenize its messages."""
-    body = service.decode_body(content, ChatRequest)
+    body = service.decode_body(content, OllamaChatRequest)
     name = requested_name(body)
     common = _common(service, body)
     if not body.messages:
@@ -82,7 +82,7 @@ def prepare_generate(service: Service, content: bytes) -> Prepared:
     )
 
 
-def _prepare_raw(service: Service, common: CommonRequest, body: GenerateRequest) -> PreparedChat:
+def _prepare_raw(service: Service, common: ChatRequest, body: GenerateRequest) -> PreparedChat:
     """A prompt as it is, whose answer is text as it is."""
     fields = sampling_fields(common) | {"structured_outputs": wanted_output(common)[0]}
     if common.logprobs:
@@ -95,10 +95,10 @@ def _prepare_raw(service: Service, common: CommonRequest, body: GenerateRequest)
     return PreparedChat(common, common.model or "", collectors, AnswerFormat(), ToolUse(), body.stream_state)
 
 
-def _common(service: Service, body: AnswerRequest) -> CommonRequest:
+def _common(service: Service, body: AnswerRequest) -> ChatRequest:
     """The request as all chats have it, still without messages."""
     own = resolve_served(service, requested_name(body))
-    common = CommonRequest(model=own, messages=[], **option_fields(service, body.options or Options()))
+    common = ChatRequest(model=own, messages=[], **option_fields(service, body.options or OllamaOptions()))
     if common.seed in (None, -1):
         common.seed = body.seed
     common.stream, common.continue_token_ids = body.stream is not False, body.continue_token_ids
@@ -115,7 +115,7 @@ def _common(service: Service, body: AnswerRequest) -> CommonRequest:
     return common
 
 
-def option_fields(service: Service, options: Options) -> dict[str, Any]:
+def option_fields(service: Service, options: OllamaOptions) -> dict[str, Any]:
     """Sampling fields for a request's options. Raises RequestError."""
     for name, harmless in UNSUPPORTED.items():
         given = getattr(options, name)
@@ -144,7 +144,7 @@ def response_format(given: str | dict[str, Any] | None) -> dict[str, Any] | None
     return {"type": "json_object"}
 
 
-def _message(message: Message) -> dict[str, Any]:
+def _message(message: OllamaMessage) -> dict[str, Any]:
     """A message as all chats have it."""
     _refuse(message.images, "images", "this model reads text only")
     common: dict[str, Any] = {"role": message.role, "content": message.content or ""}

@@ -73,9 +73,9 @@ class Download:
         self._progress: FetchProgress | None = None
         self._stopped = False
         service.downloads.add(self)
-        Thread(target=self._run, name="weft-pull", daemon=True).start()
+        Thread(target=self._download, name="weft-pull", daemon=True).start()
 
-    def _run(self) -> None:
+    def _download(self) -> None:
         try:
             pull.pull_model(self._name, create_progress=self._begin)
             self._tell(None)

@@ -99,24 +99,24 @@ class ToolCallFunction(Struct, kw_only=True):
     index: int | UnsetType = UNSET
 
 
-class ToolCall(Struct, kw_only=True):
+class OllamaToolCall(Struct, kw_only=True):
     function: ToolCallFunction
     id: str | UnsetType = UNSET
 
 
-class Message(Struct, kw_only=True):
+class OllamaMessage(Struct, kw_only=True):
     """A message of a conversation."""
 
     role: str
     content: str | None = ""
     thinking: str | None = None
     images: list[str] | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[OllamaToolCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
 
-class Options(Struct, kw_only=True):
+class OllamaOptions(Struct, kw_only=True):
     """Parameters of an answer by Ollama's names; those about the loading of a model are ignored.
 
     `num_predict` below 0 sets no limit. The last three are refused unless they ask for nothing.
@@ -147,7 +147,7 @@ class AnswerRequest(ModelRequest, kw_only=True):
 
     stream: bool | None = None
     format: str | dict[str, Any] | None = None
-    options: Options | None = None
+    options: OllamaOptions | None = None
     think: bool | str | None = None
     keep_alive: float | str | None = None
     logprobs: bool | None = None
@@ -160,8 +160,8 @@ class AnswerRequest(ModelRequest, kw_only=True):
     stream_state: StreamState | None = None
 
 
-class ChatRequest(AnswerRequest, kw_only=True):
-    messages: list[Message] | None = None
+class OllamaChatRequest(AnswerRequest, kw_only=True):
+    messages: list[OllamaMessage] | None = None
     tools: list[dict[str, Any]] | None = None
 
 
@@ -181,20 +181,20 @@ class AnswerMessage(Struct, kw_only=True):
     role: str = "assistant"
     content: str = ""
     thinking: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
+    tool_calls: list[OllamaToolCall] | UnsetType = UNSET
 
 
-class TokenLogprob(Struct, kw_only=True):
+class OllamaTokenLogprob(Struct, kw_only=True):
     token: str
     logprob: float
     bytes: list[int]
 
 
-class PositionLogprobs(TokenLogprob, kw_only=True):
-    top_logprobs: list[TokenLogprob]
+class PositionLogprobs(OllamaTokenLogprob, kw_only=True):
+    top_logprobs: list[OllamaTokenLogprob]
 
 
-class Answer(Struct, kw_only=True):
+class AnswerPart(Struct, kw_only=True):
     """Fields of every part of an answer; those of the last part have counts and times."""
 
     model: str
@@ -210,11 +210,11 @@ class Answer(Struct, kw_only=True):
     logprobs: list[PositionLogprobs] | UnsetType = UNSET
 
 
-class ChatAnswer(Answer, kw_only=True):
+class ChatAnswer(AnswerPart, kw_only=True):
     message: AnswerMessage
 
 
-class GenerateAnswer(Answer, kw_only=True):
+class GenerateAnswer(AnswerPart, kw_only=True):
     response: str
     thinking: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
+    tool_calls: list[OllamaToolCall] | UnsetType = UNSET

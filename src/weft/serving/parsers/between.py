@@ -19,8 +19,8 @@ class Trimmed:
         if not body:
             self._spaces += text
             return
-        said = self._spaces + body
-        self._say(said if self._begun else said.lstrip())
+        content = self._spaces + body
+        self._say(content if self._begun else content.lstrip())
         self._begun = True
         self._spaces = text[len(body) :]
 
@@ -40,8 +40,8 @@ class Between:
         if not body:
             self._spaces += text
             return
-        said = self._spaces + body
-        self._reader.content(said.lstrip() if self._called and not self._said else said)
+        content = self._spaces + body
+        self._reader.content(content.lstrip() if self._called and not self._said else content)
         self._said, self._called = True, False
         self._spaces = text[len(body) :]
 

@@ -161,13 +161,13 @@ def choose_format(template: str | None, tools: str | None = None, reasoning: str
     if tools is None:
         tool_format = next((item for item in FORMATS if all(sign in source for sign in item.signs)), HERMES)
     else:
-        name = _known(TOOL_ALIASES.get(tools, tools), TOOL_FORMATS, "--tool-call-parser")
+        name = _check_known(TOOL_ALIASES.get(tools, tools), TOOL_FORMATS, "--tool-call-parser")
         named = [item for item in FORMATS if item.name == name]
         tool_format = next((item for item in named if all(sign in source for sign in item.signs)), named[-1])
     if reasoning is None:
         reasoning_format = _reasoning_of(source, tool_format)
     else:
-        reasoning_format = REASONING_FORMATS[_known(reasoning, REASONING_FORMATS, "--reasoning-parser")]
+        reasoning_format = REASONING_FORMATS[_check_known(reasoning, REASONING_FORMATS, "--reasoning-parser")]
     return AnswerFormat(tool_format, reasoning_format, in_prompt=SHOWS_TOOLS.search(source) is not None)
 
 
@@ -179,7 +179,7 @@ def _reasoning_of(source: str, tools: ToolFormat) -> ReasoningFormat | None:
     return REASONING_FORMATS.get(tools.name, REASONING_FORMATS["qwen3"])
 
 
-def _known(name: str, known: Mapping[str, Any], flag: str) -> str:
+def _check_known(name: str, known: Mapping[str, Any], flag: str) -> str:
     if name not in known:
         suggestion = nearest_name(name, known)
         raise ConfigError(

@@ -30,11 +30,11 @@ def harmony(reader: Reader, tools: ToolSchemas) -> Steps[None]:
         recipient = RECIPIENT.search(header)
         if recipient is not None and recipient[1] not in ("assistant", "user"):
             reader.begin_call(recipient[1])
-            say = reader.arguments
+            emit = reader.arguments
         elif channel is not None and channel[0] == "analysis":
-            say = reader.reasoning
+            emit = reader.reasoning
         else:
             if content:
                 reader.content("\n")
-            content, say = True, reader.content
-        yield from reader.until((*ENDS, START), say)
+            content, emit = True, reader.content
+        yield from reader.until((*ENDS, START), emit)

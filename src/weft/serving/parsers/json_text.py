@@ -56,43 +56,46 @@ def _finite(value: Any) -> Any:
             return value
 
 
-def read_value(reader: Reader, say: Take) -> Steps[bool]:
-    """Read one JSON value and pass its text to `say` as it comes. False if the answer ends in it, or it is none."""
+def read_value(reader: Reader, emit: Take) -> Steps[bool]:
+    """Read one JSON value and pass its text to `emit` as it comes.
+
+    Returns False if the answer ends within the value, or if no value follows.
+    """
     ahead = yield from reader.peek(1)
     if ahead == '"':
-        return (yield from _read_string(reader, say))
+        return (yield from _read_string(reader, emit))
     if ahead and ahead in "{[":
-        return (yield from _read_container(reader, say))
+        return (yield from _read_container(reader, emit))
     literal = yield from reader.skip(LITERAL)
-    say(literal)
+    emit(literal)
     return bool(literal)
 
 
-def _read_string(reader: Reader, say: Take) -> Steps[bool]:
-    say((yield from reader.take(1)))
+def _read_string(reader: Reader, emit: Take) -> Steps[bool]:
+    emit((yield from reader.take(1)))
     while True:
-        yield from reader.read_run(PLAIN, say)
+        yield from reader.read_run(PLAIN, emit)
         character = yield from reader.take(1)
         if not character:
             return False
-        say(character)
+        emit(character)
         if character == '"':
             return True
-        say((yield from reader.take(1)))  # after a backslash
+        emit((yield from reader.take(1)))  # after a backslash
 
 
-def _read_container(reader: Reader, say: Take) -> Steps[bool]:
+def _read_container(reader: Reader, emit: Take) -> Steps[bool]:
     depth = 0
     while True:
-        yield from reader.read_run(OUTSIDE, say)
+        yield from reader.read_run(OUTSIDE, emit)
         ahead = yield from reader.peek(1)
         if not ahead:
             return False
         if ahead == '"':
-            if not (yield from _read_string(reader, say)):
+            if not (yield from _read_string(reader, emit)):
                 return False
             continue
-        say((yield from reader.take(1)))
+        emit((yield from reader.take(1)))
         depth += (ahead in "{[") - (ahead in "}]")
         if not depth:
             return True
@@ -112,8 +115,8 @@ class CallReader:
         self._waiting: str | None = None  # arguments that came before the name
         self._begun = False
 
-    def read(self) -> Steps[bool]:
-        """Read the object. False if it is none, or no call: the reader has said nothing then."""
+    def read_call(self) -> Steps[bool]:
+        """Read the object. Returns False if no JSON object or no call follows; the reader has emitted no event then."""
         if (yield from self._reader.accept("{")) is None:
             return False
         while True:

@@ -1,7 +1,7 @@
 """Reader: the text of an answer while it arrives, for parsers that are written as if it were all there.
 
-A parser is a generator: it yields when it needs more text, and goes on where it was. What it says does not depend on
-how the text is cut into pieces, because it reads only through this class.
+A parser is a generator: it yields when it needs more text, and goes on where it was. Its events do not depend on how
+the text is cut into pieces, because it reads only through this class.
 """
 
 from __future__ import annotations
@@ -124,30 +124,30 @@ class Reader:
         yield from self.read_run(run, parts.append)
         return "".join(parts)
 
-    def read_run(self, run: re.Pattern[str], say: Take) -> Steps[None]:
-        """Read as long as the characters match `run`, and pass them to `say` as they come."""
+    def read_run(self, run: re.Pattern[str], emit: Take) -> Steps[None]:
+        """Read as long as the characters match `run`, and pass them to `emit` as they come."""
         while (yield from self.peek(1)):
             match = run.match(self._text, self._at)
             if not match:
                 return
-            say(self._consume(match.end() - self._at))
+            emit(self._consume(match.end() - self._at))
 
-    def until(self, marks: Iterable[str], say: Take) -> Steps[str | None]:
+    def until(self, marks: Iterable[str], emit: Take) -> Steps[str | None]:
         """Read up to the first of `marks` and over it; returns the mark, or None at the end of the answer.
 
-        The text before it goes to `say`, as far as it cannot be the beginning of a mark. No mark may contain another.
+        The text before it goes to `emit`, as far as it cannot be the beginning of a mark. No mark may contain another.
         """
         marks = tuple(marks)
         longest = max(map(len, marks))
         while True:
-            found = [(at, mark) for mark in marks if (at := self._text.find(mark, self._at)) >= 0]
-            if found:
-                at, mark = min(found)
-                say(self._consume(at - self._at))
+            places = [(at, mark) for mark in marks if (at := self._text.find(mark, self._at)) >= 0]
+            if places:
+                at, mark = min(places)
+                emit(self._consume(at - self._at))
                 self._consume(len(mark))
                 return mark
             held = 0 if self.ended else _held(self._text, self._at, marks, longest)
-            say(self._consume(len(self._text) - self._at - held))
+            emit(self._consume(len(self._text) - self._at - held))
             if self.ended:
                 return None
             yield
@@ -193,14 +193,14 @@ class StreamParser:
     def push(self, text: str) -> list[Event]:
         """Add the next piece of the answer's text; returns what it says."""
         self._reader.add(text)
-        return self._run()
+        return self._read_events()
 
     def finish(self) -> list[Event]:
         """End the answer; returns what was held back until then."""
         self._reader.ended = True
-        return self._run()
+        return self._read_events()
 
-    def _run(self) -> list[Event]:
+    def _read_events(self) -> list[Event]:
         if self._steps is not None:
             try:
                 next(self._steps)

@@ -44,7 +44,7 @@ def hermes(reader: Reader, tools: ToolSchemas) -> Steps[None]:
     while (yield from reader.until(("<tool_call>",), between.say)) is not None:
         reader.record()
         yield from reader.skip()
-        if (yield from CallReader(reader).read()):
+        if (yield from CallReader(reader).read_call()):
             reader.recorded()
             between.call()
             yield from reader.text_until("</tool_call>")
@@ -60,7 +60,7 @@ def llama3_json(reader: Reader, tools: ToolSchemas) -> Steps[None]:
     yield from reader.skip()
     yield from reader.accept(PYTHON_TAG)
     yield from reader.skip()
-    while (yield from CallReader(reader).read()):
+    while (yield from CallReader(reader).read_call()):
         between.call()
         reader.record()
         yield from reader.skip(SEPARATORS)
@@ -101,7 +101,7 @@ def _call_list(reader: Reader) -> Steps[bool]:
     called = False
     while True:
         yield from reader.skip(SEPARATORS)
-        if (yield from reader.accept("]")) is not None or not (yield from CallReader(reader).read()):
+        if (yield from reader.accept("]")) is not None or not (yield from CallReader(reader).read_call()):
             return called
         called = True
 

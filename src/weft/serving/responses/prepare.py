@@ -9,7 +9,7 @@ from typing import Any
 from weft.errors import RequestError
 from weft.serving.chat_prompt import PreparedChat, prepare_chat
 from weft.serving.openai_types import ChatRequest
-from weft.serving.responses.types import InputItem, InputPart, ResponsesRequest, TextFormat, Tool
+from weft.serving.responses.types import InputItem, InputPart, ResponsesRequest, ResponsesTool, TextFormat
 from weft.serving.service import Service
 
 LOGPROBS = "message.output_text.logprobs"
@@ -172,7 +172,7 @@ def _required(value: str | None, place: str) -> str:
     return value
 
 
-def _tool(tool: Tool, place: str) -> dict[str, Any]:
+def _tool(tool: ResponsesTool, place: str) -> dict[str, Any]:
     if tool.type != "function":
         raise RequestError(
             f"{place} is of type {tool.type!r:.80}, which OpenAI's servers run; give tools of type 'function'",

@@ -226,7 +226,7 @@ class ResponseStream:
     def _logprobs(self, positions: Sequence[dict[int, Logprob]] | None) -> list[TextLogprob]:
         if self._top_logprobs is None or not positions:
             return []
-        told = chat_logprobs(positions, self._top_logprobs, self._frontend.token_bytes).content
+        rows = chat_logprobs(positions, self._top_logprobs, self._frontend.token_bytes).content
         return [
             TextLogprob(
                 token=row.token,
@@ -236,7 +236,7 @@ class ResponseStream:
                     TopTokenLogprob(token=top.token, logprob=top.logprob, bytes=top.bytes) for top in row.top_logprobs
                 ],
             )
-            for row in told
+            for row in rows
         ]
 
 

@@ -33,7 +33,7 @@ class InputItem(Struct, kw_only=True):
     status: str | None = None
 
 
-class Tool(Struct, kw_only=True):
+class ResponsesTool(Struct, kw_only=True):
     """A tool of the client's. Other types than "function" are tools of OpenAI's servers, and are refused."""
 
     type: str
@@ -64,7 +64,7 @@ class ReasoningConfig(Struct, kw_only=True):
     generate_summary: str | None = None
 
 
-class StreamOptions(Struct, kw_only=True):
+class ResponsesStreamOptions(Struct, kw_only=True):
     include_obfuscation: bool | None = None
 
 
@@ -80,8 +80,8 @@ class ResponsesRequest(Struct, kw_only=True):
     top_logprobs: int | None = None
     include: list[str] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    tools: list[Tool] | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    tools: list[ResponsesTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = None
@@ -201,7 +201,7 @@ class ResponseObject(Struct, kw_only=True):
     temperature: float
     text: TextConfig
     tool_choice: str | dict[str, Any] = "auto"
-    tools: list[Tool] = field(default_factory=list)
+    tools: list[ResponsesTool] = field(default_factory=list)
     top_logprobs: int = 0
     top_p: float
     truncation: str = "disabled"

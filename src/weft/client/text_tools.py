@@ -1,0 +1,88 @@
+"""Tokenizer and chat template of a model, and the rendering of its conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from weft.config import EngineConfig
+from weft.errors import RequestError
+from weft.formats.checkpoint import Checkpoint
+from weft.formats.config_json import chat_settings
+from weft.structured.compiler import GrammarCompiler
+from weft.text.template import ChatTemplate
+from weft.text.tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class TextTools:
+    """A model's tokenizer and chat template; both None with skip_tokenizer_init."""
+
+    tokenizer: Tokenizer | None = None
+    template: ChatTemplate | None = None
+
+    @classmethod
+    def load(cls, config: EngineConfig, checkpoint: Checkpoint) -> TextTools:
+        """Load from `config.tokenizer` if it is set, else from the checkpoint. Raises ModelError."""
+        if config.skip_tokenizer_init:
+            return cls()
+        loaded = load_tokenizer(config.tokenizer or checkpoint.path)
+        chat = chat_settings(Path(checkpoint.path))
+        return cls(
+            loaded, ChatTemplate.for_tokenizer(loaded, config.chat_template, chat.chat_format, window=chat.window)
+        )
+
+    def require_tokenizer(self, feature: str, param: str) -> Tokenizer:
+        """Return the tokenizer; RequestError for `feature`, which needs it, if there is none."""
+        if self.tokenizer is None:
+            raise RequestError(
+                f"{feature} needs a tokenizer, and this engine runs without one (skip_tokenizer_init)",
+                param=param,
+                code="tokenizer-missing",
+            )
+        return self.tokenizer
+
+    def create_grammars(self, vocab: int, eos: Sequence[int]) -> GrammarCompiler:
+        """Create the compiler of grammars for a model with `vocab` embedding rows, whose answers end with `eos`."""
+        return GrammarCompiler(lambda: self.require_tokenizer("a grammar", "structured_outputs"), vocab, eos)
+
+    def prepare_vocabulary(self) -> None:
+        """Compute the longest token now, rather than for the first long prompt.
+
+        It takes 50 to 200 ms, in which no other thread runs. To be called in a thread while the engine starts.
+        """
+        if self.tokenizer is not None:
+            self.tokenizer.longest_token  # noqa: B018  # cached by the tokenizer
+
+
+class Rendering(NamedTuple):
+    """A chat template and the settings of one rendering.
+
+    `opens` begins the answer after the last message, `unfinished` ends the text where the last message ends, and
+    `variables` are passed to the template.
+    """
+
+    template: ChatTemplate
+    opens: bool
+    unfinished: bool
+    variables: Mapping[str, Any]
+
+    def text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return a conversation as text."""
+        text = self.template.render(messages, add_generation_prompt=self.opens, **self.variables)
+        return _cut_after(text, messages[-1].get("content")) if self.unfinished else text
+
+
+def _cut_after(text: str, content: object) -> str:
+    """Return a rendered conversation up to the end of its last message's content."""
+    last = content.strip() if isinstance(content, str) else ""
+    at = text.rfind(last) if last else -1
+    if at < 0:
+        raise RequestError(
+            "continue_final_message needs a last message whose content is a text that the template shows",
+            param="messages",
+            code="nothing-to-continue",
+        )
+    return text[: at + len(last)]
