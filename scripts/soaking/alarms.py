@@ -48,7 +48,7 @@ class Moment(NamedTuple):
 def main() -> int:
     arguments = parse_arguments()
     with tempfile.TemporaryDirectory(prefix="weft-alarms-") as folder:
-        report = asyncio.run(Watching(arguments, Path(folder)).run())
+        report = asyncio.run(Watching(arguments, Path(folder)).watch_server())
     print(json.dumps(report, indent=1))
     return 1 if report["false"] else 0
 
@@ -74,7 +74,7 @@ class Watching:
         self._moments: deque[Moment] = deque()
         self._looks = 0
 
-    async def run(self) -> dict[str, Any]:
+    async def watch_server(self) -> dict[str, Any]:
         """Start the server, load it and look at it, and end it. Returns the report."""
         try:
             await self._server.start("/health/ready")
