@@ -307,7 +307,8 @@ def multiply_with_shared() -> None:
 
 
 def sort_rows() -> None:
-    routing.sort_rows(torch.zeros(2, MIXTURE.top_k, dtype=torch.int64), 0, MIXTURE.count, 16)
+    routed = torch.zeros(MIXTURE.count, dtype=torch.int64)
+    routing.sort_rows(torch.zeros(2, MIXTURE.top_k, dtype=torch.int64), 0, routed, 16)
 
 
 def sum_parts() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -39,6 +40,18 @@ def here(capfd: pytest.CaptureFixture[str], *words: str, status: int = 0) -> pyt
     capfd.readouterr()
     assert main.main(list(words)) == status
     return capfd.readouterr()
+
+
+def test_the_layout_as_a_table(model: str, capfd: pytest.CaptureFixture[str]) -> None:
+    asked = ["--prompt", "hello", "--max-tokens", "2", "--show-layout", "--json"]
+    split = [*TWO, "--distributed-executor-backend", "uni"]
+    told = here(capfd, "run", model, *asked, *ENGINE, *split)
+    rows = [line.split() for line in told.err.splitlines() if re.match(r"\s+\d on ", line)]
+    layout = json.loads(told.out)["layout"]
+    assert [[row[0], row[2], row[3]] for row in rows] == [[str(one["rank"]), one["node"], "cpu"] for one in layout]
+    for row, one in zip(rows, layout, strict=True):
+        heads = f"{one['first_q_head']}-{one['first_q_head'] + one['q_heads'] - 1}"
+        assert heads in row and f"({one['layers']})" in row and "experts" not in told.err
 
 
 @pytest.mark.parametrize("layout", [[], TWO, [*TWO, "--distributed-executor-backend", "uni"]], ids=" ".join)

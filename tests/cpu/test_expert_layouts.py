@@ -15,7 +15,9 @@ from tests.cpu.layouts import logits_of, plan_for
 from tests.cpu.test_parity import NEW, PROMPTS, greedy
 from tests.refusals import refuses
 from weft import LLM, SamplingParams
+from weft.architectures.shape import Experts
 from weft.core import kv
+from weft.core.commands import RankStats
 from weft.errors import ModelError
 from weft.formats.checkpoint import resolve
 
@@ -178,6 +180,27 @@ def test_an_expert_that_is_missing_or_misshapen(
     path = make_mixture(folder, f"without-{name}", edit=edit)
     with refuses(ModelError, code, *values):
         resolve(str(path))
+
+
+@pytest.mark.parametrize("layout", ["tensor_parallel_size", "data_parallel_size"])
+def test_ranks_report_the_tokens_of_each_expert(folder: Path, layout: str, shared_memory: None) -> None:
+    path = make_mixture(folder, f"count-{layout}", edit=to_experts(3), num_experts_per_tok=1)
+    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    with start(path, **EXPERTS, **{layout: 2}) as llm:
+
+        def counted() -> list[int]:
+            """Tokens of all experts, in the order of ranks and so of numbers."""
+            answered = llm._running.call_each(RankStats(reset=False))
+            return [tokens for _, reports in answered for report in reports for tokens in report.routed_tokens]
+
+        before = counted()
+        llm.generate(PROMPTS[1], params, use_tqdm=False)
+        grown = [now - then for then, now in zip(before, counted(), strict=True)]
+        shape = llm.plan.shape
+    experts, mixtures = shape.experts, sum(isinstance(layer.ffn, Experts) for layer in shape.layers)
+    assert experts and len(grown) == experts.count
+    # The last token of the answer goes through no layer.
+    assert grown == [(len(PROMPTS[1]) + NEW - 1) * mixtures * (number == 3) for number in range(experts.count)]
 
 
 def test_dealt_experts_in_processes(mixture: Mixture) -> None:

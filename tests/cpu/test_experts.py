@@ -81,6 +81,19 @@ def test_biases_a_limit_and_an_offset(dtype: torch.dtype, type: str | None) -> N
     assert_close(fast(x, *choice), plain(x, *choice), dtype, quantised=type is not None)
 
 
+def test_tokens_of_each_expert_are_counted() -> None:
+    """Over several calls, and of this rank's experts only; a token without experts counts nowhere."""
+    stacks = random_stacks(SEVEN, HIDDEN, torch.float32)
+    held = tuple(stack._replace(weight=stack.weight[2:6]) for stack in stacks)
+    chosen = [random_choice(SEVEN, tokens, seed=tokens) for tokens in (1, 30, 9)]
+    chosen[1][0][4] = -1
+    all_chosen = torch.cat([one[0].flatten() for one in chosen]).tolist()
+    for experts in both(SEVEN, (held[0], held[1]), torch.float32, first=2):
+        for one in chosen:
+            experts(random_tokens(len(one[0]), torch.float32), *one)
+        assert experts.routed.tolist() == [all_chosen.count(number) for number in range(2, 6)]
+
+
 @pytest.mark.parametrize("tokens", [1, 30])
 def test_all_tokens_choose_one_expert(tokens: int) -> None:
     spec = changed(FIVE, top_k=1)

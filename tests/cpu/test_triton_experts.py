@@ -260,7 +260,8 @@ def test_choice_among_scores_that_are_not_finite() -> None:
 def test_rows_are_sorted_by_expert(first: int, count: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "PAIRS", 16)
     chosen = random_choice(SEVEN, 13)[0].contiguous()
-    members, owners = routing.sort_rows(chosen, first, count, size)
+    routed = torch.full((count,), 100)
+    members, owners = routing.sort_rows(chosen, first, routed, size)
     rows: dict[int, list[int]] = {expert: [] for expert in range(count)}
     for owner, block in zip(owners.tolist(), members.tolist(), strict=True):
         if owner >= 0:
@@ -270,6 +271,7 @@ def test_rows_are_sorted_by_expert(first: int, count: int, size: int, monkeypatc
     assert rows == {
         expert: [row for row, number in enumerate(flat) if number == first + expert] for expert in range(count)
     }
+    assert routed.tolist() == [100 + len(rows[expert]) for expert in range(count)]
 
 
 @pytest.mark.parametrize("count", [1, 3, 40])

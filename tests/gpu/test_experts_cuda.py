@@ -182,12 +182,14 @@ def test_shared_experts_beside_the_routed_ones(type: str | None, tokens: int, ga
 @pytest.mark.parametrize(("tokens", "count", "size"), [(1, 128, 16), (300, 60, 32), (8192, 128, 128)])
 def test_rows_are_sorted_by_expert(tokens: int, count: int, size: int) -> None:
     chosen = choose_experts(torch.randn(tokens, count, device=CUDA), Experts(count=count, top_k=4, width=8))[0]
-    members, owners = (part.cpu() for part in routing.sort_rows(chosen.contiguous(), 0, count, size))
+    routed = torch.zeros(count, dtype=torch.int64, device=CUDA)
+    members, owners = (part.cpu() for part in routing.sort_rows(chosen.contiguous(), 0, routed, size))
     used = owners >= 0
     assert torch.equal(owners[used], owners[used].sort().values), "blocks lie in the order of experts"
     rows = members[used].flatten()
     flat = chosen.flatten().cpu()
     assert torch.equal(rows[rows >= 0].long(), flat.argsort(stable=True))
+    assert torch.equal(routed.cpu(), flat.bincount(minlength=count))
     assert owners[used].long().repeat_interleave(size)[rows >= 0].equal(flat.sort().values)
 
 

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.pure.fake_nvml import bridged, sliced, two_consumer_cards
 from tests.pure.worlds import DEAD, PLAN, READY, World
+from weft.architectures.place import Span
 from weft.client.running import RunningReplica
 from weft.core.commands import RankReport, RankStats, Replies
 from weft.gateway.config import UpstreamConfig
@@ -28,9 +30,12 @@ from weft.hardware import host, nvml
 from weft.hardware.host import Host
 from weft.serving.device_metrics import GPU_GAUGES, GPU_LABELS, MIB, DeviceMetrics, GpuWatch
 
+EXPERTS = "weft:expert_tokens_total"
 MONITORING = Path(__file__).parents[2] / "docs/monitoring"
 REPORTS: Replies = [
-    RankReport(steps=3, compute_s=1.5, communication_s=0.25, waiting_s=4.0, allocated_bytes=100),
+    RankReport(
+        steps=3, compute_s=1.5, communication_s=0.25, waiting_s=4.0, allocated_bytes=100, routed_tokens=(40, 0, 2)
+    ),
     RankReport(steps=3, compute_s=1.0, communication_s=None, waiting_s=4.5, allocated_bytes=200, driver_bytes=300),
 ]
 
@@ -75,6 +80,22 @@ async def test_ranks() -> None:
     assert ranks.values("weft:rank_driver_bytes") == {"1": 300.0}
     (first, _) = samples(ranks.metrics.collect(), "weft:rank_allocated_bytes")
     assert first.labels == {"rank": "0", "stage": "0", "device": PLAN.devices[0].name}
+
+
+async def test_experts() -> None:
+    """The second rank has the experts from number 3 on."""
+    ranks = Ranks()
+    held = [replace(place, experts=Span(3 * rank, 3 * rank + 3)) for rank, place in enumerate(PLAN.places)]
+    plan = replace(PLAN, places=tuple(held))
+    ranks.answer = [REPORTS[0], replace(REPORTS[1], routed_tokens=(1, 2, 3))]
+
+    async def call_each(command: RankStats) -> list[tuple[RunningReplica, Replies]]:
+        return [(RunningReplica(plan, READY), await ranks.call(command))]
+
+    metrics = DeviceMetrics([plan], call_each, lambda: 0.0)
+    await metrics.refresh()
+    counted = {(one.labels["rank"], one.labels["expert"]): one.value for one in samples(metrics.collect(), EXPERTS)}
+    assert counted == {("0", "0"): 40, ("0", "1"): 0, ("0", "2"): 2, ("1", "3"): 1, ("1", "4"): 2, ("1", "5"): 3}
 
 
 async def test_the_ranks_are_asked_rarely() -> None:

@@ -25,8 +25,9 @@ from weft.monitor import gpus
 from weft.monitor.finding import LIMITS, Change, Finding
 from weft.monitor.history import TIMES, GpuMoment, Histogram, History, RankCounters, Snapshot, growing, weights_of
 from weft.monitor.price import add_prices, freed_tokens
-from weft.monitor.rank_rules import balanced_layers, small_ratio
+from weft.monitor.rank_rules import small_ratio
 from weft.monitor.rules import CODES, diagnose
+from weft.monitor.stage_rules import balanced_layers, describe_stages
 from weft.plan.places import cut_places
 from weft.plan.plan import Plan
 from weft.planner.forecast import forecast_plan
@@ -170,11 +171,45 @@ def test_small_ratios(weights: list[float], units: int, split: tuple[int, ...]) 
 
 
 def test_layers_of_stages() -> None:
-    assert balanced_layers([20, 10], [20.0, 10.0], head=0.0) == ((15, 15), 15.0)
-    assert balanced_layers([15, 15], [30.0, 15.0], head=0.0) == ((10, 20), 20.0)
-    assert balanced_layers([20, 10], [20.0, 14.0], head=4.0) == ((17, 13), 17.0)
-    split, time = balanced_layers([2, 1, 1], [2.0, 1.0, 1.0], head=0.0)
-    assert sorted(split) == [1, 1, 2] and time == 2.0
+    assert balanced_layers(30, [1.0, 1.0], head=0.0) == (15, 15)
+    assert balanced_layers(30, [2.0, 1.0], head=0.0) == (10, 20)
+    assert balanced_layers(30, [1.0, 1.0], head=4.0) == (17, 13)
+    assert sorted(balanced_layers(4, [1.0, 1.0, 1.0], head=0.0)) == [1, 1, 2]
+
+
+def test_the_head_may_explain_the_time_of_the_last_stage() -> None:
+    even = describe_stages((19, 11), (19.0, 19.0), (0.0, 8.0))
+    assert even.head == pytest.approx(8.0) and even.units == pytest.approx((1.0, 1.0))
+    prompts = describe_stages((19, 11), (19.0, 11.0), (0.0, 8.0))
+    assert prompts.head == 0.0 and prompts.units == pytest.approx((1.0, 1.0))
+    assert prompts.gain((15, 15), 8.0) < 0 < prompts.gain((15, 15), 0.0) and prompts.best_split() == (19, 11)
+    slow = describe_stages((19, 11), (19.0, 38.0), (0.0, 8.0))
+    assert slow.head == 8.0 and slow.units == pytest.approx((1.0, 2.0)), "no head is that much work"
+    uneven = describe_stages((26, 4), (26.0, 9.0), (0.0, 8.0))
+    assert uneven.head == pytest.approx(5.0)
+    assert sum(uneven.best_split()) == 30 and uneven.best_split() in ((18, 12), (17, 13))
+    # A head that is more work than the stages' times say leaves enough to gain.
+    heavy = describe_stages((26, 4), (98.0, 54.0), (0.0, 13.0))
+    assert heavy.best_split() == (20, 10) and heavy.gain((20, 10), heavy.head) > 1.4 * LIMITS.imbalance
+
+
+def prompted(plan: Plan, prompt_tokens: int, *ranks: RankCounters) -> list[Finding]:
+    """Findings after STEPS steps with so many tokens of prompts."""
+    stats = Stats(steps=STEPS, prompt_tokens=prompt_tokens)
+    return diagnose(history(plan, Snapshot(time_s=10.0, ranks=ranks, stats=(stats,))))
+
+
+def test_long_prompts_do_not_make_a_good_split_a_bad_one() -> None:
+    """The last stage has fewer layers because of the head, and nothing to do for it in a long prompt."""
+    good = replace(PLAN, places=tuple(cut_places(SMOLLM2, [1], [19, 11])))
+    assert prompted(good, 100 * STEPS, counters(0, 1.9), counters(1, 1.1)) == []
+    assert prompted(good, 0, counters(0, 1.9), counters(1, 1.9)) == []
+    uneven = replace(PLAN, places=tuple(cut_places(SMOLLM2, [1], [26, 4])))
+    for last_s, split in ((0.5, "16,14"), (0.9, "18,12"), (1.2, "19,11")):
+        (finding,) = prompted(uneven, 100 * STEPS, counters(0, 2.6), counters(1, last_s))
+        assert finding.code == "stage_imbalance" and finding.remedy == f"--pipeline-split {split}"
+    (slow,) = prompted(good, 100 * STEPS, counters(0, 1.9), counters(1, 6.0))
+    assert slow.code == "stage_imbalance", "a device that is slow whatever the head is"
 
 
 # --- requests ---

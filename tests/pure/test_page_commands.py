@@ -15,7 +15,9 @@ from tests.pure.machines_with_gpus import Run
 from tests.pure.page_commands import COMMANDS, DOCS, PAGES, PageCommand
 from weft.cli.commands import COMMANDS as OURS
 from weft.cli.flags import engine_config, serve_options
+from weft.cli.parser import build_parser
 
+SHORT_FORMS = ("--tp", "--pp", "--dp", "--ep")  # of flags for layouts, by the dispatcher
 ERRORS = (DOCS.parent / "src").rglob("*.py")
 
 
@@ -34,6 +36,20 @@ def test_flags_are_ours(page: Path) -> None:
         if command.name == "serve":
             engine_config(arguments)
             serve_options(arguments, {})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_flags_within_sentences_are_ours(page: Path) -> None:
+    """`weft NAME … --flag …` between backquotes: each flag is one of the command's."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for line in re.findall(r"`weft ([^`]+)`", text):
+        # `weft bench` alone stands for all that begins so.
+        named = [command for name, command in OURS.items() if f"{line} ".startswith(f"{name} ")]
+        meant = named or [command for name, command in OURS.items() if name.startswith(f"{line} ")]
+        assert meant, f"weft {line}"
+        known = {word for command in meant for word in build_parser(command)._option_string_actions}
+        given = {word for word in re.findall(r"(?<=\s)--?[a-z][\w-]*", line) if word not in SHORT_FORMS}
+        assert given <= known, f"weft {line}"
 
 
 @pytest.mark.parametrize("command", ids([command for command in COMMANDS if command.is_predicted]))

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import io
 import json
+import os
+import pty
+import select
+import signal
 import socket
-from collections.abc import Sequence
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +23,14 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from tests.pure.commands import refused_line, weft
+from tests.pure.commands import HERE, refused_line, weft
 from tests.pure.servers import Exchange, serving, weft_server
 from tests.pure.worlds import FakeEngine, World, saying
 from weft.cli import top, top_watch
-from weft.cli.top import Look
+from weft.cli.top_app import TopApp
 from weft.cli.top_csv import COLUMNS, MISSING, csv_header, csv_lines
-from weft.cli.top_view import Sparks, page
-from weft.cli.top_watch import Target, Watch, core_ticks
+from weft.cli.top_tables import VERY_WIDE, WIDE, Sparks, page
+from weft.cli.top_watch import Look, Target, Watch, core_ticks
 from weft.hardware.gpu_figures import GpuFigures
 from weft.hardware.topology import Holder
 from weft.monitor.figures import FINDING_FIELDS, GPU_FIELDS, MODEL_FIELDS, RANK_FIELDS, join_figures
@@ -119,22 +128,192 @@ def test_the_page_fits_any_width() -> None:
     look = Look([("http://rig:8000", figures())], join_figures([figures()], None, 0.0), ["http://b: no answer"], {})
     for width in (40, 80, 200):
         out = io.StringIO()
-        Console(file=out, width=width, force_terminal=False).print(page(look, Sparks()))
+        Console(file=out, width=width, force_terminal=False).print(page(look, Sparks(), width))
         text = out.getvalue()
         assert max(map(len, text.splitlines())) <= width
         for word in ("straggler", "--tensor-split", "no answer"):
             assert word in text
-    assert Sparks().line("a", None) == "▁"
 
 
 def test_ranks_and_findings_of_several_servers_have_their_url() -> None:
     servers = [("http://rig:8000", figures()), ("http://other:8001", figures(node="other", diagnosis=[]))]
     out = io.StringIO()
     look = Look(servers, join_figures([one for _, one in servers], None, 0.0), [], {})
-    Console(file=out, width=200).print(page(look, Sparks()))
+    Console(file=out, width=200).print(page(look, Sparks(), 200))
     lines = [line.strip() for line in out.getvalue().splitlines()]
-    assert any(line.startswith("http://rig:8000: straggler: ") for line in lines)
-    assert lines.index("http://rig:8000") < lines.index("http://other:8001"), "above their ranks"
+    assert any(line.startswith("▲ http://rig:8000: straggler: ") for line in lines)
+    assert lines.index("rig:8000") < lines.index("other:8001"), "above their ranks"
+
+
+def printed(look: Look, width: int, sparks: Sparks | None = None) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width, force_terminal=False).print(page(look, sparks or Sparks(), width))
+    return out.getvalue()
+
+
+def look_at(*problems: str, **more: Any) -> Look:
+    """A look at one server, with other fields in its answer."""
+    answer = figures() | more
+    return Look([("http://rig:8000", answer)], join_figures([answer], None, 0.0), list(problems), {})
+
+
+def test_what_the_memory_of_a_gpu_is_used_for() -> None:
+    rank = {**RANK, "node": "rig", "first_layer": 0, "weight_bytes": 7 << 30, "kv_bytes": 20 << 30}
+    lines = printed(look_at(ranks=[rank]), 120).splitlines()
+    (line,) = [line for line in lines if "python (7)" in line]
+    assert line.split()[:8] == ["rig:0", "64.0", "GiB", "80.0", "GiB", "████████░░", "80%", "7.0"]
+    assert "20.0 GiB" in line and "python (7) 1.0 GiB" in line
+
+
+def test_the_parts_of_a_step_are_a_bar() -> None:
+    rank = {**RANK, "compute": 0.5, "communication": 0.25, "waiting": 0.25, "first_layer": 4, "layers": 26}
+    text = printed(
+        look_at(ranks=[rank, rank | {"rank": 1, "compute": None, "communication": None, "waiting": None}]), 120
+    )
+    assert "██████████▒▒▒▒▒····· " in text and "4-29 (26)" in text
+    assert "idle" in text, "a rank without a step in the last seconds"
+    assert "▒" not in printed(look_at(ranks=[]), 120)
+
+
+def test_sparklines_come_with_the_second_look_on_a_wide_page() -> None:
+    sparks, look = Sparks(), look_at()
+    sparks.add(look)
+    assert "██ " not in printed(look, VERY_WIDE, sparks)
+    sparks.add(look)
+    assert "██ " in printed(look, VERY_WIDE, sparks) and "██ " not in printed(look, WIDE - 1, sparks)
+
+
+# --- the live page ---
+
+
+def shown(app: TopApp) -> str:
+    """All text on the screen."""
+    return "\n".join("".join(segment.text for segment in strip) for strip in app.screen._compositor.render_strips())
+
+
+async def test_the_live_page_follows_looks_and_the_terminal_s_size() -> None:
+    coming: asyncio.Queue[Look | None] = asyncio.Queue()
+    stop = asyncio.Event()
+
+    async def looks() -> AsyncIterator[Look]:
+        while (look := await coming.get()) is not None:
+            yield look
+
+    app = TopApp(looks(), stop)
+    async with app.run_test(size=(120, 50)) as pilot:
+
+        async def after(look: Look) -> str:
+            coming.put_nowait(look)
+            for _ in range(100):
+                await pilot.pause(0.01)
+                if app.last is look:
+                    break
+            await pilot.pause()
+            return shown(app)
+
+        text = await after(look_at())
+        assert text.index("What is wrong") < text.index("straggler") < text.index("GPUs") < text.index("Ranks")
+        text = await after(look_at(diagnosis=[]))
+        assert "nothing found" in text and "straggler" not in text
+        text = await after(Look([], join_figures([], None, 0.0), ["http://rig:8000: cannot connect"], {}))
+        assert "cannot connect" in text and "Ranks" not in text, "the server is away"
+        assert "Ranks" in await after(look_at()), "and back"
+        for columns, rows in ((60, 20), (20, 5), (200, 60)):
+            await pilot.resize_terminal(columns, rows)
+            await pilot.pause()
+            assert {len(line) for line in shown(app).splitlines()} == {columns}
+        text = await after(look_at())
+        assert "a step" in text and "q End" in text, "keys are told, and there is room for all columns"
+        await pilot.press("p")
+        assert "held" in await after(look_at(diagnosis=[])) and "straggler" in shown(app)
+        await pilot.press("p")
+        assert "straggler" not in await after(look_at(diagnosis=[]))
+        await pilot.press("q")
+    assert stop.is_set() and app.last is not None
+
+
+class Terminal:
+    """`weft top` on a terminal of its own. `text` is all that it has drawn, escapes and all."""
+
+    def __init__(self, *words: str) -> None:
+        self._end, terminal = pty.openpty()
+        self.resize(100, 30)
+        command = [sys.executable, "-m", "weft", "top", *words]
+        self.process = subprocess.Popen(
+            command,
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+            start_new_session=True,
+            env={**HERE, "TERM": "xterm-256color"},
+        )
+        self.before = termios.tcgetattr(terminal)
+        self._terminal, self.text = terminal, ""
+
+    def resize(self, columns: int, rows: int) -> None:
+        fcntl.ioctl(self._end, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    async def until(self, word: str, seconds: float = 20.0) -> None:
+        """Read until a word is drawn anew."""
+        self.text = ""
+        async with asyncio.timeout(seconds):
+            while word not in self.text:
+                if await asyncio.to_thread(select.select, [self._end], [], [], 0.2) != ([], [], []):
+                    self.text += os.read(self._end, 1 << 16).decode(errors="replace")
+
+    async def ended(self) -> int:
+        """Exit status, while what it draws is read on."""
+        async with asyncio.timeout(20.0):
+            while self.process.poll() is None:
+                if await asyncio.to_thread(select.select, [self._end], [], [], 0.05) != ([], [], []):
+                    os.read(self._end, 1 << 16)
+        return self.process.returncode
+
+    def press(self, key: str) -> None:
+        os.write(self._end, key.encode())
+
+    @property
+    def settings(self) -> list[Any]:
+        return termios.tcgetattr(self._terminal)
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._terminal)
+        os.close(self._end)
+
+
+@pytest.mark.parametrize("end", ["q", "\x03", "SIGTERM"])
+async def test_a_terminal_of_its_own(end: str) -> None:
+    """It survives another size and a server that leaves and returns, and gives the terminal back as it was."""
+    away = asyncio.Event()
+
+    async def moody(exchange: Exchange) -> None:
+        if away.is_set():
+            exchange.refuse("404 Not Found", b"{}")
+        else:
+            await answering(exchange, {"/monitor": figures()})
+
+    async with serving(moody) as server:
+        with Terminal("--url", server.url, "--interval", "0.2") as terminal:
+            await terminal.until("straggler")
+            terminal.resize(70, 20)
+            await terminal.until("straggler")
+            if end == "q":
+                away.set()
+                await terminal.until("404")
+                away.clear()
+                await terminal.until("straggler")
+            if end == "SIGTERM":
+                terminal.process.send_signal(signal.SIGTERM)
+            else:
+                terminal.press(end)
+            assert await terminal.ended() == 0
+            assert terminal.settings == terminal.before
 
 
 def test_cores(tmp_path: Path) -> None:
@@ -244,7 +423,7 @@ async def test_only_the_owner_sees_other_users_processes(
     assert [word in answer.text for word in ("4711", "train.py")] == [shown, shown]
     joined = join_figures([answer.json()], None, 0.0)
     out = io.StringIO()
-    Console(file=out, width=120, force_terminal=False).print(page(Look([], joined, [], {}), Sparks()))
+    Console(file=out, width=120, force_terminal=False).print(page(Look([], joined, [], {}), Sparks(), 120))
     assert "9" in out.getvalue() and ("4711" in out.getvalue()) == shown and "None" not in out.getvalue()
 
 

@@ -179,7 +179,14 @@ class FakeEngine:
             self.awake.set()
         if isinstance(command, RankStats):
             return [
-                RankReport(steps=0, compute_s=0.0, communication_s=0.0, waiting_s=0.0, allocated_bytes=1000 + rank)
+                RankReport(
+                    steps=0,
+                    compute_s=0.0,
+                    communication_s=0.0,
+                    waiting_s=0.0,
+                    allocated_bytes=1000 + rank,
+                    routed_tokens=(7,),
+                )
                 for rank in range(2)
             ]
         return [self.reply] * 2

@@ -64,6 +64,7 @@ PROMPT = (
     Flag(name="raw", parse=None, help="give the prompt to the model unchanged, without the chat template"),
     Flag(name="json", parse=None, help="print one JSON object with text, token ids, timing, layout and predictions"),
     Flag(name="verbose", parse=None, help="print memory and speed on standard error, each beside its prediction"),
+    Flag(name="show-layout", parse=None, help="print the part and the memory of each rank on standard error"),
 )
 CHAT = (Flag(name="system-prompt", metavar="TEXT", help="instructions to the model, before the conversation"),)
 LATENCY = (

@@ -26,6 +26,8 @@ AnyCheck: TypeAlias = "Check | NodeCheck"
 
 MARKS = {"ok": "ok     ", "warn": "warning", "fail": "FAILED ", "skipped": "skipped"}
 
+STYLES = {"ok": "green", "warn": "bold yellow", "fail": "bold red", "skipped": "grey62"}
+
 
 def main(arguments: Namespace) -> int:
     """Print the checks; return 1 if one fails."""
@@ -41,9 +43,14 @@ def main(arguments: Namespace) -> int:
     if given.get("json", False):
         print(json.dumps(answer))
     else:
+        from rich.text import Text
+
         out = console()
         for line in check_lines(checks):
-            out.print(line, soft_wrap=True)
+            text = Text(line)
+            for status, mark in MARKS.items():
+                text.highlight_regex(f"^{mark.strip()}", STYLES[status])
+            out.print(text, soft_wrap=True)
     return 0 if answer["ok"] else 1
 
 

@@ -37,6 +37,8 @@ def main(arguments: Namespace) -> int:
         raw = getattr(arguments, "raw", False)
         prompt = text if raw else conversation(text, getattr(arguments, "system_prompt", None))
         verbose, as_json = getattr(arguments, "verbose", False), getattr(arguments, "json", False)
+        if getattr(arguments, "show_layout", False):
+            show_layout(llm)
         answer: RequestOutput | None
         if as_json:
             *_, answer = llm.stream(prompt, params)
@@ -51,6 +53,14 @@ def main(arguments: Namespace) -> int:
         if verbose and expected is not None:
             print("\n".join(compared_lines(llm, expected, answer)), file=sys.stderr)
     return 0
+
+
+def show_layout(llm: LLM) -> None:
+    """Print the rows of `LLM.layout` as a table on standard error."""
+    from weft.cli.layout_table import layout_table
+    from weft.cli.tables import console
+
+    console(sys.stderr).print(layout_table(llm.layout()))
 
 
 def print_answer(stream: Iterator[RequestOutput]) -> RequestOutput | None:

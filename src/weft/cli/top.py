@@ -11,23 +11,14 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import AsyncIterator, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from weft.cli.parser import UsageError
 from weft.cli.top_csv import csv_header, csv_lines
-from weft.cli.top_watch import Machine, Watch
+from weft.cli.top_watch import Look, Machine, Watch
 from weft.monitor.figures import join_figures
 
 BETWEEN_S = 0.5  # the two samples of --once, of which rates are made
-
-
-class Look(NamedTuple):
-    """One look: the figures of each server, this machine's, their sum as JSON, and a line for each URL without any."""
-
-    servers: list[tuple[str, dict[str, Any]]]
-    figures: dict[str, Any]
-    problems: list[str]
-    cores: dict[int, float]
 
 
 def main(arguments: Namespace) -> int:
@@ -65,18 +56,26 @@ async def show(watch: Watch, machine: Machine | None, form: str, interval_s: flo
     stop = asyncio.Event()
     last: Look | None = None
     with contextlib.closing(watch), stopped_by_signals(stop):
-        if form == "table" and not once and sys.stdout.isatty():
-            from weft.cli.top_view import LiveView
-
-            with LiveView(stop) as view:
-                async for last in looks(watch, machine, interval_s, stop, once=False):
-                    view.show(last)
-            return last
+        # Textual reads keys from standard input, and draws on standard error.
+        if form == "table" and not once and all(one.isatty() for one in (sys.stdin, sys.stdout, sys.stderr)):
+            return await show_live(looks(watch, machine, interval_s, stop, once=False), stop)
         if form == "csv":
             print(csv_header(), flush=True)
         async for last in looks(watch, machine, interval_s, stop, once=once):
             print_look(last, form)
     return last
+
+
+async def show_live(looks: AsyncIterator[Look], stop: asyncio.Event) -> Look | None:
+    """Show looks on the whole terminal until a signal or a key ends it; return the last."""
+    from weft.cli.top_app import TopApp  # not for --once
+
+    app = TopApp(looks, stop)
+    # Without the mouse: the terminal's own selection copies what is shown.
+    await app.run_async(mouse=False)
+    if app.return_code:  # Textual has printed the error
+        raise SystemExit(app.return_code)
+    return app.last
 
 
 async def looks(
@@ -109,9 +108,10 @@ def print_look(look: Look, form: str) -> None:
     """Print a look as a page, as one line of JSON, or as lines of CSV; problems go to standard error."""
     if form == "table":
         from weft.cli.tables import console
-        from weft.cli.top_view import Sparks, page
+        from weft.cli.top_tables import Sparks, page
 
-        console().print(page(look, Sparks()))
+        out = console()
+        out.print(page(look, Sparks(), out.width))
         return
     for problem in look.problems:
         print(f"weft top: {problem}", file=sys.stderr)

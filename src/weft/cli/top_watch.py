@@ -7,7 +7,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from weft.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress
 from weft.errors import ConfigError
@@ -23,6 +23,15 @@ KEY_MISSING = "invalid_api_key"
 ADMIN_KEY_MISSING = ("invalid_admin_key", "admin_key_unset")
 
 Kind = Literal["gateway", "server"]
+
+
+class Look(NamedTuple):
+    """One look: the figures of each server, this machine's, their sum as JSON, and a line for each URL without any."""
+
+    servers: list[tuple[str, dict[str, Any]]]
+    figures: dict[str, Any]
+    problems: list[str]
+    cores: dict[int, float]
 
 
 class Target:

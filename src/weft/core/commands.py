@@ -101,6 +101,8 @@ class RankReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     - `allocated_bytes`: on a GPU, of tensors; on a CPU, the resident memory of the rank's process.
     - `reserved_bytes`: on a GPU, what torch holds of its memory. `driver_bytes`: what is in use of it by the driver's
       count, other processes' memory included. Both are None on a CPU.
+    - `routed_tokens`: tokens that each expert of the rank has computed since its start, over all layers; empty without
+      experts.
     """
 
     steps: int
@@ -112,6 +114,7 @@ class RankReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     allocated_bytes: int
     reserved_bytes: int | None = None
     driver_bytes: int | None = None
+    routed_tokens: tuple[int, ...] = ()
 
 
 Reply = Done | GraphsLeft | TraceFile | RankReport

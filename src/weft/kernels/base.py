@@ -145,10 +145,16 @@ class ExpertStack(NamedTuple):
 
 
 class ExpertProducts(Protocol):
-    """The MLPs of a rank's experts. If `capturable`, no call waits for the GPU, and no size depends on the choices."""
+    """The MLPs of a rank's experts. If `capturable`, no call waits for the GPU, and no size depends on the choices.
+
+    `routed` [experts of the rank] int64 counts the tokens that each has computed.
+    """
 
     @property
     def capturable(self) -> bool: ...
+
+    @property
+    def routed(self) -> torch.Tensor: ...
 
     def __call__(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """Sum of the results of each token's experts, weighted by its shares: [T, hidden] -> [T, hidden].

@@ -29,6 +29,7 @@ class GroupedExperts:
     def __init__(self, spec: Experts, gate_up: Sequence[Product], down: Sequence[Product], first: int) -> None:
         self.spec, self.gate_up, self.down = spec, gate_up, down
         self._numbers = range(first, first + len(gate_up))
+        self.routed = torch.zeros(len(gate_up), dtype=torch.int64)
 
     def __call__(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """Compute [T, hidden] -> [T, hidden]."""
@@ -36,6 +37,7 @@ class GroupedExperts:
         order = flat.argsort(stable=True)
         # -1 comes before the first expert.
         offsets = (flat + 1).bincount(minlength=self.spec.count + 1).cumsum(0).tolist()
+        self.routed += torch.tensor([offsets[expert + 1] - offsets[expert] for expert in self._numbers])
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         # In the order of experts, so that the order of a token's sum does not depend on the batch.
         for expert, gate_up, down in zip(self._numbers, self.gate_up, self.down, strict=True):

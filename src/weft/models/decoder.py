@@ -150,8 +150,18 @@ class DecoderModel:
     def capturable(self) -> bool:
         """True if a step can be captured as a CUDA graph: if the kernels compute all experts at once, and no part of an
         exchange with other attention groups happens on the host."""
-        mixtures = [layer.ffn for layer in self.layers if isinstance(layer.ffn, ExpertsBlock)]
-        return all(mixture.capturable for mixture in mixtures)
+        return all(mixture.capturable for mixture in self._mixtures)
+
+    @property
+    def _mixtures(self) -> list[ExpertsBlock]:
+        return [layer.ffn for layer in self.layers if isinstance(layer.ffn, ExpertsBlock)]
+
+    def routed_tokens(self) -> list[int]:
+        """Number of tokens that each expert of this rank has computed, over all layers; waits for the GPU."""
+        counts = [mixture.experts.routed for mixture in self._mixtures]
+        most = max(map(len, counts), default=0)
+        padded = [torch.nn.functional.pad(count, (0, most - len(count))) for count in counts]
+        return torch.stack(padded).sum(0).tolist() if padded else []
 
     @property
     def is_fused(self) -> bool:

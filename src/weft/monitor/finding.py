@@ -31,7 +31,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     - `straggler`: a rank's time within steps without waiting, times the median of the others of its stage.
     - `delayed`: share of a rank's steps in which its core has other work, and `delayed_more` times the median of the
       others of its stage.
-    - `imbalance`: share of the slowest stage's time that another split would save.
+    - `imbalance`: share of the slowest stage's time that another split would save. `prompt_tokens`: of a step, on
+      average; with more of them the work of the head is not known.
     - `starved`: share of the steps before which a request did not find room in the KV cache.
     - `preemptions`: preempted requests for each that ended or runs. `fewest_preemptions`: fewer are no storm.
     - `prompts`: fewer tell nothing about prefixes; `repeated`: share of them that begin like an earlier one; `hits`:
@@ -51,6 +52,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     delayed: float = 0.25
     delayed_more: float = 2.0
     imbalance: float = 0.15
+    prompt_tokens: float = 1.0
     starved: float = 0.5
     preemptions: float = 0.2
     fewest_preemptions: int = 4

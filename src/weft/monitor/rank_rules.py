@@ -1,15 +1,12 @@
-"""Diagnosis rules of ranks: of their sums, of a slow one, and of the layers of stages."""
+"""Diagnosis rules of tensor-parallel ranks: of their sums, and of a slow one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-import msgspec
-
 from weft.monitor.finding import Change, Code, Finding, Limits
 from weft.monitor.history import History, RankCounters, RankShares
-from weft.plan.fills import rank_weight_bytes
 from weft.plan.plan import Plan
 
 SLOW_AT_SAME_WORK = "it does the same work more slowly"
@@ -163,66 +160,10 @@ def straggler(history: History, limits: Limits) -> Iterator[Finding]:
         )
 
 
-def stage_imbalance(history: History, limits: Limits) -> Iterator[Finding]:
-    """A pipeline whose slowest stage another split of the layers would relieve."""
-    by_plan: dict[tuple[int, int], tuple[Plan, dict[int, float]]] = {}
-    for plan, ranks in stage_ranks(history, limits):
-        place = plan.places[ranks[0].counters.local_rank]
-        key = ranks[0].counters.replica, place.dp_rank
-        _, seconds = by_plan.setdefault(key, (plan, {}))
-        seconds[place.stage] = max(rank.counters.compute_s for rank in ranks)
-    for (replica, _), (plan, seconds) in by_plan.items():
-        if plan.stages < 2 or len(seconds) < plan.stages:
-            continue
-        times = [seconds[stage] for stage in range(plan.stages)]
-        layers = [len(plan.places[ranks[0]].layers) for ranks in plan.tensor_groups[: plan.stages]]
-        head = head_layers(plan, history.weights[replica])
-        split, expected = balanced_layers(layers, times, head)
-        gain = 1 - expected / max(times)
-        if gain <= limits.imbalance:
-            continue
-        slowest = times.index(max(times))
-        yield Finding(
-            code=Code.STAGE_IMBALANCE,
-            text=f"stage {slowest} with {layers[slowest]} of {sum(layers)} layers computes "
-            f"{max(times) / min(times):.1f} times as long as the fastest stage: another split would take {gain:.0%} "
-            f"off a step (limit {limits.imbalance:.0%})",
-            value=gain,
-            limit=limits.imbalance,
-            remedy=f"--pipeline-split {','.join(map(str, split))}",
-            change=Change(
-                replica=replica,
-                pipeline_split=split,
-                speeds=stage_speeds(plan, layers, times, head),
-            ),
-        )
-
-
 def all_speeds(plan: Plan, ranks: Sequence[RankShares], speeds: Sequence[float]) -> tuple[float, ...]:
     """Speeds of all ranks of a plan, of which some have been measured; the fastest of these is 1, and so are others."""
     known = {rank.counters.local_rank: speed for rank, speed in zip(ranks, speeds, strict=True)}
     return tuple(known.get(rank, max(speeds)) / max(speeds) for rank in range(len(plan.places)))
-
-
-def head_layers(plan: Plan, weights: Sequence[int]) -> float:
-    """The number of layers that the model's head is as much work as, by the bytes of the last stage's weights."""
-    rank = plan.tensor_groups[plan.stages - 1][0]
-    place = plan.places[rank]
-    # The same layers, as if another stage followed.
-    inner = msgspec.structs.replace(place, stages=place.stages + 1)
-    layer_bytes = rank_weight_bytes(plan.shape, inner, plan.dtype, plan.schemes)
-    return (weights[rank] - layer_bytes) * len(place.layers) / layer_bytes
-
-
-def stage_work(layers: Sequence[int], head: float) -> list[float]:
-    """Work of each stage in layers: the last one has the head too."""
-    return [*layers[:-1], layers[-1] + head]
-
-
-def stage_speeds(plan: Plan, layers: Sequence[int], times: Sequence[float], head: float) -> tuple[float, ...]:
-    """Speeds of all ranks by the work per second of their stages, the fastest 1."""
-    by_stage = [work / time for work, time in zip(stage_work(layers, head), times, strict=True)]
-    return tuple(by_stage[place.stage] / max(by_stage) for place in plan.places)
 
 
 def small_ratio(weights: Sequence[float], *, units: int) -> tuple[int, ...]:
@@ -245,24 +186,6 @@ def small_ratio(weights: Sequence[float], *, units: int) -> tuple[int, ...]:
             candidates.append(tuple(parts))
     best = min(map(error, candidates), default=0.0)
     return next((parts for parts in candidates if error(parts) <= best + 0.01), ())
-
-
-def balanced_layers(layers: Sequence[int], times: Sequence[float], head: float) -> tuple[tuple[int, ...], float]:
-    """Layers per stage that make the slowest stage as fast as possible, and its time, in the unit of `times`.
-
-    `times` are measured with `layers`. The last stage also has a head, which is as much work as `head` layers.
-    """
-    each = [time / work for time, work in zip(times, stage_work(layers, head), strict=True)]
-    split = [1] * len(layers)
-
-    def time_with(stage: int, more: int) -> float:
-        """Time of a stage that has so many layers more."""
-        return (stage_work(split, head)[stage] + more) * each[stage]
-
-    for _ in range(sum(layers) - len(layers)):
-        stage = min(range(len(split)), key=lambda number: time_with(number, 1))
-        split[stage] += 1
-    return tuple(split), max(time_with(stage, 0) for stage in range(len(split)))
 
 
 def _names(ranks: Sequence[RankShares]) -> str:

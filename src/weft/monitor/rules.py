@@ -11,8 +11,9 @@ from weft.formatting import format_bytes
 from weft.hardware.gpu_figures import GpuFigures
 from weft.monitor.finding import LIMITS, Change, Code, Finding, Limits
 from weft.monitor.history import GpuMoment, History
-from weft.monitor.rank_rules import allreduce_wait, delayed_straggler, stage_imbalance, straggler
+from weft.monitor.rank_rules import allreduce_wait, delayed_straggler, straggler
 from weft.monitor.request_rules import batch_small, kv_starved, preemption_storm, prefix_unused
+from weft.monitor.stage_rules import stage_imbalance
 
 Rule = Callable[[History, Limits], Iterator[Finding]]
 

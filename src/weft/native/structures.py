@@ -64,6 +64,7 @@ class ExpertsDescriptor(ctypes.Structure):
         *((name, MatrixDescriptor) for name in ("gate_up", "down")),
         *((name, SIZE) for name in ("first", "count")),
         *((name, REAL) for name in ("gain", "limit", "up_offset")),
+        ("routed", POINTER),
     )
 
 

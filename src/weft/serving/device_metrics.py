@@ -120,6 +120,18 @@ class DeviceMetrics(PrometheusCollector):
             for labels, value in self._labelled_values(field):
                 gauge.add_metric(labels, value)
             yield gauge
+        yield self._expert_metric()
+
+    def _expert_metric(self) -> Metric:
+        """A counter for each expert of each rank: a rank of busy experts is what the others of a step wait for."""
+        counter = CounterMetricFamily(
+            "weft:expert_tokens", "Tokens that an expert has computed, over all layers.", labels=("rank", "expert")
+        )
+        for replica, rank, report in self.reports():
+            first = replica.plan.places[rank].experts.start
+            for expert, tokens in enumerate(report.routed_tokens, first):
+                counter.add_metric((str(replica.first_rank + rank), str(expert)), float(tokens))
+        return counter
 
     def _labelled_values(self, field: str) -> Iterator[tuple[Sequence[str], float]]:
         """Labels and value of each rank that reports a field."""

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from weft.comm import Links
 from weft.comm.nccl_log import read_choices
@@ -134,7 +135,8 @@ class Worker:
                 return TraceFile(self.profile(steps, directory))
             case RankStats(reset):
                 alone = self.links.tensor.size == 1 and self.plan.exchange is None
-                return self.clock.report(self.runner.device, alone=alone, reset=reset)
+                report = self.clock.report(self.runner.device, alone=alone, reset=reset)
+                return replace(report, routed_tokens=tuple(self.runner.model.routed_tokens()))
             case Sleep(level):
                 self.sleep(level)
                 return Done()

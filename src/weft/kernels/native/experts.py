@@ -46,11 +46,12 @@ class NativeStack:
 
 @dataclass(frozen=True)
 class NativeExperts:
-    """`ExpertProducts` in C++. The descriptor points into `stacks`."""
+    """`ExpertProducts` in C++. The descriptor points into `stacks` and `routed`."""
 
     entries: Entries
     descriptor: ExpertsDescriptor
     stacks: Sequence[NativeStack]
+    routed: torch.Tensor
 
     capturable = False
 
@@ -73,6 +74,7 @@ def create_experts(
     entries: Entries, spec: Experts, gate_up: NativeStack, down: NativeStack, first: int
 ) -> NativeExperts:
     """The experts of a rank, the first of which has the number `first`. `gate_up` is from `pack_gate_up`."""
+    routed = torch.zeros(len(down.tensors[0]), dtype=torch.int64)
     descriptor = ExpertsDescriptor(
         gate_up=gate_up.descriptor,
         down=down.descriptor,
@@ -81,8 +83,9 @@ def create_experts(
         gain=spec.gain,
         limit=math.inf if spec.limit is None else spec.limit,
         up_offset=spec.up_offset,
+        routed=routed.data_ptr(),
     )
-    return NativeExperts(entries, descriptor, (gate_up, down))
+    return NativeExperts(entries, descriptor, (gate_up, down), routed)
 
 
 def describe_routing(spec: Experts, correction: torch.Tensor | None) -> RoutingDescriptor:

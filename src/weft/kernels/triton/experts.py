@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -156,8 +156,13 @@ class TritonExperts:
     down: TritonStack
     first: int
     processors: int
+    routed: torch.Tensor = field(init=False)
 
     capturable = True
+
+    def __post_init__(self) -> None:
+        device = self.gate_up.weight.words.device
+        object.__setattr__(self, "routed", torch.zeros(self._count, dtype=torch.int64, device=device))
 
     def __call__(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """Compute [T, hidden] -> [T, hidden] in four launches."""
@@ -176,7 +181,7 @@ class TritonExperts:
         if not len(x):
             return torch.empty_like(x)
         x, chosen, shares, rows = x.contiguous(), chosen.contiguous(), shares.contiguous(), chosen.numel()
-        blocks = sort_rows(chosen, self.first, self._count, self._block_size(rows))
+        blocks = sort_rows(chosen, self.first, self.routed, self._block_size(rows))
         inner, parts = x.new_empty(rows, self.down.weight.cols), x.new_empty(rows, x.shape[1])
         first = second = None
         if shared:

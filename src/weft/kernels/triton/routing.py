@@ -164,7 +164,7 @@ class SortedRows(NamedTuple):
 # The numbers of rows and of blocks differ from step to step.
 @triton.jit(do_not_specialize=["rows", "blocks", "first"])
 def _sort(
-    numbers, members, owners, rows, blocks, first, count,
+    numbers, members, owners, routed, rows, blocks, first, count,
     SIZE: tl.constexpr, PAIRS: tl.constexpr, BINS: tl.constexpr, NOBODY: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0)
@@ -179,6 +179,8 @@ def _sort(
     stop = before + tl.sum(tl.where(bins == expert, block_counts, 0), 0)
     for block in range(before, stop):
         tl.store(owners + block, expert)
+    mine_in_all = tl.sum(tl.where(bins == expert, counts, 0), 0)
+    tl.store(routed + expert, tl.load(routed + expert) + mine_in_all)
     if expert == 0:
         for block in range(tl.sum(block_counts, 0), blocks):
             tl.store(owners + block, NOBODY)
@@ -193,18 +195,18 @@ def _sort(
     tl.store(members + padding, NOBODY, padding < stop * SIZE)
 
 
-def sort_rows(chosen: torch.Tensor, first: int, count: int, size: int) -> SortedRows:
+def sort_rows(chosen: torch.Tensor, first: int, routed: torch.Tensor, size: int) -> SortedRows:
     """Sort the rows of tokens that have chosen [T, top_k] int64 by expert, in blocks of `size` rows.
 
-    Rows of other experts than the `count` ones from number `first` on are left out.
+    `routed` [count] int64 counts the rows of each expert from number `first` on. Rows of other experts are left out.
     """
-    rows = chosen.numel()
+    rows, count = chosen.numel(), len(routed)
     blocks = most_blocks(rows, count, size)
     members = torch.empty(blocks, size, dtype=torch.int32, device=chosen.device)
     owners = torch.empty(blocks, dtype=torch.int32, device=chosen.device)
     bins = max(LEAST_BINS, triton.next_power_of_2(count + 1))
     _sort[(count,)](
-        chosen, members, owners, rows, blocks, first, count, SIZE=size, PAIRS=PAIRS, BINS=bins, NOBODY=NOBODY
+        chosen, members, owners, routed, rows, blocks, first, count, SIZE=size, PAIRS=PAIRS, BINS=bins, NOBODY=NOBODY
     )
     return SortedRows(members, owners)
 

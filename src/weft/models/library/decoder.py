@@ -63,6 +63,10 @@ class LibraryDecoder:
         # Parameters that are no matrices; matrices are with the kernels.
         self.vectors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
 
+    def routed_tokens(self) -> list[int]:
+        """Nothing: the class computes its experts itself."""
+        return []
+
     def _build(self, tensors: Tensors) -> None:
         place, kernels = self.place, self.kernels
         causal = build_on_meta(read_config(self._model.config), NAME, attend_paged)

@@ -30,7 +30,7 @@ constexpr AbiEntry ABI[] = {
     FIELD(Matrix, scales), FIELD(Matrix, lowest), FIELD(Matrix, bias), FIELD(Matrix, group), FIELD(Matrix, lacking),
     FIELD(Matrix, kind), FIELD(Matrix, fixed_order),
     STRUCTURE(Experts), FIELD(Experts, gate_up), FIELD(Experts, down), FIELD(Experts, first), FIELD(Experts, count),
-    FIELD(Experts, gain), FIELD(Experts, limit), FIELD(Experts, up_offset),
+    FIELD(Experts, gain), FIELD(Experts, limit), FIELD(Experts, up_offset), FIELD(Experts, routed),
     STRUCTURE(Routing), FIELD(Routing, top_k), FIELD(Routing, normalised), FIELD(Routing, sigmoid),
     FIELD(Routing, groups), FIELD(Routing, top_groups), FIELD(Routing, group_best), FIELD(Routing, correction),
     FIELD(Routing, scaling),

@@ -23,6 +23,7 @@ struct Experts {
     Matrix gate_up, down;
     int64_t first, count;          // numbers of the experts: [first, first + count)
     float gain, limit, up_offset;  // see `Activation`
+    int64_t *routed;               // [count]: tokens that each has computed so far
 
     int64_t hidden() const { return down.rows; }
     int64_t width() const { return down.cols; }
@@ -329,6 +330,7 @@ public:
         for (int64_t expert = 0; expert < e.count; expert++) {
             int64_t count = next[expert];
             if (count) space.touched[experts++] = expert;
+            e.routed[expert] += count;
             next[expert] = placed;  // and, once its rows are there, the first one of the next expert
             placed += count;
         }
