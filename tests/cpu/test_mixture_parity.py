@@ -189,7 +189,7 @@ def test_the_exchange_in_python_is_the_reference(truth: Truth, layout: str) -> N
 @pytest.mark.parametrize("layout", ["dp2 x tp2 x ep4", "dp2 x tp 2:1"])
 @pytest.mark.parametrize("truth", ["qwen2-moe"], indirect=True)
 def test_a_static_exchange_gives_the_same_tokens(truth: Truth, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in CUDA graphs: every rank gets all tokens, of which the ranks of a group bring uneven shares."""
+    """Every rank gets all tokens, as in CUDA graphs; the ranks of a group bring uneven shares of them."""
     monkeypatch.setattr(DispatchExchange, "as_in_graphs", True)
     monkeypatch.setattr(DispatchExchange, "_dispatch_chosen", None)
     with start(truth.path, **EXPERTS, **truth.options, **LAYOUTS[layout]) as llm:

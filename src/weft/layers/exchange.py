@@ -133,7 +133,7 @@ class DispatchExchange:
         returned = self._experts.all_to_all(parts, sent.receive, sent.send).split(sent.send)
         # In the order of ranks, whatever arrives first; rounded once.
         dtype = torch.promote_types(parts.dtype, torch.float32)
-        sums = parts.new_zeros(sent.count, parts.shape[1], dtype=dtype)
+        sums = parts.new_zeros(sent.own, parts.shape[1], dtype=dtype)
         for rows, results in zip(sent.numbers, returned, strict=True):
             sums[rows] += results
         return sums
@@ -151,7 +151,7 @@ class DispatchExchange:
 class _SentTokens(NamedTuple):
     """Number of a rank's own tokens, and by rank those sent to it, with their counts."""
 
-    count: int
+    own: int
     numbers: Sequence[torch.Tensor]
     send: list[int]
     receive: list[int]

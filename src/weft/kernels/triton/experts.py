@@ -327,14 +327,14 @@ class TritonMixture:
 def create_mixture(experts: TritonExperts, gate_up: object, down: object) -> TritonMixture | None:
     """The mixture of routed experts with shared ones, whose products are given; None if the kernels cannot multiply
     both in one launch: if these have biases, another scheme or another activation."""
-    spec, packed = experts.spec, (packed_weight(gate_up), packed_weight(down))
-    if packed[0] is None or packed[1] is None or (spec.gain, spec.limit, spec.up_offset) != (1.0, None, 0.0):
+    spec, first, second = experts.spec, packed_weight(gate_up), packed_weight(down)
+    if first is None or second is None or (spec.gain, spec.limit, spec.up_offset) != (1.0, None, 0.0):
         return None
-    for stack, weight in zip((experts.gate_up, experts.down), packed, strict=True):
+    for stack, weight in ((experts.gate_up, first), (experts.down, second)):
         alike = stack.weight.constants == weight.constants and stack.weight.dtype == weight.dtype
         if stack.bias is not None or not alike:
             return None
-    return TritonMixture(experts=experts, shared=packed)
+    return TritonMixture(experts=experts, shared=(first, second))
 
 
 def packed_weight(product: object) -> PackedWeight | None:

@@ -82,7 +82,7 @@ def _choose(
         if CORRECTED:
             value += tl.load(correction + expert, exists, other=0.0)
         value = tl.where(exists & (value == value), value, float("-inf"))
-    # Those that were chosen stay apart from an expert of value -inf.
+    # Experts that were chosen stay apart from one of value -inf.
     place = tl.where(exists, _place(value), UNAVAILABLE)
     if GROUPS > 1:
         best_groups = _in_best_groups(value, GROUPS, TOP_GROUPS, GROUP_BEST, GROUP_BLOCK, SIZE_BLOCK)
