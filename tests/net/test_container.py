@@ -69,9 +69,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def image(base: Path) -> Stage:
     settings, _ = pip_settings()
-    if "cert" in settings:  # beside the certificates of the package that a step installs
-        shutil.copyfile(settings["cert"], base / "etc/pip-trust.crt")
-        settings["cert"] = "/etc/pip-trust.crt"
+    for name in ("cert", "constraint"):
+        if name in settings:  # certificates: beside those of the package that a step installs
+            shutil.copyfile(settings[name], base / f"etc/pip-{name}")
+            settings[name] = f"/etc/pip-{name}"
     lines = ["[global]", *(f"{name} = {value}" for name, value in settings.items())]
     (base / "etc/pip.conf").write_text("\n".join(lines) + "\n")
     return run_recipe(ROOT / "containers/Containerfile", ROOT, base, ARGUMENTS, base.parent)
