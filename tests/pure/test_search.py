@@ -420,6 +420,12 @@ def test_features_that_a_gpu_or_an_engine_lacks(hardware: str, precision: str, e
     assert binding_constraint(answer).resource is None
 
 
+def test_twice_of_a_resource_never_makes_a_plan_slower() -> None:
+    """With room for more requests at once this mixture would be slower in all, if they ran."""
+    gains = binding_constraint(plan("gpt-oss-20b", "2xRTX4090", "mxfp4")).gains
+    assert gains["compute"] > 1.5 and min(gains.values()) == gains["memory"] == 1.0
+
+
 @pytest.mark.parametrize("precision", ["int8", "int4", "q4_k_m"])
 def test_cuts_that_our_kernels_do_not_take(precision: str) -> None:
     """Heads of 80 columns, three for a rank: 240 are no multiple of 32, which the engine would refuse too."""

@@ -66,14 +66,17 @@ def binding_constraint(result: SearchResult) -> Binding:
 
 
 def _gain(result: SearchResult, best: Candidate, resource: Resource) -> float:
-    """The factor by which twice of a resource improves the best candidate."""
+    """The factor by which twice of a resource improves the best candidate.
+
+    At least 1: with room for more requests at once the engine may be slower in all, but nobody has to let so many run.
+    """
     question = result.question
     richer = msgspec.structs.replace(question, cluster=doubled(question.cluster, resource))
     engine = engine_profile(richer)
     memory = footprint(richer.shape, best.layout, richer.cluster, engine, richer.workload)
     predicted = predict(richer.shape, best.layout, richer.cluster, richer.workload, engine, memory)
     changed = msgspec.structs.replace(best, memory=memory, predicted=predicted)
-    return objective_value(richer, changed) / objective_value(question, best)
+    return max(1.0, objective_value(richer, changed) / objective_value(question, best))
 
 
 def _told(gains: Mapping[Resource, float], measure: str = "speed") -> str:
