@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -146,17 +147,23 @@ class ModelRunner:
             # Graphs have memory of their own: that of the largest, and what the driver takes for each.
             sizes = graph_sizes(rows)
             torch.cuda.reset_peak_memory_stats(self.device)
-            self._measure_as_in_graphs(self.captures)
-            rehearse([1] * sizes[-1], rehearsal.DEMANDING)
-            self._measure_as_in_graphs(False)
+            with self._exchange_as_in_graphs():
+                rehearse([1] * sizes[-1], rehearsal.DEMANDING)
             largest = torch.cuda.max_memory_allocated(self.device) - before
             self.graph_bytes = (largest + GRAPH_BYTES * len(sizes)) * self.captures
         self.caches = []
         self.model.forget_caches()
 
-    def _measure_as_in_graphs(self, value: bool) -> None:
+    @contextmanager
+    def _exchange_as_in_graphs(self) -> Iterator[None]:
+        """Exchange tokens with other attention groups as graphs do, if this rank captures graphs."""
         if self._exchange:
-            self._exchange.as_in_graphs = value
+            self._exchange.as_in_graphs = self.captures
+        try:
+            yield
+        finally:
+            if self._exchange:
+                self._exchange.as_in_graphs = False
 
     @property
     def _steps_with_cpu(self) -> bool:
