@@ -15,6 +15,7 @@ from tests.cpu.kept_forks import end_kept_server, lend_server
 from tests.cpu.shared_threads import threads_share_memory
 from weft.executors import forks, processes
 from weft.executors.forks import MIN_FORKS, pool
+from weft.hardware import host
 from weft.plan import memory
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
@@ -79,3 +80,11 @@ def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both cores, though this process may be bound to one."""
+    if (os.cpu_count() or 1) < 2:
+        pytest.skip("needs two cores")
+    monkeypatch.setattr(host, "usable_cores", lambda root: (0, 1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -77,14 +76,6 @@ async def test_no_caller_notices_a_death(victim: str) -> None:
         assert sum(stats.generation_tokens for stats in engine.replica_stats) >= sum(30 + n % 7 for n in range(20))
     finally:
         await engine.close()
-
-
-@pytest.fixture
-def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both cores, though this process may be bound to one."""
-    if (os.cpu_count() or 1) < 2:
-        pytest.skip("needs two cores")
-    monkeypatch.setattr(host, "usable_cores", lambda root: (0, 1))
 
 
 @pytest.mark.parametrize(

@@ -81,10 +81,16 @@ def truth(model: str) -> list[tuple[list[int], str | None]]:
     ids=["torch", "tp2", "tp 3:1", "pp2", "tp2 x pp2", "dp2", "ahead", "drafts", "waiting", "preemption", "processes"],
 )
 def test_every_layout_gives_the_same_valid_answers(
-    model: str, truth: list[tuple[list[int], str | None]], how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    model: str,
+    truth: list[tuple[list[int], str | None]],
+    how: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if how == PREEMPTING:
         monkeypatch.setattr(kv, "GROWTH", 1)
+    if "data_parallel_size" in how:
+        request.getfixturevalue("two_cores")
     assert answers(model, **how) == truth
 
 

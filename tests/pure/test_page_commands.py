@@ -42,7 +42,8 @@ def test_flags_are_ours(page: Path) -> None:
 def test_flags_within_sentences_are_ours(page: Path) -> None:
     """`weft NAME … --flag …` between backquotes: each flag is one of the command's."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    for line in re.findall(r"`weft ([^`]+)`", text):
+    for words in re.findall(r"`weft ([^`]+)`", text):
+        line = " ".join(words.split())  # a line of the page may end within
         # `weft bench` alone stands for all that begins so.
         named = [command for name, command in OURS.items() if f"{line} ".startswith(f"{name} ")]
         meant = named or [command for name, command in OURS.items() if name.startswith(f"{line} ")]

@@ -25,7 +25,7 @@ async def list_models(request: Request) -> Response:
 async def get_model(request: Request) -> Response:
     """/v1/models/NAME."""
     service: Service = request.app.state.service
-    return JsonResponse(describe_model(service, service.resolve_model(request.path_params["name"])))
+    return JsonResponse(describe_model(service, service.check_model(request.path_params["name"])))
 
 
 def describe_model(service: Service, name: str) -> dict[str, Any]:

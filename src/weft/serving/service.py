@@ -229,13 +229,16 @@ class Service:
 
     def resolve_model(self, model: str | None) -> str:
         """Name of the model for the response: the requested one, or the first. HttpError 404 for an unknown one."""
-        name = model or self.names[0]
+        return self.check_model(model or self.names[0])
+
+    def check_model(self, name: str) -> str:
+        """Return the name of a model that the client may use. HttpError 404 for any other."""
         visible = self.visible_names()
         if name in visible:
             return name
         known = ", ".join(map(repr, visible))
         raise HttpError(
-            404, f"the model {model!r:.100} does not exist here; known: {known}", code="model-not-found", param="model"
+            404, f"the model {name!r:.100} does not exist here; known: {known}", code="model-not-found", param="model"
         )
 
     def template_arguments(self, body: TemplateRequest) -> dict[str, Any]:

@@ -165,6 +165,10 @@ class ModelRunner:
             if self._exchange:
                 self._exchange.as_in_graphs = False
 
+    def routed_tokens(self) -> list[int]:
+        """`DecoderModel.routed_tokens`; [] while the weights are given back."""
+        return self.model.routed_tokens() if self.model else []
+
     @property
     def _steps_with_cpu(self) -> bool:
         """True if a stage on a CPU takes part in the steps of GPUs, and cannot tell if those capture graphs."""

@@ -136,7 +136,7 @@ class Worker:
             case RankStats(reset):
                 alone = self.links.tensor.size == 1 and self.plan.exchange is None
                 report = self.clock.report(self.runner.device, alone=alone, reset=reset)
-                return replace(report, routed_tokens=tuple(self.runner.model.routed_tokens()))
+                return replace(report, routed_tokens=tuple(self.runner.routed_tokens()))
             case Sleep(level):
                 self.sleep(level)
                 return Done()
