@@ -197,8 +197,11 @@ async def test_a_gateway_fetches_and_removes_models_that_nobody_serves_yet(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They go to one server, always the same, with the gateway's key for it."""
-    monkeypatch.setenv("FIRST_KEY", "secret")
-    async with weft_server(World(admin_key="secret")) as first, weft_server(World(admin_key="other")) as second:
+    one, another = World(admin_key="secret"), World(admin_key="other")
+    async with weft_server(one) as server, weft_server(another) as other:
+        # The first by its address gets them: the key is that of it.
+        first, second = sorted((server, other), key=lambda each: each.url)
+        monkeypatch.setenv("FIRST_KEY", "secret" if first is server else "other")
         upstreams = [{"url": first.url, "key_env": "FIRST_KEY"}, {"url": second.url}]
         async with gateway(upstreams=upstreams, admin_key="boss") as live:
             host = str(live.client.base_url)
