@@ -167,7 +167,7 @@ class ModelRunner:
 
     def routed_tokens(self) -> list[int]:
         """`DecoderModel.routed_tokens`; [] while the weights are given back."""
-        return self.model.routed_tokens() if self.model else []
+        return [] if self.model is None else self.model.routed_tokens()
 
     @property
     def _steps_with_cpu(self) -> bool:
