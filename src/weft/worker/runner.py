@@ -167,7 +167,7 @@ class ModelRunner:
 
     def routed_tokens(self) -> list[int]:
         """`DecoderModel.routed_tokens`; [] while the weights are given back."""
-        return [] if self.model is None else self.model.routed_tokens()
+        return [] if self._dropped else self.model.routed_tokens()
 
     @property
     def _steps_with_cpu(self) -> bool:
