@@ -16,6 +16,7 @@ from weft.cluster.speed import PeerListener, measure_network
 from weft.errors import ConfigError
 from weft.executors.ray_nodes import NODE_LABEL, RayNode
 
+START_S = 30.0  # least seconds for the start of an actor: on a busy machine Ray takes long for a process
 ANSWER_S = 25.0  # seconds for a measurement
 MEASURED_S = 15.0  # seconds of measurements, of which some failed, after which no more are made
 
@@ -42,7 +43,7 @@ def measure_seats(
     """Measure the network between every two nodes of an engine, one pair after the other; [] for one node.
 
     After MEASURED_S seconds with a failure no further pairs are tried. Raises ConfigError for a node whose actor does
-    not start within `start_s` seconds, which Ray may need on a busy machine, or does not answer then.
+    not start within `start_s` seconds, at least START_S, or does not answer then.
     """
     nodes = [seat.node for seat in seats]
     if len(nodes) < 2:
@@ -64,7 +65,7 @@ def measure_seats(
 
 def _measure_pairs(ray: Any, nodes: Sequence[RayNode], actors: Sequence[Any], start_s: float) -> list[Speed]:
     listening = [one.listen.remote(node.address) for node, one in zip(nodes, actors, strict=True)]
-    started = time.monotonic() + start_s
+    started = time.monotonic() + max(start_s, START_S)
     ports = [int(_answer(ray, node, port, started)) for node, port in zip(nodes, listening, strict=True)]
     deadline = time.monotonic() + MEASURED_S
     speeds: list[Speed] = []
