@@ -99,7 +99,7 @@ def test_a_rank_whose_core_others_use() -> None:
     well, slow = counters(0, 3.5, 2.0, 4.5), replace(counters(1, 3.1, 2.8, 4.1), delayed_s=4.0)
     (finding,) = ranks_of(EVEN, well, slow)
     assert finding.code == "straggler" and finding.value == pytest.approx(0.4)
-    assert "rank 1" in finding.text and re.search(r"\bcores of rank 1 on here .*: 1$", finding.remedy)
+    assert "rank 1" in finding.text and re.search(r"\bcore 1 of here, where rank 1 runs$", finding.remedy)
     both = ranks_of(EVEN, replace(well, delayed_s=3.5), slow)
     assert codes(both) == ["allreduce_wait"], "the cores of both are in use by others"
     assert "straggler" not in codes(ranks_of(EVEN, well, replace(slow, delayed_s=2.0)))
@@ -236,7 +236,7 @@ def test_a_cache_without_room() -> None:
 
 def test_room_that_is_kept_for_requests_that_run() -> None:
     (finding,) = loads(EVEN, *grown(replace(FULL, blocks_used=70), starved=0.9))
-    assert finding.code == "kv_starved" and "5 requests wait" in finding.text
+    assert finding.code == "kv_starved" and "5 requests are queued" in finding.text
 
 
 @pytest.mark.parametrize(

@@ -212,9 +212,9 @@ async def test_the_live_page_follows_looks_and_the_terminal_s_size() -> None:
             return shown(app)
 
         text = await after(look_at())
-        assert text.index("What is wrong") < text.index("straggler") < text.index("GPUs") < text.index("Ranks")
+        assert text.index("Diagnosis") < text.index("straggler") < text.index("GPUs") < text.index("Ranks")
         text = await after(look_at(diagnosis=[]))
-        assert "nothing found" in text and "straggler" not in text
+        assert "Nothing found" in text and "straggler" not in text
         text = await after(Look([], join_figures([], None, 0.0), ["http://rig:8000: cannot connect"], {}))
         assert "cannot connect" in text and "Ranks" not in text, "the server is away"
         assert "Ranks" in await after(look_at()), "and back"
@@ -223,7 +223,7 @@ async def test_the_live_page_follows_looks_and_the_terminal_s_size() -> None:
             await pilot.pause()
             assert {len(line) for line in shown(app).splitlines()} == {columns}
         text = await after(look_at())
-        assert "a step" in text and "q End" in text, "keys are told, and there is room for all columns"
+        assert "share of a step" in text and "q Quit" in text, "keys are told, and there is room for all columns"
         await pilot.press("p")
         assert "held" in await after(look_at(diagnosis=[])) and "straggler" in shown(app)
         await pilot.press("p")

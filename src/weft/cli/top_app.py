@@ -33,9 +33,9 @@ class TopApp(App[None]):
     .section.well { border: round $success; border-title-color: $success; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("q", "quit", "End"),
-        Binding("ctrl+c", "quit", "End", show=False, priority=True),
-        Binding("p", "hold", "Hold / go on"),
+        Binding("q", "quit", "Quit"),
+        Binding("ctrl+c", "quit", "Quit", show=False, priority=True),
+        Binding("p", "hold", "Pause / resume"),
     ]
 
     def __init__(self, looks: AsyncIterator[Look], stop: asyncio.Event) -> None:

@@ -135,10 +135,10 @@ def verdict(look: Look) -> Section:
     findings = list(_findings(look.servers))
     problems = [Text(f"✗ {problem}", style="red") for problem in look.problems]
     if findings or problems:
-        return Section("What is wrong", Padding(Group(*findings, *problems), (0, 0, 0, 1)), faulty=True)
+        return Section("Diagnosis", Padding(Group(*findings, *problems), (0, 0, 0, 1)), faulty=True)
     if not look.servers:
-        return Section("What is wrong", Text(" No server of this user runs here; --url names others.", style=FAINT))
-    return Section("What is wrong", Text(" ✓ Diagnosis: nothing found.", style=GOOD))
+        return Section("Diagnosis", Text(" No server of this user runs here; --url names others.", style=FAINT))
+    return Section("Diagnosis", Text(" ✓ Nothing found.", style=GOOD))
 
 
 def _findings(servers: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[RenderableType]:
@@ -147,7 +147,7 @@ def _findings(servers: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[Rendera
         for finding in figures["diagnosis"]:
             where = f"{url}: " if len(servers) > 1 else ""
             yield Text.assemble("▲ ", where, (finding["code"], WARN), ": ", finding["text"])
-            yield Padding(Text.assemble(("try ", "bold"), (finding["remedy"], "cyan")), (0, 0, 0, 4))
+            yield Padding(Text.assemble(("remedy: ", "bold"), (finding["remedy"], "cyan")), (0, 0, 0, 4))
 
 
 # --- GPUs and cores ---
@@ -279,7 +279,7 @@ def rank_table(ranks: Sequence[tuple[str, dict[str, Any]]], width: int) -> Table
     parts = [Text.assemble((bar, style), f" {name if wide else short}") for name, short, bar, style in PARTS]
     table = dense_table("rank", "stage", "layers", "weights", "KV cache", *parts)
     if wide:
-        table.add_column("a step", no_wrap=True)
+        table.add_column("share of a step", no_wrap=True)
     above = ""
     for url, row in ranks:
         if several and url != above:

@@ -72,7 +72,7 @@ def allreduce_wait(history: History, limits: Limits) -> Iterator[Finding]:
         yield Finding(
             code=Code.ALLREDUCE_WAIT,
             text=f"ranks {_names(ranks)} spend {share:.0%} of each step in sums over the ranks, each of them at "
-            f"least (limit {limits.exchange:.0%})",
+            f"least (alarm above {limits.exchange:.0%})",
             value=share,
             limit=limits.exchange,
             remedy=f"--pipeline-parallel-size {stages} in place of --tensor-parallel-size {len(ranks)}"
@@ -106,9 +106,9 @@ def delayed_straggler(history: History, limits: Limits) -> Iterator[Finding]:
         rank = slow.counters
         yield Finding(
             code=Code.STRAGGLER,
-            text=f"rank {rank.rank} on {rank.node} ({plan.devices[rank.local_rank].name}) waits for its core in "
-            f"{slow.delayed:.0%} of its steps, and the other ranks of its stage for it: other programs have the core "
-            f"(limit {limits.delayed:.0%})",
+            text=f"rank {rank.rank} on {rank.node} ({plan.devices[rank.local_rank].name}) is slow: other programs used "
+            f"its core in {slow.delayed:.0%} of its steps (alarm above {limits.delayed:.0%}); the other ranks of its stage "
+            "wait for it",
             value=slow.delayed or 0.0,
             limit=limits.delayed,
             remedy=_core_remedy(rank, plan.cores[rank.local_rank]),
@@ -116,8 +116,8 @@ def delayed_straggler(history: History, limits: Limits) -> Iterator[Finding]:
 
 
 def _core_remedy(rank: RankCounters, cores: Sequence[int]) -> str:
-    remedy = f"free the cores of rank {rank.rank} on {rank.node} from other work"
-    return f"{remedy}: {', '.join(map(str, cores))}" if cores else remedy
+    which = f"core {', '.join(map(str, cores))}" if cores else "the cores"
+    return f"move other programs off {which} of {rank.node}, where rank {rank.rank} runs"
 
 
 def _straggler_remedies(rank: RankCounters, split: Sequence[int], uneven_split: bool) -> Iterator[str]:
@@ -150,7 +150,7 @@ def straggler(history: History, limits: Limits) -> Iterator[Finding]:
         yield Finding(
             code=Code.STRAGGLER,
             text=f"rank {rank.rank} on {rank.node} ({device}) takes {ratio:.1f} times as long as the other ranks of "
-            f"its stage, which wait for it: {cause} (limit {limits.straggler:.1f})",
+            f"its stage, which wait for it: {cause} (alarm above {limits.straggler:.1f})",
             value=ratio,
             limit=limits.straggler,
             remedy=" or ".join(remedies),

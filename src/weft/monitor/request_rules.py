@@ -37,8 +37,8 @@ def kv_starved(history: History, limits: Limits) -> Iterator[Finding]:
     cache_bytes = needed_cache_bytes(history, wanted)
     yield Finding(
         code=Code.KV_STARVED,
-        text=f"{total.waiting} requests wait for room in the KV cache beside {total.running} that run: in "
-        f"{starved:.0%} of the steps it had none for the next (limit {limits.starved:.0%})",
+        text=f"{total.waiting} requests are queued because the KV cache is full, beside {total.running} that run: in "
+        f"{starved:.0%} of the steps it had no room for the next (alarm above {limits.starved:.0%})",
         value=starved,
         limit=limits.starved,
         remedy=f"--kv-cache-memory-bytes {cache_bytes} ({format_bytes(cache_bytes)} per rank) for {wanted} at once",
@@ -65,7 +65,7 @@ def preemption_storm(history: History, limits: Limits) -> Iterator[Finding]:
     yield Finding(
         code=Code.PREEMPTION_STORM,
         text=f"{preemptions:.0f} requests were preempted in {history.seconds:.0f} s, {ratio:.1f} for each that ended "
-        f"or runs (limit {limits.preemptions:.1f}): the KV cache has no room for them all",
+        f"or runs (alarm above {limits.preemptions:.1f}): the KV cache has no room for them all",
         value=ratio,
         limit=limits.preemptions,
         remedy=f"--max-num-seqs {fewer}, or --kv-cache-memory-bytes {needed_cache_bytes(history, wanted)}",
@@ -92,7 +92,7 @@ def prefix_unused(history: History, limits: Limits) -> Iterator[Finding]:
     yield Finding(
         code=Code.PREFIX_UNUSED,
         text=f"{repeated} of {prompts} prompts begin like an earlier one, and the cache had {hits:.0%} of these tokens "
-        f"(limit {limits.hits:.0%})",
+        f"(alarm below {limits.hits:.0%})",
         value=hits,
         limit=limits.hits,
         remedy=remedy,
@@ -117,7 +117,7 @@ def batch_small(history: History, limits: Limits) -> Iterator[Finding]:
     yield Finding(
         code=Code.BATCH_SMALL,
         text=f"{total.waiting} requests wait although {1 - used:.0%} of the KV cache is free "
-        f"(limit {limits.batch_room:.0%}): only {most} may run at once",
+        f"(alarm above {limits.batch_room:.0%}): only {most} may run at once",
         value=1 - used,
         limit=limits.batch_room,
         remedy=f"--max-num-seqs {each}",

@@ -50,7 +50,7 @@ def throttled(history: History, limits: Limits) -> Iterator[Finding]:
         why = ", ".join(gpu.figures.throttle)
         yield Finding(
             code=Code.THROTTLED,
-            text=f"GPU {gpu.figures.index} runs at {share:.0%} of its clock: {why} (limit {limits.clock:.0%})",
+            text=f"GPU {gpu.figures.index} runs at {share:.0%} of its clock: {why} (alarm below {limits.clock:.0%})",
             value=share,
             limit=limits.clock,
             remedy=_throttle_remedy(gpu.figures),
@@ -91,7 +91,7 @@ def foreign_memory(history: History, limits: Limits) -> Iterator[Finding]:
         yield Finding(
             code=Code.FOREIGN_MEMORY,
             text=f"{names} holds {format_bytes(held)} of GPU {gpu.figures.index}, {share:.0%} of its memory "
-            f"(limit {limits.foreign:.0%})",
+            f"(alarm above {limits.foreign:.0%})",
             value=share,
             limit=limits.foreign,
             remedy=f"stop these processes ({', '.join(str(holder.pid) for holder in gpu.foreign)}) and start again, or "
@@ -107,9 +107,10 @@ def slow_client(history: History, limits: Limits) -> Iterator[Finding]:
         yield Finding(
             code=Code.SLOW_CLIENT,
             text=f"{len(slow)} of {len(history.last.unread_s)} stalled clients has taken nothing for {max(slow):.0f} s "
-            f"(limit {limits.unread_s:.0f} s)"
+            f"(alarm above {limits.unread_s:.0f} s)"
             if len(slow) > 1
-            else f"a client has taken nothing of its answer for {max(slow):.0f} s (limit {limits.unread_s:.0f} s)",
+            else f"a client has taken nothing of its answer for {max(slow):.0f} s "
+            f"(alarm above {limits.unread_s:.0f} s)",
             value=max(slow),
             limit=limits.unread_s,
             remedy="have the client read as tokens come, or end; a proxy in front should not hold answers back",

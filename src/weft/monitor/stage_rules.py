@@ -61,7 +61,7 @@ def stage_imbalance(history: History, limits: Limits) -> Iterator[Finding]:
             code=Code.STAGE_IMBALANCE,
             text=f"stage {slowest} with {layers[slowest]} of {sum(layers)} layers computes "
             f"{max(times) / min(times):.1f} times as long as the fastest stage: another split would take {gain:.0%} "
-            f"off a step (limit {limits.imbalance:.0%})",
+            f"off a step (alarm above {limits.imbalance:.0%})",
             value=gain,
             limit=limits.imbalance,
             remedy=f"--pipeline-split {','.join(map(str, split))}",
