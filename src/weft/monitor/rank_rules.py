@@ -107,8 +107,8 @@ def delayed_straggler(history: History, limits: Limits) -> Iterator[Finding]:
         yield Finding(
             code=Code.STRAGGLER,
             text=f"rank {rank.rank} on {rank.node} ({plan.devices[rank.local_rank].name}) is slow: other programs used "
-            f"its core in {slow.delayed:.0%} of its steps (alarm above {limits.delayed:.0%}); the other ranks of its stage "
-            "wait for it",
+            f"its core in {slow.delayed:.0%} of its steps (alarm above {limits.delayed:.0%}); the other ranks of its "
+            "stage wait for it",
             value=slow.delayed or 0.0,
             limit=limits.delayed,
             remedy=_core_remedy(rank, plan.cores[rank.local_rank]),
