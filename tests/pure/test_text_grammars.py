@@ -236,3 +236,17 @@ def test_choices_are_empty_or_hold_a_mark(special: bool) -> None:
     assert [takes(GEMMA, schema, gemma(f"x:<escape>{text}<escape>"), special) for text in texts] == [True, True, False]
     assert arguments(GEMMA, schema, gemma("x:<escape><escape>")) == {"x": ""}
     assert "<escape>" in str(problem(GEMMA, one({"const": "a<escape>b"})))
+
+
+@SPECIAL
+def test_a_text_ends_where_the_parser_ends_it(special: bool) -> None:
+    for part in ({"type": "string"}, {"type": "string", "maxLength": 99}):
+        texts = ("a\nb", "a<b", "a</parameter>b", "a</parameter>")
+        assert [takes(QWEN, one(part), qwen(text), special) for text in texts] == [True, True, False, False]
+
+
+def test_a_schema_may_contain_itself() -> None:
+    schema = {"type": "object", "properties": {"x": {"$ref": "#"}, "n": {"type": "integer"}}, "required": []}
+    values = ('{"n":1}', '{"x":{"n":2}}', '{"n":"1"}')
+    assert [takes(QWEN, schema, qwen(value)) for value in values] == [True, True, False]
+    assert [takes(GEMMA, schema, gemma(text)) for text in ("x:{x:{n:1}}", "x:{n:true}")] == [True, False]

@@ -18,6 +18,8 @@ MOST_PARTS = 2048  # that combinators and references of one schema lead to
 LEAST_BOUNDS = {"minLength": max, "minItems": max, "minimum": max, "exclusiveMinimum": max}
 MOST_BOUNDS = {"maxLength": min, "maxItems": min, "maximum": min, "exclusiveMaximum": min}
 BOUNDS = LEAST_BOUNDS | MOST_BOUNDS
+WHOLE = "whole-schema"  # definition that is the schema itself
+DEFINITIONS = ("#/$defs/", "#/definitions/")
 Plain = dict[str, Any]
 
 
@@ -26,8 +28,11 @@ def refused(problem: str, code: str = "invalid-grammar") -> RequestError:
     return RequestError(problem, param="tools", code=code)
 
 
-def check_schema(schema: Any) -> None:
-    """Raise RequestError, with the place, for a schema that the compiler of JSON grammars refuses."""
+def checked(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tool's schema in which all references name definitions, also those to the whole of it.
+
+    Raises RequestError, with the place, for a schema that the compiler of JSON grammars refuses.
+    """
     try:
         text = json.dumps(with_options(schema, lenient=True))
     except RecursionError:
@@ -35,6 +40,25 @@ def check_schema(schema: Any) -> None:
     problem = _problem(text)
     if problem:
         raise refused(problem)
+    definitions = schema.get("$defs")
+    held = definitions if isinstance(definitions, Mapping) else {}
+    if '"$ref": "#' not in text:
+        return schema
+    own = {key: value for key, value in schema.items() if key not in ("$defs", "definitions")}
+    return {**_named(schema), "$defs": {**_named(held), WHOLE: _named(own)}}
+
+
+def _named(schema: Any) -> Any:
+    """A part of a schema whose references outside the definitions name the definition WHOLE."""
+    if isinstance(schema, list):
+        return [_named(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    named = {key: _named(value) for key, value in schema.items()}
+    reference = named.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#") and not reference.startswith(DEFINITIONS):
+        named["$ref"] = f"#/$defs/{WHOLE}{reference[1:]}"
+    return named
 
 
 @lru_cache(maxsize=64)
@@ -46,10 +70,10 @@ def _problem(text: str) -> str:
 
 def alternatives(schema: Any, root: Any) -> list[Plain]:
     """The plain schemas of a schema, whose definitions are in `root`; at least one. Raises RequestError."""
-    found = _expanded(schema, root, 0, iter(range(MOST_PARTS)))
-    if not found:
+    plain_schemas = _expanded(schema, root, 0, iter(range(MOST_PARTS)))
+    if not plain_schemas:
         raise refused(f"no value follows the schema {schema!r:.200}")
-    return found
+    return plain_schemas
 
 
 def _expanded(schema: Any, root: Any, depth: int, left: Iterator[int]) -> list[Plain]:
@@ -64,16 +88,16 @@ def _expanded(schema: Any, root: Any, depth: int, left: Iterator[int]) -> list[P
     schema = resolve(schema, root)
     if "$ref" in schema:
         raise refused(f"unknown reference: {schema['$ref']!r:.80}")
-    found = [{key: value for key, value in schema.items() if key not in ("anyOf", "oneOf", "allOf")}]
+    plain_schemas = [{key: value for key, value in schema.items() if key not in ("anyOf", "oneOf", "allOf")}]
     ways = [schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)]
     parts = schema.get("allOf")
     ways += [[part] for part in parts] if isinstance(parts, list) else []
     for way in ways:
         others = [plain for part in way for plain in _expanded(part, root, depth + 1, left)]
-        if len(found) * len(others) > MOST_ALTERNATIVES:
+        if len(plain_schemas) * len(others) > MOST_ALTERNATIVES:
             raise refused(f"a schema has more than {MOST_ALTERNATIVES} alternatives", "grammar-too-large")
-        found = [_merged(one, other) for one in found for other in others]
-    return [plain for one in found for plain in _single_typed(one)]
+        plain_schemas = [_merged(one, other) for one in plain_schemas for other in others]
+    return [plain for one in plain_schemas for plain in _single_typed(one)]
 
 
 def _single_typed(schema: Plain) -> list[Plain]:
@@ -114,7 +138,7 @@ def _merged(one: Plain, other: Plain) -> Plain:
 
 
 def _both(key: str, one: Any, other: Any) -> Any:
-    """What two values of a keyword demand together."""
+    """Value of a keyword that demands as much as two values of it together."""
     if one == other:
         return one
     match key, one, other:

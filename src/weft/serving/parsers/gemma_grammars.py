@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from weft.serving.parsers import text_formats
-from weft.serving.parsers.alternatives import Plain, alternatives, check_schema, choices_of, refused
+from weft.serving.parsers.alternatives import Plain, alternatives, checked, choices_of, refused
 from weft.serving.parsers.arguments import dumped, parts_of, separated
 from weft.serving.parsers.json_text import MOST_DEPTH
 from weft.serving.parsers.rules import Rules, json_rule
@@ -27,7 +27,7 @@ def gemma4(rules: Rules, name: str, schema: Any) -> str:
 
 
 def _gemma(rules: Rules, name: str, schema: Any, begin: str, quote: str) -> str:
-    check_schema(schema)
+    schema = checked(schema)
     end = rules.mark(text_formats.GEMMA_CALLS[begin])
     arguments = GemmaValues(rules, schema, quote).value(schema)
     return rules.add(f"{rules.mark(begin)} {quoted(f'call:{name}')} {arguments} {end}")

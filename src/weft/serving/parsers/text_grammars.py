@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.serving.parsers import text_formats
-from weft.serving.parsers.alternatives import Plain, alternatives, check_schema, choices_of, refused
+from weft.serving.parsers.alternatives import Plain, alternatives, checked, choices_of, refused
 from weft.serving.parsers.arguments import dumped, object_of, parts_of, row, separated
 from weft.serving.parsers.rules import Rules, is_token, json_rule
 from weft.serving.parsers.schemas import resolve, schema_types
@@ -21,7 +21,7 @@ BOUNDS = frozenset(("minLength", "maxLength", "pattern", "format", "anyOf", "one
 
 
 def qwen3_coder(rules: Rules, name: str, schema: Any) -> str:
-    check_schema(schema)
+    schema = checked(schema)
     begin, end = rules.mark("<tool_call>"), rules.mark("</tool_call>")
     closing = f"\n{text_formats.PARAMETER_END}\n"
     parts, needed = parts_of(object_of(schema))
@@ -34,7 +34,7 @@ def qwen3_coder(rules: Rules, name: str, schema: Any) -> str:
 
 
 def glm45(rules: Rules, name: str, schema: Any) -> str:
-    check_schema(schema)
+    schema = checked(schema)
     begin, key_begin, key_end = map(rules.mark, ("<tool_call>", text_formats.KEY, text_formats.KEY_END))
     value_begin = rules.mark(text_formats.VALUE)
     parts, needed = parts_of(object_of(schema))
@@ -47,20 +47,20 @@ def glm45(rules: Rules, name: str, schema: Any) -> str:
 
 
 def pythonic_call(rules: Rules, name: str, schema: Any) -> str:
-    check_schema(schema)
+    schema = checked(schema)
     parts, needed = parts_of(object_of(schema))
-    items = {key: f"{quoted(key + '=')} {_python_value(schema, part)}" for key, part in parts.items()}
+    items = {key: f"{quoted(key + '=')} {_python_value(rules, schema, part)}" for key, part in parts.items()}
     arguments = separated(rules, items, needed, quoted(", "))
     return rules.add(f'{quoted(name + "(")} {arguments} ")"')
 
 
-def _python_value(root: Any, part: Any) -> str:
+def _python_value(rules: Rules, root: Any, part: Any) -> str:
     """Lark for a value in JSON's spelling, or Python's for a boolean or a text of any kind."""
     resolved = resolve(part, root)
     kind = resolved.get("type") if isinstance(resolved, Mapping) and not resolved.keys() & BOUNDS else None
     if kind == "boolean":
         return '("True" | "False")'
-    value = _json(root, part)
+    value = rules.add(_json(root, part))
     return f"({value} | /'([^'\\\\\\x00-\\x1f]|\\\\['\\\\])*'/)" if kind == "string" else value
 
 
@@ -70,7 +70,7 @@ def _plain_value(rules: Rules, root: Any, part: Any, closing: str) -> str:
     texts = schema_types(part, root) == {"string"}  # as the parser sees it, which reads anything else as JSON
     if texts or all(choices_of(item) is not None for item in plain):
         return f"({' | '.join(_plain_text(rules, item, closing) for item in plain)})"
-    return f"{_json(root, part)} {_end(rules, closing)}"
+    return f"{rules.add(_json(root, part))} {_end(rules, closing)}"
 
 
 def _plain_text(rules: Rules, schema: Plain, closing: str) -> str:
@@ -94,7 +94,7 @@ def _json(root: Any, part: Any) -> str:
     """Lark for JSON of a part of the schema `root`, with the definitions that it reaches."""
     if not isinstance(part, Mapping):
         return json_rule(part)
-    found: dict[str, dict[str, Any]] = {}
+    reached: dict[str, dict[str, Any]] = {}
     waiting: list[Any] = [part]
     while waiting:
         item = waiting.pop()
@@ -106,7 +106,7 @@ def _json(root: Any, part: Any) -> str:
             steps = reference.split("/") if isinstance(reference, str) else []
             name = steps[2].replace("~1", "/").replace("~0", "~") if len(steps) > 2 else ""
             held = root.get(steps[1]) if len(steps) > 2 and steps[1] in ("$defs", "definitions") else None
-            if isinstance(held, Mapping) and name in held and name not in found.setdefault(steps[1], {}):
-                found[steps[1]][name] = held[name]
+            if isinstance(held, Mapping) and name in held and name not in reached.setdefault(steps[1], {}):
+                reached[steps[1]][name] = held[name]
                 waiting.append(held[name])
-    return json_rule({**found, **part})
+    return json_rule({**reached, **part})

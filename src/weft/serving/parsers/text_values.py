@@ -35,13 +35,15 @@ def text_until(rules: Rules, schema: Mapping[str, Any], closing: str) -> str:
     """Lark for a text within its schema's bounds, up to `closing`, and that."""
     token = rules.mark(closing)
     expressions = _expressions(schema)
-    if not expressions:
+    if not expressions and (is_token(token) or closing == closing.strip()):
         return rules.text_until(closing)
     if is_token(token):
         return f"{_joined(rules, expressions)} {token}"
-    end = escaped(closing)
+    end, mark = escaped(closing), escaped(closing.strip())
+    after = len(closing) - len(closing.rstrip())
+    expressions = expressions or [ANYTHING]
     bounded = [f"/(?:{expression}){end}/" for expression in expressions]
-    return rules.terminal(f"{' & '.join(bounded)} & ~/{ANYTHING}{end}(?s:.+)/")
+    return rules.terminal(f"{' & '.join(bounded)} & ~/{ANYTHING}{mark}(?s:.{{{after + 1},}})/")
 
 
 def bounds_of(schema: Mapping[str, Any], least_key: str, most_key: str) -> tuple[int, int | None]:
