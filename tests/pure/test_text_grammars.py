@@ -176,6 +176,12 @@ def test_gemma_follows_all_of_and_what_stands_beside_any_of() -> None:
     assert [takes(GEMMA, either, gemma(text)) for text in texts] == [True, True, False, True]
 
 
+def test_gemma_tells_types_and_their_keywords_apart() -> None:
+    schema = one({"type": ["string", "integer"], "allOf": [{"pattern": "^a"}, {"pattern": "b$"}, {"minimum": 5}]})
+    texts = ("x:<escape>ab<escape>", "x:7", "x:<escape>a<escape>", "x:4")
+    assert [takes(GEMMA, schema, gemma(text)) for text in texts] == [True, True, False, False]
+
+
 def test_gemma_writes_typed_maps() -> None:
     whole = one({"type": "object", "additionalProperties": {"type": "integer"}})
     assert [takes(GEMMA, whole, gemma(text)) for text in ("x:{a:1,b:2}", "x:{}", "x:{a:true}")] == [True, True, False]

@@ -15,6 +15,8 @@ from weft.serving.parsers.text_values import bounds_of, text_until
 from weft.structured.grammar import quoted
 
 _COMMA = ' "," '  # Lark between two parts
+# Keywords that bound a number; others may stand beside them for values of other types.
+NUMERIC = frozenset(("type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
 NUMBER = r"/-?(0|[1-9][0-9]{0,14})(\.[0-9]{1,15})?/"
 
 
@@ -75,7 +77,7 @@ class GemmaValues:
                 return self._object(schema, depth)
             case "array":
                 return self._array(schema, depth)
-        return json_rule(schema)
+        return json_rule({key: value for key, value in schema.items() if key in NUMERIC})
 
     def _object(self, schema: Plain, depth: int) -> str:
         parts, needed = parts_of(schema)
