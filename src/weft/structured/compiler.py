@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import cached_property
 from threading import Lock
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from weft.core.grammar import Matcher
 from weft.errors import RequestError
-from weft.structured.grammar import MAX_PLACES, PARAM
+from weft.structured.grammar import PARAM
+from weft.structured.places import first_line, placed
 from weft.structured.vocabulary import build_vocabulary
 from weft.text.tokenizer import Tokenizer
 
@@ -164,58 +165,4 @@ class GrammarCompiler:
         schema = next((part["json_schema"] for part in parts if "json_schema" in part), None)
         if not isinstance(schema, Mapping):
             return f"the grammar cannot be compiled: {problem}"
-        place = "$"
-        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        tries = iter(range(MAX_PLACES))
-        inner = self._problem_inside(schema, shared, tries)
-        while inner is not None:
-            step, part, problem = inner
-            place += step
-            inner = self._problem_inside(part, shared, tries)
-        return f"the schema cannot be compiled, at {place}: {problem}"
-
-    def _problem_inside(
-        self, schema: Mapping[str, Any], shared: Mapping[str, Any], tries: Iterator[int]
-    ) -> tuple[str, Mapping[str, Any], str] | None:
-        """The way to the first schema directly inside this one that cannot be compiled, the schema, and its problem.
-
-        None if there is no such schema, or if `tries`, of which each schema takes one, are used up.
-        """
-        for (step, inner), _ in zip(sub_schemas(schema), tries, strict=False):
-            problem = self._problem({**shared, **inner})
-            if problem:
-                return step, inner, problem
-        return None
-
-    def _problem(self, schema: Mapping[str, Any]) -> str:
-        """Why a schema by itself cannot be compiled; "" if it can."""
-        from llguidance import LLMatcher
-
-        text = json.dumps({"grammars": [{"json_schema": schema}]})
-        failed, messages = LLMatcher.validate_grammar_with_warnings(text)
-        return first_line(messages[0]) if failed else ""
-
-
-def sub_schemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The schemas directly inside a schema, each with the way to it."""
-    yield from ((step, part) for step, part in _parts_of_schema(schema) if isinstance(part, Mapping))
-
-
-def _parts_of_schema(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The values of a schema where others may stand, each with the way to it."""
-    for key in ("$defs", "definitions", "properties", "patternProperties"):
-        named = schema.get(key)
-        if isinstance(named, Mapping):
-            yield from ((f".{key}.{name}", part) for name, part in named.items())
-    for key in ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames"):
-        yield f".{key}", schema.get(key)
-    for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
-        several = schema.get(key)
-        if isinstance(several, list):
-            yield from ((f".{key}[{at}]", part) for at, part in enumerate(several))
-
-
-def first_line(message: str) -> str:
-    """The first line of the library's message, cut to what a person reads."""
-    lines = [line.strip() for line in message.split("<state>")[0].strip().splitlines() if line.strip()]
-    return " ".join(lines)[:300] or "unknown reason"
+        return placed(schema, problem)

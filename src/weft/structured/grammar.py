@@ -17,7 +17,6 @@ BODY = "body"
 # At most one space or line break between JSON tokens: a model that may write more can do so until the end.
 JSON_OPTIONS = {"whitespace_pattern": r"[ \n]"}
 MAX_CHARACTERS = 512 * 1024
-MAX_PLACES = 256  # parts of a schema that are tried to find a mistake's place
 PARAM = "structured_outputs"
 
 Grammar = Mapping[str, Any]  # one of the list

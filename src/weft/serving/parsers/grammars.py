@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.serving.parsers import harmony, tool_formats
+from weft.serving.parsers.gemma_grammars import function_gemma, gemma4
 from weft.serving.parsers.rules import Rules, Tool, json_rule, schema_of
-from weft.serving.parsers.text_grammars import function_gemma, gemma4, glm45, pythonic_call, qwen3_coder
+from weft.serving.parsers.text_grammars import glm45, pythonic_call, qwen3_coder
 from weft.structured.grammar import quoted
 
 CallRule = Callable[[Rules, str, Any], str]  # of a tool's name and its parameters' schema

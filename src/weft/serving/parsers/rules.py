@@ -6,12 +6,14 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from weft.structured.grammar import with_options
+from weft.errors import RequestError
+from weft.structured.grammar import MAX_CHARACTERS, with_options
 
 Tool = Mapping[str, Any]
 Mark = Callable[[str], str]  # Lark of a mark: its token, if it is a special one
 
 
+RULE_CHARACTERS = 32  # that a rule counts beside its body
 ANYTHING = "(?s:.*)"  # expression of any text
 
 
@@ -21,11 +23,13 @@ class Rules:
     def __init__(self, mark: Mark) -> None:
         self.mark = mark
         self.lines: list[str] = []
+        self._characters = 0
 
     def add(self, body: str, attributes: str = "") -> str:
         """Add a rule; returns its name."""
         name = f"rule{len(self.lines)}"
         self.lines.append(f"{name}{attributes}: {body}")
+        self._count(body)
         return name
 
     def reserve(self) -> str:
@@ -35,6 +39,16 @@ class Rules:
     def fill(self, name: str, body: str) -> None:
         """Set the body of a rule whose name is reserved."""
         self.lines[int(name.removeprefix("rule"))] = f"{name}: {body}"
+        self._count(body)
+
+    def _count(self, body: str) -> None:
+        self._characters += len(body) + RULE_CHARACTERS
+        if self._characters > MAX_CHARACTERS:
+            raise RequestError(
+                f"the grammar of the tools is too large; the limit is {MAX_CHARACTERS:,} characters",
+                param="tools",
+                code="grammar-too-large",
+            )
 
     def text_until(self, mark: str) -> str:
         """Lark for any text up to a mark, and that."""
@@ -45,6 +59,7 @@ class Rules:
         """Add a terminal, whose expressions may be joined by & and |; returns its name."""
         name = f"TEXT{len(self.lines)}"
         self.lines.append(f"{name}: {body}")
+        self._count(body)
         return name
 
 

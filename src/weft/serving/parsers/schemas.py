@@ -51,13 +51,13 @@ class ToolSchemas:
             if literal is not None and "string" not in types:
                 return literal
             return to_json(text)
-        if "string" in types and not isinstance(value, dict | list) and not types & _types_of(value):
+        if "string" in types and not isinstance(value, dict | list) and not types & types_of(value):
             return to_json(text)
         return text.strip()
 
     def _types(self, tool: str, key: str) -> set[str]:
         """Types that the schema allows for an argument; none if it does not say."""
-        return _schema_types(self._properties.get(tool, {}).get(key), self._parameters.get(tool))
+        return schema_types(self._properties.get(tool, {}).get(key), self._parameters.get(tool))
 
 
 def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -66,7 +66,8 @@ def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:
     return properties if isinstance(properties, Mapping) else {}
 
 
-def _schema_types(schema: object, root: object, depth: int = 0) -> set[str]:
+def schema_types(schema: object, root: object, depth: int = 0) -> set[str]:
+    """Names of the types that a schema allows; none if it does not say."""
     schema = resolve(schema, root)
     if not isinstance(schema, Mapping) or depth > MOST_REFERENCES:
         return set()
@@ -76,14 +77,14 @@ def _schema_types(schema: object, root: object, depth: int = 0) -> set[str]:
     if isinstance(types, list):
         return {item for item in types if isinstance(item, str)}
     if "const" in schema:
-        return _types_of(schema["const"])
+        return types_of(schema["const"])
     if isinstance(values := schema.get("enum"), list):
-        return set().union(*map(_types_of, values))
+        return set().union(*map(types_of, values))
     parts = [part for key in ("anyOf", "oneOf") if isinstance(part := schema.get(key), list)]
-    return set().union(*(_schema_types(item, root, depth + 1) for part in parts for item in part))
+    return set().union(*(schema_types(item, root, depth + 1) for part in parts for item in part))
 
 
-def _types_of(value: object) -> set[str]:
+def types_of(value: object) -> set[str]:
     """Names of JSON Schema's types that a value has."""
     match value:
         case bool():
