@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("weft.serving")
 
-MIN_TOKENS = 8  # tokens after the first of a choice, or of each choice on average, that give a rate
+MIN_TOKENS = 8  # a rate needs more generated tokens than this; under load, per choice on average
 MIN_CHOICES = 8  # finished choices that count as load
 MIN_CONCURRENCY = 2  # mean number of choices at once that counts as load
 MANY = 256  # requests after which load without a pause is reported
