@@ -179,9 +179,9 @@ def told(caplog: pytest.LogCaptureFixture) -> Any:
 def serve(watch: PredictionCheck, outputs: Sequence[RequestOutput]) -> None:
     """All of them open at once, then all closed."""
     for number in range(len(outputs)):
-        watch.opened(number + 1)
+        watch.on_open(number + 1)
     for number, one in enumerate(outputs):
-        watch.closed([one], len(outputs) - 1 - number)
+        watch.on_close([one], len(outputs) - 1 - number)
 
 
 def test_the_first_request_alone_is_told_of_once(told: Any) -> None:
@@ -228,9 +228,9 @@ def test_one_after_the_other_is_no_crowd(told: Any) -> None:
 
 def test_a_crowd_that_never_ends_is_told_of(told: Any) -> None:
     watch = PredictionCheck(expected())
-    watch.opened(8)
+    watch.on_open(8)
     for number in range(MANY):
-        watch.closed([output(begin=number / 8, took=1.0)], 7)
+        watch.on_close([output(begin=number / 8, took=1.0)], 7)
     assert len(told()) == 1 and told()[0].startswith(f"{MANY} requests, 8 at once")
 
 
@@ -240,10 +240,10 @@ async def test_the_service_tells_and_forgets(told: Any) -> None:
     class Watch:
         done = False
 
-        def opened(self, count: int) -> None:
+        def on_open(self, count: int) -> None:
             seen.append((count, -1))
 
-        def closed(self, outputs: Sequence[RequestOutput], still_open: int) -> None:
+        def on_close(self, outputs: Sequence[RequestOutput], still_open: int) -> None:
             assert all(one.finished for one in outputs)
             seen.append((len(outputs), still_open))
             self.done = True

@@ -21,7 +21,7 @@ from weft.errors import ConfigError, PlanError, WeftError
 from weft.hardware.host import Host
 from weft.hardware.topology import Holder
 from weft.plan.backends import ATTENTION_BACKENDS
-from weft.plan.layout import stage_layers
+from weft.plan.layout import layers_by_weight
 from weft.plan.plan import Plan, named_devices
 
 GPU_BACKENDS = [name for name, row in ATTENTION_BACKENDS.items() if row.runs_on == "gpu"]
@@ -112,7 +112,7 @@ def test_no_other_split_has_a_faster_slowest_stage(shape: ModelShape, stages: in
     def slowest(split: list[int]) -> int:
         return max(*(n * layer for n in split[:-1]), split[-1] * layer + head, 0)
 
-    got = stage_layers(shape, stages)
+    got = layers_by_weight(shape, stages)
     assert sum(got) == len(shape.layers) and all(n >= 1 for n in got) and len(got) == stages
     assert slowest(got) == min(slowest(other) for other in compositions(len(shape.layers), stages))
 
@@ -134,8 +134,8 @@ def compositions(total: int, parts: int) -> list[list[int]]:
 
 def test_the_head_counts_as_layers() -> None:
     # SmolLM2's head is worth 8 of its 30 layers.
-    assert stage_layers(SMOLLM2, 2) == [19, 11]
-    assert stage_layers(SMOLLM2, 3) == [12, 13, 5]
+    assert layers_by_weight(SMOLLM2, 2) == [19, 11]
+    assert layers_by_weight(SMOLLM2, 3) == [12, 13, 5]
 
 
 def test_pipeline_split() -> None:

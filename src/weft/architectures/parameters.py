@@ -32,8 +32,8 @@ class Part(msgspec.Struct, frozen=True, cache_hash=True):
 
     - `source`: name in the checkpoint, with `{layer}` and `{expert}` for their numbers.
     - `after`: axes whose rows precede this part's rows, if several parts share the tensor.
-    - `rotated`: the share of each head's rows that is rotated, the first of them; 1 also for rows without heads. The
-      engine rotates row i of a head with row i + head_dim/2: the rotated rows are held at the begin of both halves.
+    - `rotated`: fraction of each head's leading rows that RoPE rotates (1 for tensors without heads). The engine pairs
+      row i with row i + head_dim/2, so that rotated rows are stored at the start of each half.
     """
 
     source: str
@@ -59,7 +59,7 @@ class Parameter(msgspec.Struct, frozen=True, cache_hash=True):
     dtype: DType | None = None
 
     @property
-    def is_read_whole(self) -> bool:
+    def is_read_directly(self) -> bool:
         """True if blocks read the parameter itself, not a product with it: a vector or an expansion."""
         return self.parts[0].cols is None or self.role == "expansion"
 
@@ -163,7 +163,7 @@ def _library_parameter(
     cols = Extent(tensor.dims[1], tensor.cut == "cols") if len(tensor.dims) > 1 else None
     name = f"layers.{{layer}}.{name or tensor.name}" if prefix else tensor.name
     part = Part(prefix + tensor.name, rows, cols)
-    # Like a router's, other matrices are never quantised.
+    # Not a router: the role only means that the matrix is never quantised.
     return Parameter(name, where, (part,), "linear" if tensor.linear else "vector" if cols is None else "router")
 
 
@@ -280,7 +280,7 @@ class _LayerTable:
 
 
 def parameter_count(shape: ModelShape) -> int:
-    """Number of learnt numbers in the whole model; a tied head is counted once, with the embedding."""
+    """Number of learned numbers in the whole model; a tied head is counted once, with the embedding."""
     total = 0
     for parameter, _ in model_parameters(shape):
         if parameter.role == "head" and shape.tied:

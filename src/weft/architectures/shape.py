@@ -87,7 +87,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention", cach
     - `window`: sliding window in tokens (a query sees itself and the window - 1 tokens before it); None: all of them.
     - `qk_norm`: norm of queries and keys before the rotation: of each "head" by itself, or over "all" heads at once.
     - `bias`: the projections of queries, keys and values have one; `out_bias`: the output projection.
-    - `sinks`: each query head has a learnt logit that takes part in the softmax and has no value.
+    - `sinks`: each query head has a learned logit that takes part in the softmax and has no value.
     - `logn`: the query of the token n of a text (n counts from 1) is multiplied by the logarithm of n to this base, if
       n is larger; None for a model without such a factor.
     """
@@ -184,7 +184,7 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, tag="experts", cache_ha
     - `groups`: the experts are divided into as many groups of neighbours. Only those of the best `top_groups` can be
       chosen: of the groups with the highest weight ("max"), or the highest sum of two weights ("top2"), by
       `group_score`.
-    - `correction`: a learnt bias, float32, is added to the weights for the choice of groups and experts alone.
+    - `correction`: a learned bias, float32, is added to the weights for the choice of groups and experts alone.
     - `gain`: SiLU is x * sigmoid(gain * x).
     - `limit`: the gate is clamped from above before its activation, the up projection from both sides; None: neither.
     - `up_offset` is added to the up projection before the activated gate multiplies it.

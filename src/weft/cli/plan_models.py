@@ -165,8 +165,8 @@ def print_overview(overview: dict[str, Any]) -> None:
     if fitting:
         ranged = console.width >= RANGED
         console.print(models_table(overview, fitting, ranged=ranged))
-        band = f"Ranges (+-{100 * fitting[0]['predicted']['error_band']:.0f} %): " if ranged else ""
-        band += "at least 8 of 10 measurements should lie within. " if ranged else ""
+        band = f"Ranges (+-{100 * fitting[0]['predicted']['error_band']:.0f} %) " if ranged else ""
+        band += "should hold 8 of 10 measurements. " if ranged else ""
         lines.append(f"{band}Context: tokens of all requests together")
     lines += [*not_fitting(overview["models"]), next_step(overview, fitting)]
     console.print("\n".join(lines), soft_wrap=True)

@@ -64,8 +64,8 @@ def table_legend(plan: PlanJson) -> str:
     """An explanation of the table's mark and ranges."""
     predicted = plan["best"]["predicted"]
     return (
-        f"{MARK.strip()} decided. Ranges: at least 8 of 10 measurements should lie within; +-"
-        f"{100 * predicted['error_band']:.0f} % for {plan['engine']}: {predicted['error_source']}"
+        f"{MARK.strip()} column that decided the choice. Ranges should hold 8 of 10 measurements. +-"
+        f"{100 * predicted['error_band']:.0f} %: {predicted['error_source']}"
     )
 
 
@@ -76,8 +76,8 @@ def speeds(plan: PlanJson) -> list[str]:
     length = work["max_model_len"]
     if round(best["predicted"]["concurrency"]) > best["max_concurrency"] and not work["max_model_len_given"]:
         lines.append(
-            f"More run at once than the {int(best['max_concurrency']):,} that fit in full length, since answers that "
-            "are being written are shorter"
+            f"These are more than the {int(best['max_concurrency']):,} requests of full length that fit: most answers "
+            "are still shorter while they are written"
         )
     mean = work["input_len"] + work["output_len"]
     if length > mean:

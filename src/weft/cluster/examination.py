@@ -56,7 +56,7 @@ Visits = Mapping[str, Visit | Check]
 def visit_hosts(hosts: HostsFile, flags: Sequence[str]) -> Visits:
     """Visit the machines of a file through ssh, all at once, under the names that the file has for them.
 
-    `flags` are further ones of weft doctor. Raises ConfigError without ssh.
+    `flags` are extra arguments for `weft doctor`. Raises ConfigError without ssh.
     """
     nodes, began_s = nodes_of(hosts), time.time()
     visits: dict[Node, Visit | Check] = {}
@@ -105,6 +105,7 @@ def _report_doctor(flags: list[str]) -> bytes:
 
 
 def _unreachable(reason: str) -> Check:
+    """The failed check of a node without an answer. `reason` has the form "what; remedy"."""
     what, _, remedy = reason.partition("; ")
     return Check("reachable", "fail", what, "an answer of Weft there", remedy)
 
@@ -122,7 +123,7 @@ def node_checks(visits: Visits) -> Iterator[NodeCheck]:
 
 
 def alike(visit: Visit, answered: Mapping[str, Visit]) -> Iterator[Check]:
-    """Checks of what has to be as on the first node that has answered: torch, and the clock."""
+    """Checks of torch, compared with the first node that answered, and of the clock, compared with this machine."""
     first, wanted = next(iter(answered.items()))
     torch, other = visit.examined.torch, wanted.examined.torch
     if torch == other:

@@ -80,8 +80,8 @@ class EngineCore:
     ) -> EngineCore:
         """Create a core with the plan's limits and the config's policies, and a scheduler for each attention group.
 
-        One step is in flight per stage, and one more with lookahead. `paced` is for callers who read streams
-        as they grow (weft serve, AsyncLLM).
+        One step is in flight per stage; with one stage, lookahead adds a second. `paced` is for callers who read
+        streams as they grow (weft serve, AsyncLLM).
         """
         groups = [create_scheduler(plan, num_blocks, config, group, grammars) for group in range(plan.data_parallel)]
         scheduler = groups[0] if len(groups) == 1 else GroupedScheduler(groups)

@@ -37,7 +37,8 @@ def join_fp8(index: Mapping[str, TensorInfo], published: PublishedQuantization) 
         if own is None:
             raise ModelError(
                 f"{values.file}: tensor {name} is {NUMBERS} and has no {name}{SCALE_NAMES[0]} or "
-                f"{name}{SCALE_NAMES[1]} beside it; fetch it again",
+                f"{name}{SCALE_NAMES[1]} beside it; this checkpoint's scale naming is unsupported, or the "
+                "file is incomplete",
                 code="matrix-without-scales",
             )
         joined[name] = _join(name, values, joined.pop(own), published)
@@ -89,7 +90,7 @@ def _misshapen(name: str, values: TensorInfo, scales: TensorInfo, published: Pub
         expected.append([*experts, -(-rows // published.rows), -(-cols // published.group)])
     return ModelError(
         f"{scales.file}: the scales of {name} {list(values.dims)} are {scales.type} of {list(scales.dims)}; they must "
-        f"be {' or '.join(SCALE_TYPES)} of {' or '.join(map(str, expected))}; fetch it again, or give the config of "
-        "these weights",
+        f"be {' or '.join(SCALE_TYPES)} of {' or '.join(map(str, expected))}; fetch it again, or use the "
+        "config.json that belongs to these weights",
         code="packed-part-of-other-dims",
     )

@@ -1,7 +1,7 @@
 """Schemes: the engine's storage formats for quantised weights, as data, and the scheme of each parameter.
 
 The arithmetic of a scheme is in `quant` and in the kernels. A matrix is stored by rows, in groups of columns with a
-16-bit scale each; a rank that owns only some columns of a group holds the group's scale all the same.
+scale each; a rank that owns only some columns of a group holds the group's scale all the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ UNIT = 32  # columns that are never cut apart: a kernel multiplies them at once;
 
 
 class Scheme(msgspec.Struct, frozen=True, kw_only=True):
-    """Quantised numbers w = scale * q + lowest; q has `bits` bits, no sign; each `group` columns share a 16-bit scale.
+    """Quantised numbers w = scale * q + lowest; q has `bits` bits; each `group` columns share a scale.
+
+    The scale has 16 bits and q no sign, unless `lowest` says otherwise.
 
     `lowest` is one of: "minimum", stored in 16 bits; "zero", scale * -zero with a stored byte `zero`; "middle",
     scale * -2^(bits - 1), not stored; "mxfp4", no such number: q is the index of one of MXFP4_VALUES, and the scale is

@@ -1,4 +1,4 @@
-"""Checks: what the gateway asks and reads on its own: health and models of replicas, the file of upstreams."""
+"""Background tasks of the gateway: health checks, model lists, upstream discovery."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ async def check_forever(
 async def _check_all(
     fleet: Fleet, timeouts: Timeouts, watch: FileWatch | PollWatch | None, due: dict[Replica, float]
 ) -> None:
-    """Check every replica once, and what is watched. Raises the first unexpected exception, after all of them."""
+    """Check every replica and poll the watch once. When all have finished, raise the first unexpected exception."""
     if isinstance(watch, FileWatch):
         watch.look()
     replicas = tuple(fleet.replicas.values())
-    looking = [watch.look()] if isinstance(watch, PollWatch) else []  # who is asked may take its time
+    looking = [watch.look()] if isinstance(watch, PollWatch) else []  # beside the checks: it may take long
     checking = [_check(replica, fleet, timeouts, due) for replica in replicas]
     results = await asyncio.gather(*looking, *checking, return_exceptions=True)
     for replica in [replica for replica in due if replica not in replicas]:
@@ -103,7 +103,11 @@ async def check_health(replica: Replica, fleet: Fleet, timeouts: Timeouts) -> No
 
 
 async def read_models(replica: Replica, timeouts: Timeouts) -> bool:
-    """GET /v1/models. Without a list, requests for any model may go to the replica. Return True if it answered."""
+    """GET /v1/models. Without a list, requests for any model may go to the replica.
+
+    Return False if this request, or the one for the speed after it, has failed. The next check then
+    sends both again.
+    """
     attempt = Attempt(replica, counted=False)
     try:
         status, body = await get_small(attempt, "/v1/models", timeouts)
@@ -162,14 +166,14 @@ async def ask_small(
 
 
 class Watch:
-    """Keeps the fleet as a list of upstreams says. Replicas that do not come from the list stay."""
+    """Adds and removes replicas so that the fleet matches a list of upstreams. Other replicas stay."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._replicas: dict[str, Replica] = {}
 
     def follow(self, wanted: Iterable[UpstreamConfig]) -> None:
-        """Make the fleet equal to the list, whose upstreams are checked."""
+        """Add and remove replicas so that they match the list of valid upstreams."""
         upstreams = {str(parse_url(upstream.url)): upstream for upstream in wanted}
         for name, replica in tuple(self._replicas.items()):
             if upstreams.get(name) != replica.config:
@@ -182,11 +186,11 @@ class Watch:
                 log.info("upstream %s is added", name)
 
     def close(self) -> None:
-        """Close the connections of its own, if it has some."""
+        """Close its own connections, if it has any."""
 
 
 class FileWatch(Watch):
-    """Keeps the fleet as a file of upstreams says."""
+    """Follows a file of upstreams."""
 
     def __init__(self, fleet: Fleet, path: str) -> None:
         super().__init__(fleet)
@@ -209,7 +213,7 @@ class FileWatch(Watch):
             log.error("the upstreams stay as they are: %s", error)
 
     def apply(self) -> None:
-        """Make the fleet equal to the file. Raises ConfigError before anything is changed."""
+        """Follow the file as it is now. Raises ConfigError before anything is changed."""
         upstreams = read_upstreams(self._path)
         marked = next((upstream.url for upstream in upstreams if upstream.overflow), None)
         if marked is not None:
@@ -221,12 +225,12 @@ class FileWatch(Watch):
 
 
 class PollWatch(Watch):
-    """Keeps the fleet as somebody in the network says, who is asked at every check."""
+    """Follows a source of upstreams in the network, which is queried at every check."""
 
     _failed = False
 
     async def look(self) -> None:
-        """Ask. If there is no answer, that is logged once, and changes nothing."""
+        """Query the source. A failure is logged once, and changes nothing."""
         try:
             upstreams = await self._ask()
         except UpstreamError as error:
@@ -238,12 +242,12 @@ class PollWatch(Watch):
         self.follow(upstreams)
 
     async def _ask(self) -> list[UpstreamConfig]:
-        """The upstreams that there are now. Raises UpstreamError."""
+        """The current upstreams. Raises UpstreamError."""
         raise NotImplementedError
 
 
 class DnsWatch(PollWatch):
-    """Keeps the fleet as the addresses of a host: each is an upstream, with the port and path of `url`."""
+    """Follows the addresses of a host: each is an upstream, with the port and path of `url`."""
 
     def __init__(self, fleet: Fleet, url: str) -> None:
         super().__init__(fleet)

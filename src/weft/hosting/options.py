@@ -13,7 +13,7 @@ from weft.hosting.model_set import ModelSet
 from weft.serving.options import ServeOptions
 from weft.serving.server import check_keys
 
-# Every option with a flag is in one of the three; some are in the first two.
+# Every option is in HEEDED, PASSED_ON (or both), or REFUSED.
 HEEDED = frozenset(
     [
         "host",
@@ -71,7 +71,7 @@ DEFAULTS = ServeOptions()
 
 
 def check_options(models: ModelSet, options: ServeOptions) -> None:
-    """Raise ConfigError for options that only a server of one model has, and for keys that nothing would heed."""
+    """Raise ConfigError for options that only a server of one model has, and for keys without effect."""
     for name in declared_options(ServeOptions):
         if name in REFUSED and getattr(options, name) != getattr(DEFAULTS, name):
             raise ConfigError(f"--{_flag(name)} is for a server of one model; leave it out", code="option-of-one-model")
@@ -80,7 +80,7 @@ def check_options(models: ModelSet, options: ServeOptions) -> None:
 
 
 def member_words(options: ServeOptions) -> list[str]:
-    """The flags with which every model's server gets the options that concern it. A model's own flags come after."""
+    """Flags of the options that are passed on to every model's server. A model's own flags come after them."""
     given = [(field.name, getattr(options, field.name)) for field in fields(options) if field.name in PASSED_ON]
     return [_word(_flag(name), value) for name, value in given if value != getattr(DEFAULTS, name)]
 

@@ -218,7 +218,7 @@ class PagedAttention(Protocol):
         head of a token sees; -inf if there are none. Results over parts of a context are joined by it (Dao et al. 2023,
         Flash-Decoding).
 
-        `sinks` [q_heads], of q's dtype, are learnt scores, one per head, that take part in the sum of the softmax and
+        `sinks` [q_heads], of q's dtype, are learned scores, one per head, that take part in the sum of the softmax and
         bring no value (gpt-oss); `lse` is without them.
         """
         ...

@@ -17,7 +17,7 @@ class Embedding:
     """Embedding of which this rank holds the rows `vocab`; a token of another rank adds zeros to the sum over ranks.
 
     Rows are multiplied by `scale`, rounded to their dtype, or by the matrix `projection`, if the model has one. Then
-    the learnt `positions` are added, if the model has them.
+    the learned `positions` are added, if the model has them.
     """
 
     def __init__(

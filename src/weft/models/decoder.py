@@ -251,7 +251,7 @@ class DecoderModel:
 def create_embedding(
     shape: ModelShape, place: Place, table: EmbeddingTable, tensors: Tensors, weights: LayerWeights
 ) -> Embedding:
-    """The embedding of a first stage, with the projection and the learnt positions that the model has."""
+    """The embedding of a first stage, with the projection and the learned positions that the model has."""
     projection = None if shape.embedding_dim is None else weights.whole_linear("embed.projection")
     positions, name = None, "positions.weight"
     if name in tensors:

@@ -49,7 +49,7 @@ class KernelTime(msgspec.Struct, frozen=True):
 
 
 class RankTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Time of one rank from the begin of its first traced step to the end of the last.
+    """Time of one rank from the start of its first traced step to the end of the last.
 
     `shares` are those of KINDS, from 0 to 1. `communication_s` and `waiting_s` are the rank's exchanges by its own
     count, in which waiting for other ranks is told apart.
@@ -201,7 +201,7 @@ def _rank_time(rank: int, spans: Sequence[Event], kernels: Sequence[Event], oper
 
 
 def _window_s(steps: Sequence[Event]) -> float:
-    """Seconds from the begin of the first step to the end of the last."""
+    """Seconds from the start of the first step to the end of the last."""
     begin = min(float(step["ts"]) for step in steps)
     end = max(float(step["ts"]) + float(step["dur"]) for step in steps)
     return end / 1e6 - begin / 1e6

@@ -1,4 +1,4 @@
-"""Entries of a C++ library as Python functions, with the argument types that native.cpp and tiles.cpp declare."""
+"""ctypes bindings of the CPU kernel library, with the argument types that native.cpp and tiles.cpp declare."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from weft.native.structures import POINTER, REAL, SIZE
 
 
 class Entries:
-    """Entries of a loaded library for activations of `dtype`, one of CPP_TYPES.
+    """Functions of a loaded library for activations of `dtype`, one of CPP_TYPES.
 
-    Arrays and structures are passed by address. `threads()` is called with each call of an entry that computes in
-    parallel, and says how many threads that call gets at most. `fixed_order` is what descriptors shall ask for: sums of
-    a token in one order, whatever other tokens are in the call.
+    Arrays and structures are passed by address. `threads()` is called at each parallel call; its result, the most
+    threads that the call may use, is passed as the last argument. `fixed_order` makes descriptors request
+    batch-invariant sums.
     """
 
     def __init__(

@@ -64,7 +64,7 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
 
     - ranks: one;
     - tokens in a step: BATCHED_TOKENS (`planner.execution` chooses more if possible);
-    - layers per stage: those that make the slowest stage as fast as possible (`stage_layers`);
+    - layers per stage: those that make the slowest stage as fast as possible (`layers_by_weight`);
     - devices: GPUs in their order, or the CPU if there are no GPUs.
 
     Raises ConfigError for a value out of its range and PlanError for a layout that this model or this machine cannot
@@ -210,7 +210,7 @@ def rank_cut(config: EngineConfig, shape: ModelShape) -> tuple[tuple[float, ...]
         pipeline_split=config.pipeline_split,
     )
     weights = config.tensor_split or (1.0,) * (tensor or 1)
-    return weights, config.pipeline_split or tuple(stage_layers(shape, stages or 1))
+    return weights, config.pipeline_split or tuple(layers_by_weight(shape, stages or 1))
 
 
 def expert_cut(config: EngineConfig, shape: ModelShape, tensor_parallel: int) -> ExpertCut:
@@ -225,7 +225,7 @@ def expert_cut(config: EngineConfig, shape: ModelShape, tensor_parallel: int) ->
     )
 
 
-def stage_layers(shape: ModelShape, stages: int) -> list[int]:
+def layers_by_weight(shape: ModelShape, stages: int) -> list[int]:
     """Number of layers of each stage, so that the slowest stage is as fast as possible.
 
     The time of a stage is taken as the weights that a token goes through: its layers, and on the last stage the head as

@@ -17,7 +17,7 @@ from weft.hardware.cluster import Cluster
 from weft.planner.deployment import DeploymentLayout, deploy
 from weft.planner.domains import Device, cluster_devices
 from weft.planner.note import Note, create_note
-from weft.planner.stages import RankCapacity, read_bytes, stage_layers
+from weft.planner.stages import RankCapacity, layers_by_capacity, weight_bytes_per_token
 
 RESERVED_BYTES = 1.5e9  # of each GPU: context, workspace and activations of any engine
 TOKENS = 2048  # of the one request, if the claim gives no length
@@ -91,7 +91,7 @@ def judge_claim(shape: ModelShape, precision: str, cluster: Cluster, tokens: int
     model = weights_by_kind(shape, precision)
     cache = kv_bytes(shape, tokens, "bf16")
     usable = [gpu.memory_bytes - RESERVED_BYTES for gpu in gpus]
-    read = read_bytes(shape, model)
+    read = weight_bytes_per_token(shape, model)
     bandwidth = sum(gpu.bandwidth_Bps for gpu in gpus)
     bound = bandwidth / read
     reasons = []
@@ -196,7 +196,7 @@ def _layers(
     capacities = [[RankCapacity(room, 1.0) for room in usable[at * tensor : (at + 1) * tensor]] for at in range(stages)]
     experts = tensor if dealt else 1
     kind = canonical(precision)
-    return stage_layers(shape, kind, "bf16", tokens, shares, capacities, expert_parallel=experts, by_room=True)
+    return layers_by_capacity(shape, kind, "bf16", tokens, shares, capacities, expert_parallel=experts, by_room=True)
 
 
 def _held_bytes(shape: ModelShape, precision: str, tokens: int, place: Place) -> int:

@@ -24,7 +24,7 @@ from weft.planner.objections import objection
 from weft.planner.profiles import Constant, Profile, calibrated, load_profile
 from weft.planner.question import LayoutConstraints, Question
 from weft.planner.ranking import Candidate, rank_candidates, sort_key
-from weft.planner.stages import RankCapacity, stage_layers
+from weft.planner.stages import RankCapacity, layers_by_capacity
 
 REORDERED = 4  # candidates of which other orders of the stages are tried
 DEPTHS = 6  # pipeline depths that are costed for one size of tensor parallelism: the shallowest that fit
@@ -340,7 +340,7 @@ def _stage_layers(question: Question, layout: CandidateLayout, weights: Sequence
     else:
         ways = [(tokens, False), (tokens, True)]
     choices = [
-        stage_layers(shape, held, dtype, length, weights, capacities, by_room=by_room, **sharing)
+        layers_by_capacity(shape, held, dtype, length, weights, capacities, by_room=by_room, **sharing)
         for length, by_room in ways
     ]
     known = dict.fromkeys(layers for layers in choices if layers is not None)

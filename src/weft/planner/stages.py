@@ -22,7 +22,7 @@ class RankCapacity(msgspec.Struct, frozen=True):
     bandwidth: float
 
 
-def read_bytes(shape: ModelShape, weights: WeightBytes) -> float:
+def weight_bytes_per_token(shape: ModelShape, weights: WeightBytes) -> float:
     """Bytes of weights that one token reads: all but the embedding table and the experts that its router does not
     choose. A tied head reads the table."""
     chosen = shape.experts.top_k / shape.experts.count if shape.experts else 0.0
@@ -30,7 +30,7 @@ def read_bytes(shape: ModelShape, weights: WeightBytes) -> float:
     return weights.linear + weights.others + weights.expert * chosen + head
 
 
-def stage_layers(
+def layers_by_capacity(
     shape: ModelShape,
     precision: str,
     kv_dtype: str,
@@ -60,7 +60,8 @@ def stage_layers(
     ranks = places[: len(tensor_weights)]
     by_rank = [_layers(shape, precision, kv_dtype, tokens, rank) for rank in ranks]
     sizes, work = by_rank[0]
-    # The tightest and the slowest rank of a stage count, in terms of the first rank's bytes.
+    # A stage is limited by its tightest and its slowest rank. `scale` converts each rank's capacity to the first
+    # rank's bytes.
     scale = [sum(sizes) / sum(other) for other, _ in by_rank]
     embedding, head = _ends(shape, precision, ranks[0])
     budgets = []
@@ -88,7 +89,10 @@ def _layers(
         if kind not in known:
             place = msgspec.structs.replace(rank, layers=Span(layer, layer + 1), stage=1, stages=3)
             weights = sum_by_kind(shape, precision, place)
-            known[kind] = weights.total + kv_bytes(shape, tokens, kv_dtype, place), read_bytes(shape, weights)
+            known[kind] = (
+                weights.total + kv_bytes(shape, tokens, kv_dtype, place),
+                weight_bytes_per_token(shape, weights),
+            )
         size, read = known[kind]
         sizes.append(size)
         work.append(read)

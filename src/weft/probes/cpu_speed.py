@@ -1,7 +1,7 @@
 """Measurement of a CPU's memory bandwidth and FLOPS: `python -m weft.probes.cpu_speed CORES BYTES [LIBRARY]`.
 
-It prints a `CpuSpeed` as JSON within a second; with LIBRARY, the compiled kernels, their speeds too. It runs in a
-process of its own, so that its memory is freed and its number of threads affects nothing else.
+It prints a `CpuSpeed` as JSON within a second. With LIBRARY, the path of the compiled kernels, the `CpuSpeed` includes
+their speeds. It runs in a process of its own: its memory is freed at the end, and its threads affect nothing else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.hardware.cpu import CpuSpeed
 from weft.native.pages import map_pages
 from weft.probes import kernel_speed
 
-PASSES_S = 0.15  # of each kind; the best pass counts, since others may have been disturbed
+PASSES_S = 0.15  # for the passes of each kind; the fastest pass counts, since other processes may disturb some
 DISTURBED = 0.1  # share of the cores' time taken by other processes, above which the machine counts as busy
 ORDER = 512  # of the square matrices: three of them stay in a core's cache
 
@@ -69,7 +69,7 @@ class PinnedThreads:
         self.barrier = Barrier(len(cores))
 
     def time_once(self, work: Callable[[int], object]) -> float:
-        """Run `work(number)` on each thread; return seconds from the first begin to the last end."""
+        """Run `work(number)` on each thread; return seconds from the first start to the last end."""
 
         def run_thread(number: int) -> tuple[float, float]:
             if hasattr(os, "sched_setaffinity"):

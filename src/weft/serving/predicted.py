@@ -13,20 +13,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("weft.serving")
 
-ENOUGH = 8  # tokens after the first that give a rate, and concurrent requests that count as load
+MIN_TOKENS = 8  # a rate needs more generated tokens than this; under load, per choice on average
+MIN_CHOICES = 8  # finished choices that count as load
+MIN_CONCURRENCY = 2  # mean number of choices at once that counts as load
 MANY = 256  # requests after which load without a pause is reported
 
 
 class PredictionCheck:
     """Logs one comparison for a request that ran alone, and one for concurrent requests.
 
-    `opened` and `closed` must be called once per stream.
+    `on_open` and `on_close` must be called once per stream.
     """
 
     def __init__(self, expected: Forecast) -> None:
         self._expected = expected
         self._logged_alone = self._logged_load = False
-        self._most_open = 0  # streams open at once since none was open
+        self._most_open = 0  # most streams open at once since the last window began
         self._finished: list[RequestOutput] = []
 
     @property
@@ -34,11 +36,11 @@ class PredictionCheck:
         """True if both comparisons have been logged."""
         return self._logged_alone and self._logged_load
 
-    def opened(self, count: int) -> None:
+    def on_open(self, count: int) -> None:
         """Count a new stream; `count` streams are open now."""
         self._most_open = max(self._most_open, count)
 
-    def closed(self, outputs: Sequence[RequestOutput], still_open: int) -> None:
+    def on_close(self, outputs: Sequence[RequestOutput], still_open: int) -> None:
         """Count the end of a stream with these outputs; `still_open` streams are open now."""
         self._finished += [output for output in outputs if output.finished]
         if still_open and len(self._finished) < MANY:
@@ -58,7 +60,7 @@ class PredictionCheck:
         if times.first_token_s is None or times.finished_s is None or len(output.outputs) > 1:
             return False
         # A cached prompt gives no prefill time.
-        if tokens <= ENOUGH or output.num_cached_tokens or times.finished_s <= times.first_token_s:
+        if tokens <= MIN_TOKENS or output.num_cached_tokens or times.finished_s <= times.first_token_s:
             return False
         line = request_report(
             self._expected,
@@ -71,15 +73,19 @@ class PredictionCheck:
         return True
 
     def _log_load(self, finished: Sequence[RequestOutput]) -> bool:
-        """Log the speed of concurrent requests. Return False if too few ran at once to compare."""
+        """Log the speed of concurrent requests.
+
+        Return False if there are too few choices or tokens, the mean concurrency is below MIN_CONCURRENCY, or an end
+        time is missing.
+        """
         from weft.planner.forecast import load_report
 
         requests = sum(len(output.outputs) for output in finished)
         tokens = sum(map(_generated_tokens, finished))
-        if requests < ENOUGH or tokens <= ENOUGH * requests:
+        if requests < MIN_CHOICES or tokens <= MIN_TOKENS * requests:
             return False
         took_s, busy_s = _elapsed_s(finished)
-        if took_s <= 0 or busy_s < 2 * took_s:
+        if took_s <= 0 or busy_s < MIN_CONCURRENCY * took_s:
             return False
         prefilled = sum(len(output.prompt_ids) - output.num_cached_tokens for output in finished)
         line = load_report(

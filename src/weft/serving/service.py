@@ -332,7 +332,7 @@ class Service:
         self.streams.add(stream)
         self.idle.clear()
         if self.prediction_check:
-            self.prediction_check.opened(len(self.streams))
+            self.prediction_check.on_open(len(self.streams))
 
     def stream_closed(self, stream: OpenStream) -> None:
         """Forget a stream; called by the stream itself."""
@@ -342,7 +342,7 @@ class Service:
         if sum(len(collector.output.prompt_ids) for collector in stream.collectors) > LARGE_TOKENS:
             self._trimmer.trim_later()  # the prompts were held until now
         if self.prediction_check:
-            self.prediction_check.closed([collector.output for collector in stream.collectors], len(self.streams))
+            self.prediction_check.on_close([collector.output for collector in stream.collectors], len(self.streams))
             if self.prediction_check.done:
                 self.prediction_check = None
 

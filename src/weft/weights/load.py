@@ -91,7 +91,7 @@ def allocate_parameters(
         dims, cols = parameter_dims(shape, place, parameter), parameter.parts[0].cols
         scheme = checkpoint_scheme(parameter, layer, plan.schemes) if cols else None
         if scheme is None or cols is None:
-            where = device if parameter.is_read_whole else matrices or device
+            where = device if parameter.is_read_directly else matrices or device
             targets[name] = torch.empty(dims, dtype=getattr(torch, parameter.dtype or plan.dtype), device=where)
         else:
             *experts, rows, _ = dims

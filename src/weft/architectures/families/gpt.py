@@ -1,4 +1,8 @@
-"""GPT-2, OPT and gpt-oss. The first two have layer norm, learnt positions, biases and an MLP without a gate."""
+"""OPT, GPT-2 and gpt-oss.
+
+OPT and GPT-2 have layer norm, learned positions and an ungated MLP; gpt-oss is a mixture of experts with attention
+sinks. All three have biases.
+"""
 
 from __future__ import annotations
 
