@@ -485,8 +485,11 @@ def test_no_client_of_two_replicas_notices_that_a_rank_is_killed(server: Server,
         alone = [replica_answers(server, number) for number in range(24)]
         asked = [pool.submit(replica_answers, two, number) for number in range(24)]
         eventually(lambda: two.metric("vllm:generation_tokens_total") > 200)
-        ranks()[0].kill()
+        killed = ranks()[0]
+        killed.kill()
         assert [answer.result() for answer in asked] == alone
+        # Until another rank is there, the server may not have noticed the end of this one.
+        eventually(lambda: len({rank.pid for rank in ranks()} - {killed.pid}) == 2)
         eventually(lambda: two.metric("weft:replica_up") == 2)
         assert layout() == [(0, 0), (1, 1)]
         assert two.metric("vllm:request_success_total") == sum(map(len, alone))
