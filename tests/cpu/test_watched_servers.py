@@ -151,9 +151,10 @@ def test_two_ranks_that_are_well(pair: Server) -> None:
     assert {*seen} <= {"straggler", "allreduce_wait"}
     for row in figures["ranks"]:
         assert row["compute"] + row["communication"] + row["waiting"] == pytest.approx(1.0)
-        assert row["compute"] > 0 and row["communication"] > 0 and row["waiting"] >= 0
-    # The slower one of the two need not wait for the other.
-    assert any(row["waiting"] > 0 for row in figures["ranks"])
+        assert row["compute"] > 0 and row["communication"] >= 0 and row["waiting"] >= 0
+    # The slower one of the two need not wait for the other, and its own part of a sum may take next to nothing.
+    for part in ("communication", "waiting"):
+        assert any(row[part] > 0 for row in figures["ranks"])
     (model,) = figures["models"]
     assert model["tok_s"] > 0 and model["running"] > 0 and model["ttft_s"]["p95"] >= model["ttft_s"]["p50"] > 0
 
@@ -246,7 +247,8 @@ def test_a_tiny_cache(folder: Path) -> None:
 def test_few_sequences_and_no_prefix_cache(folder: Path) -> None:
     words = ["--max-num-seqs", "2", "--no-enable-prefix-caching", "--kv-cache-memory-bytes", "64M"]
     with small(folder / "few", *words) as server:
-        with Load(server.url, clients=8, tokens=20, prompts=150, same=130):
+        # So many clients, and such long answers, that some wait at each look.
+        with Load(server.url, clients=16, tokens=60, prompts=150, same=130):
             found = diagnosis(server.url, "batch_small", "prefix_unused")
         assert "--max-num-seqs" in found["batch_small"]["remedy"]
         assert "--enable-prefix-caching" in found["prefix_unused"]["remedy"]
