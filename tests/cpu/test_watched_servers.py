@@ -151,11 +151,8 @@ def test_two_ranks_that_are_well(pair: Server) -> None:
     assert {*seen} <= {"straggler", "allreduce_wait"}
     for row in figures["ranks"]:
         assert row["compute"] + row["communication"] + row["waiting"] == pytest.approx(1.0)
-        assert row["compute"] >= 0 and row["communication"] >= 0 and row["waiting"] >= 0
-    # Beside other work a rank may wait for its core within a sum for longer than its steps take without it, and the
-    # slower one of the two need not wait for the other.
-    for part in ("compute", "communication", "waiting"):
-        assert any(row[part] > 0 for row in figures["ranks"])
+        assert row["compute"] > 0 and row["communication"] > 0 and row["waiting"] >= 0
+    assert any(row["waiting"] > 0 for row in figures["ranks"]), "the slower one of the two need not wait for the other"
     (model,) = figures["models"]
     assert model["tok_s"] > 0 and model["running"] > 0 and model["ttft_s"]["p95"] >= model["ttft_s"]["p50"] > 0
 

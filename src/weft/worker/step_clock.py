@@ -18,7 +18,13 @@ EVENTS = 512  # pairs of events that are kept before the oldest are read: more t
 
 
 class Marks(NamedTuple):
-    """Counters of a rank at one moment; times are seconds since some moment before its start."""
+    """Counters of a rank at one moment.
+
+    - `now_s`, `delayed_s`: seconds since some moment before the rank's start, see RankReport for the latter;
+    - `steps`, `busy_s`: its steps, and seconds in them;
+    - `exchange_s`: seconds of `busy_s` in exchanges with other ranks, and `waited_s` those of them in which other ranks
+      had not come yet. A GPU's clock leaves both 0.
+    """
 
     now_s: float
     steps: int
@@ -34,14 +40,10 @@ class Marks(NamedTuple):
 
 
 class StepClock(ABC):
-    """Counts the seconds between `begin` and `end`, in which a rank has a step, and `steps`, which the worker counts.
+    """Counts the seconds between `begin` and `end`, when a rank has a step, and `steps`, which the worker counts."""
 
-    `links` count the time in exchanges with other ranks.
-    """
-
-    def __init__(self, links: Links) -> None:
+    def __init__(self) -> None:
         self.steps = 0
-        self._links = links
         self._before = Marks(perf_counter(), 0, 0.0, 0.0, 0.0, 0.0)  # at the last report with `reset`
 
     @abstractmethod
@@ -62,6 +64,10 @@ class StepClock(ABC):
     def busy_s(self) -> float:
         """Seconds so far."""
 
+    def exchanges_s(self) -> tuple[float, float]:
+        """Seconds so far in exchanges with other ranks, and those of them that waited; 0 where they are not known."""
+        return 0.0, 0.0
+
     @abstractmethod
     def times(self, passed: Marks, *, alone: bool) -> dict[str, float | None]:
         """The times of a RankReport; `alone` as for `report`."""
@@ -73,13 +79,13 @@ class StepClock(ABC):
 
         `alone`: the rank exchanges no tensors with other ranks of its stage.
         """
-        exchanges = self._links.times
+        exchange_s, waited_s = self.exchanges_s()
         marks = Marks(
             now_s=perf_counter(),
             steps=self.steps,
             busy_s=self.busy_s(),
-            exchange_s=exchanges.spent_s,
-            waited_s=exchanges.waited_s,
+            exchange_s=exchange_s,
+            waited_s=waited_s,
             delayed_s=thread_delay_s(),
         )
         passed = marks.since(self._before)
@@ -98,17 +104,27 @@ class StepClock(ABC):
 
 
 class HostClock(StepClock):
-    """A clock for work that has ended when the call returns."""
+    """A clock for work that has ended when the call returns. `links` count the time in exchanges with other ranks.
+
+    They count exchanges outside of steps too, as of rehearsals; those are no part of a step's time.
+    """
 
     def __init__(self, links: Links) -> None:
-        super().__init__(links)
+        super().__init__()
+        self._links = links
         self._busy_s = self._began_s = 0.0
+        self._exchange_s = self._waited_s = 0.0
+        self._exchanges_before = links.times
 
     def begin(self) -> None:
+        self._exchanges_before = self._links.times
         self._began_s = perf_counter()
 
     def end(self) -> None:
         self._busy_s += perf_counter() - self._began_s
+        before, now = self._exchanges_before, self._links.times
+        self._exchange_s += now.spent_s - before.spent_s
+        self._waited_s += now.waited_s - before.waited_s
 
     def pause(self) -> None:
         """Nothing: the link counts the time."""
@@ -118,6 +134,9 @@ class HostClock(StepClock):
 
     def busy_s(self) -> float:
         return self._busy_s
+
+    def exchanges_s(self) -> tuple[float, float]:
+        return self._exchange_s, self._waited_s
 
     def times(self, passed: Marks, *, alone: bool) -> dict[str, float | None]:
         idle_s = max(0.0, passed.now_s - passed.busy_s)
@@ -132,8 +151,8 @@ class HostClock(StepClock):
 class DeviceClock(StepClock):
     """A clock for work of a GPU. Only `busy_s` waits for it."""
 
-    def __init__(self, links: Links) -> None:
-        super().__init__(links)
+    def __init__(self) -> None:
+        super().__init__()
         self._busy_s = 0.0
         self._stretches: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
@@ -174,4 +193,4 @@ class DeviceClock(StepClock):
 
 def create_step_clock(device: torch.device, links: Links) -> StepClock:
     """The clock of a rank on this device."""
-    return HostClock(links) if device.type == "cpu" else DeviceClock(links)
+    return HostClock(links) if device.type == "cpu" else DeviceClock()
