@@ -1,9 +1,8 @@
-"""GrammarCompiler: compiles grammars in threads, checks them for the caller's side, and computes masks."""
+"""GrammarCompiler: compiles grammars in threads, and checks them for the caller's side."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,22 +11,21 @@ from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, cast
 
-import numpy as np
-
 from weft.core.grammar import Matcher
 from weft.errors import RequestError
 from weft.structured.grammar import PARAM
+from weft.structured.masks import MaskMaker
+from weft.structured.matcher import GuidedMatcher
 from weft.structured.places import first_line, placed
+from weft.structured.schema_state import SchemaState, has_keys
 from weft.structured.vocabulary import build_vocabulary
 from weft.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 CACHED = 64  # compiled grammars that are kept
 THREADS = 2
-MASK_THREADS = 4  # that compute masks of several rows; more do not pay, as others need the cores
-WORD_BYTES = 4
 
 
 class UnpreparedError(Exception):
@@ -36,25 +34,6 @@ class UnpreparedError(Exception):
 
 # True in a thread that has other work, such as that of an event loop: the vocabulary is not prepared there.
 must_be_quick: ContextVar[bool] = ContextVar("must_be_quick", default=False)
-
-
-class GuidedMatcher:
-    """The Matcher of one answer."""
-
-    def __init__(self, inner: LLMatcher) -> None:
-        self.inner = inner
-        self.error: str | None = None
-
-    @property
-    def ended(self) -> bool:
-        return self.inner.is_stopped()
-
-    def accept(self, token: int) -> None:
-        if not self.inner.consume_token(token):
-            self.error = first_line(self.inner.get_error())
-
-    def count_valid(self, tokens: Sequence[int]) -> int:
-        return self.inner.validate_tokens(list(tokens))
 
 
 class GrammarCompiler:
@@ -70,17 +49,11 @@ class GrammarCompiler:
         self._eos = eos
         self._lock = Lock()
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
-        self._mask_bytes = -(-vocab // (8 * WORD_BYTES)) * WORD_BYTES
+        self._mask_maker = MaskMaker(vocab)
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(THREADS, thread_name_prefix="weft-grammar")
-
-    @cached_property
-    def _executor(self) -> LLExecutor:
-        from llguidance import LLExecutor
-
-        return LLExecutor(min(MASK_THREADS, os.cpu_count() or 1))
 
     @cached_property
     def vocabulary(self) -> LLTokenizer:
@@ -107,23 +80,7 @@ class GrammarCompiler:
             raise RequestError(self._with_place(grammar, str(error)), param=param, code=error.code) from None
 
     def masks(self, rows: Sequence[tuple[Matcher, Sequence[int]]]) -> list[bytes]:
-        counts = [1 + len(drafts) for _, drafts in rows]
-        words = np.zeros((sum(counts), self._mask_bytes // WORD_BYTES), dtype="<i4")
-        starts = np.cumsum([0, *counts[:-1]]).tolist()
-        inners = [cast(GuidedMatcher, matcher).inner for matcher, _ in rows]
-        plain = [(inner, at) for inner, at, count in zip(inners, starts, counts, strict=True) if count == 1]
-        drafted = [
-            (inner, at, list(drafts)) for inner, at, (_, drafts) in zip(inners, starts, rows, strict=True) if drafts
-        ]
-        where = words.ctypes.data, self._mask_bytes, len(words)
-        if plain:
-            self._executor.unsafe_compute_mask_ptr(plain, *where)
-        if drafted:
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
-        for (matcher, _), inner in zip(rows, inners, strict=True):
-            if inner.is_error():
-                cast(GuidedMatcher, matcher).error = first_line(inner.get_error())
-        return [words[at : at + count].tobytes() for at, count in zip(starts, counts, strict=True)]
+        return self._mask_maker.masks(cast(Sequence[tuple[GuidedMatcher, Sequence[int]]], rows))
 
     def _matcher(self, grammar: str, answered: list[int]) -> Matcher:
         inner = self._base(grammar).deep_copy()
@@ -133,7 +90,18 @@ class GrammarCompiler:
                 param="continue_token_ids",
                 code="continuation-not-possible",
             )
-        return GuidedMatcher(inner)
+        return GuidedMatcher(inner, self.vocabulary, grammar, self._state(grammar, answered))
+
+    def _state(self, grammar: str, answered: list[int]) -> SchemaState | None:
+        """The state after the tokens that are answered already; None for a grammar of which no states are known."""
+        parts = json.loads(grammar)["grammars"]
+        schema = parts[0].get("json_schema")
+        if len(parts) > 1 or not isinstance(schema, Mapping) or not has_keys(schema):
+            return None
+        state = SchemaState(schema)
+        for token in answered:
+            state.advance(self.vocabulary.decode_bytes([token]))
+        return state
 
     def _base(self, grammar: str) -> LLMatcher:
         """A matcher at the beginning of a grammar, to be copied. Its first mask has been computed."""
