@@ -51,10 +51,10 @@ class MaskMaker:
         return [masks[key] for key in keys]
 
     def _find(self, states: set[Hashable]) -> dict[Hashable, bytes]:
-        found = {state: self._kept[state] for state in states if state in self._kept}
-        for state in found:
+        kept = {state: self._kept[state] for state in states if state in self._kept}
+        for state in kept:
             self._kept.move_to_end(state)
-        return found
+        return kept
 
     def _keep(self, state: Hashable, mask: bytes) -> None:
         self._kept[state] = mask
