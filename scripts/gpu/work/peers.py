@@ -104,7 +104,7 @@ def measured(
         for load in asked(number):
             order = list(engines) if number % 2 else list(engines)[::-1]
             for name in order:
-                finished = engines[name].run(load.prompts, load.new)
+                finished = engines[name].answer(load.prompts, load.new)
                 if number >= 0:
                     done.setdefault((name, load.told), []).append(finished)
     return done
