@@ -28,13 +28,15 @@ from tests.pure.servers import Exchange, serving, weft_server
 from tests.pure.worlds import FakeEngine, World, saying
 from weft.cli import top, top_watch
 from weft.cli.top_app import TopApp
+from weft.cli.top_cells import VERY_WIDE, WIDE
 from weft.cli.top_csv import COLUMNS, MISSING, csv_header, csv_lines
-from weft.cli.top_tables import VERY_WIDE, WIDE, Sparks, page
+from weft.cli.top_sparks import Sparks
+from weft.cli.top_tables import page
 from weft.cli.top_watch import Look, Target, Watch, core_ticks
 from weft.hardware.gpu_figures import GpuFigures
 from weft.hardware.topology import Holder
 from weft.monitor.figures import FINDING_FIELDS, GPU_FIELDS, MODEL_FIELDS, RANK_FIELDS, join_figures
-from weft.monitor.finding import Limits
+from weft.monitor.finding import Code, Finding, Limits
 from weft.monitor.history import GpuMoment
 from weft.monitor.rules import foreign_memory
 
@@ -106,6 +108,11 @@ def test_the_fields_of_json() -> None:
     assert [list(row) for row in joined["models"]] == [list(MODEL_FIELDS)]
     assert [list(row) for row in joined["ranks"]] == [list(RANK_FIELDS)]
     assert [list(row) for row in joined["diagnosis"]] == [list(FINDING_FIELDS)]
+    # Scripts know these; the others are ours.
+    assert RANK_FIELDS[:6] == ("rank", "device", "layers", "compute", "communication", "waiting")
+    assert MODEL_FIELDS[:4] == ("name", "running", "waiting", "kv_usage")
+    assert MODEL_FIELDS[4:8] == ("prefix_hit_rate", "ttft_s", "itl_s", "tok_s")
+    assert FINDING_FIELDS[:4] == ("code", "text", "value", "remedy")
 
 
 def test_two_servers_on_one_gpu() -> None:
@@ -427,6 +434,18 @@ async def test_only_the_owner_sees_other_users_processes(
     assert "9" in out.getvalue() and ("4711" in out.getvalue()) == shown and "None" not in out.getvalue()
 
 
+async def test_the_log_has_a_finding_once_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
+    monitor = World().service.monitor
+    storm = Finding(code=Code.PREEMPTION_STORM, text="lost caches", value=1.0, limit=0.2, remedy="restart")
+    storm = msgspec.structs.replace(storm, follows_from=Code.KV_STARVED)
+    for now_s in (1.0, 9.0):
+        monitor._clock = lambda now_s=now_s: now_s  # type: ignore[misc]
+        monitor._diagnose = lambda: [storm]  # type: ignore[method-assign]
+        await monitor.refresh()
+    lines = [line.getMessage() for line in caplog.records if "lost caches" in line.getMessage()]
+    assert lines == ["preemption_storm (follows from kv_starved): lost caches; remedy: restart"]
+
+
 async def test_what_is_missing_is_said() -> None:
     cases = [
         ({"/gateway/status": "invalid_admin_key"}, "WEFT_ADMIN_KEY"),
@@ -469,6 +488,7 @@ async def test_a_server_s_own_answer() -> None:
         found = await target.figures()
         target.close()
     assert [row["rank"] for row in found["ranks"]] == [0, 1] and found["models"][0]["name"] == "tiny"
+    assert found["models"][0]["layout"]["tensor_parallel"] == 2 and "delayed" in found["ranks"][0]
     joined = join_figures([found], None, 0.0)
     assert joined["diagnosis"] == [] and [row["layers"] for row in joined["ranks"]] == [30, 30]
 
