@@ -28,7 +28,6 @@ from tests.pure.servers import Exchange, serving, weft_server
 from tests.pure.worlds import FakeEngine, World, saying
 from weft.cli import top, top_watch
 from weft.cli.top_app import TopApp
-from weft.cli.top_cells import VERY_WIDE, WIDE
 from weft.cli.top_csv import COLUMNS, MISSING, csv_header, csv_lines
 from weft.cli.top_sparks import Sparks
 from weft.cli.top_tables import page
@@ -131,27 +130,6 @@ def test_csv_has_the_columns_of_nvidia_smi() -> None:
     assert len(COLUMNS) == len(names) - 2
 
 
-def test_the_page_fits_any_width() -> None:
-    look = Look([("http://rig:8000", figures())], join_figures([figures()], None, 0.0), ["http://b: no answer"], {})
-    for width in (40, 80, 200):
-        out = io.StringIO()
-        Console(file=out, width=width, force_terminal=False).print(page(look, Sparks(), width))
-        text = out.getvalue()
-        assert max(map(len, text.splitlines())) <= width
-        for word in ("straggler", "--tensor-split", "no answer"):
-            assert word in text
-
-
-def test_ranks_and_findings_of_several_servers_have_their_url() -> None:
-    servers = [("http://rig:8000", figures()), ("http://other:8001", figures(node="other", diagnosis=[]))]
-    out = io.StringIO()
-    look = Look(servers, join_figures([one for _, one in servers], None, 0.0), [], {})
-    Console(file=out, width=200).print(page(look, Sparks(), 200))
-    lines = [line.strip() for line in out.getvalue().splitlines()]
-    assert any(line.startswith("▲ http://rig:8000: straggler: ") for line in lines)
-    assert lines.index("rig:8000") < lines.index("other:8001"), "above their ranks"
-
-
 def printed(look: Look, width: int, sparks: Sparks | None = None) -> str:
     out = io.StringIO()
     Console(file=out, width=width, force_terminal=False).print(page(look, sparks or Sparks(), width))
@@ -162,32 +140,6 @@ def look_at(*problems: str, **more: Any) -> Look:
     """A look at one server, with other fields in its answer."""
     answer = figures() | more
     return Look([("http://rig:8000", answer)], join_figures([answer], None, 0.0), list(problems), {})
-
-
-def test_what_the_memory_of_a_gpu_is_used_for() -> None:
-    rank = {**RANK, "node": "rig", "first_layer": 0, "weight_bytes": 7 << 30, "kv_bytes": 20 << 30}
-    lines = printed(look_at(ranks=[rank]), 120).splitlines()
-    (line,) = [line for line in lines if "python (7)" in line]
-    assert line.split()[:8] == ["rig:0", "64.0", "GiB", "80.0", "GiB", "████████░░", "80%", "7.0"]
-    assert "20.0 GiB" in line and "python (7) 1.0 GiB" in line
-
-
-def test_the_parts_of_a_step_are_a_bar() -> None:
-    rank = {**RANK, "compute": 0.5, "communication": 0.25, "waiting": 0.25, "first_layer": 4, "layers": 26}
-    text = printed(
-        look_at(ranks=[rank, rank | {"rank": 1, "compute": None, "communication": None, "waiting": None}]), 120
-    )
-    assert "██████████▒▒▒▒▒····· " in text and "4-29 (26)" in text
-    assert "idle" in text, "a rank without a step in the last seconds"
-    assert "▒" not in printed(look_at(ranks=[]), 120)
-
-
-def test_sparklines_come_with_the_second_look_on_a_wide_page() -> None:
-    sparks, look = Sparks(), look_at()
-    sparks.add(look)
-    assert "██ " not in printed(look, VERY_WIDE, sparks)
-    sparks.add(look)
-    assert "██ " in printed(look, VERY_WIDE, sparks) and "██ " not in printed(look, WIDE - 1, sparks)
 
 
 # --- the live page ---

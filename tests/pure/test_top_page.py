@@ -1,14 +1,17 @@
-"""The tables of `weft top`: rows that a finding names, shares by name, layouts, bytes in use, and scales of lines."""
+"""The page of `weft top`: its tables at several widths, findings, and sparklines."""
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tests.pure.test_top import FINDING, MODEL, RANK, figures, look_at, printed
 from weft.cli.top_cells import VERY_WIDE, WIDE, used_of
 from weft.cli.top_sparks import POINTS, Sparks
+from weft.cli.top_tables import page
 from weft.cli.top_watch import Look
 from weft.monitor.figures import join_figures
 
@@ -19,6 +22,53 @@ STORM = FINDING | {"code": "preemption_storm", "text": "lost caches", "ranks": [
 def rows(text: str, section: str) -> list[str]:
     """The lines of a section, without its name and the line above its table."""
     return text.partition(f"\n{section}\n")[2].partition("\n\n")[0].splitlines()[1:]
+
+
+def test_the_page_fits_any_width() -> None:
+    look = Look([("http://rig:8000", figures())], join_figures([figures()], None, 0.0), ["http://b: no answer"], {})
+    for width in (40, 80, 200):
+        out = io.StringIO()
+        Console(file=out, width=width, force_terminal=False).print(page(look, Sparks(), width))
+        text = out.getvalue()
+        assert max(map(len, text.splitlines())) <= width
+        for word in ("straggler", "--tensor-split", "no answer"):
+            assert word in text
+
+
+def test_ranks_and_findings_of_several_servers_have_their_url() -> None:
+    servers = [("http://rig:8000", figures()), ("http://other:8001", figures(node="other", diagnosis=[]))]
+    out = io.StringIO()
+    look = Look(servers, join_figures([one for _, one in servers], None, 0.0), [], {})
+    Console(file=out, width=200).print(page(look, Sparks(), 200))
+    lines = [line.strip() for line in out.getvalue().splitlines()]
+    assert any(line.startswith("▲ http://rig:8000: straggler: ") for line in lines)
+    assert lines.index("rig:8000") < lines.index("other:8001"), "above their ranks"
+
+
+def test_what_the_memory_of_a_gpu_is_used_for() -> None:
+    rank = {**RANK, "node": "rig", "first_layer": 0, "weight_bytes": 7 << 30, "kv_bytes": 20 << 30}
+    lines = printed(look_at(ranks=[rank]), 120).splitlines()
+    (line,) = [line for line in lines if "python (7)" in line]
+    assert line.split()[:8] == ["rig:0", "64.0", "GiB", "80.0", "GiB", "████████░░", "80%", "7.0"]
+    assert "20.0 GiB" in line and "python (7) 1.0 GiB" in line
+
+
+def test_the_parts_of_a_step_are_a_bar() -> None:
+    rank = {**RANK, "compute": 0.5, "communication": 0.25, "waiting": 0.25, "first_layer": 4, "layers": 26}
+    text = printed(
+        look_at(ranks=[rank, rank | {"rank": 1, "compute": None, "communication": None, "waiting": None}]), 120
+    )
+    assert "██████████▒▒▒▒▒····· " in text and "4-29 (26)" in text
+    assert "idle" in text, "a rank without a step in the last seconds"
+    assert "▒" not in printed(look_at(ranks=[]), 120)
+
+
+def test_sparklines_come_with_the_second_look_on_a_wide_page() -> None:
+    sparks, look = Sparks(), look_at()
+    sparks.add(look)
+    assert "██ " not in printed(look, VERY_WIDE, sparks)
+    sparks.add(look)
+    assert "██ " in printed(look, VERY_WIDE, sparks) and "██ " not in printed(look, WIDE - 1, sparks)
 
 
 def test_the_share_without_a_core_has_a_column_if_there_is_one() -> None:

@@ -91,7 +91,7 @@ def verdict(look: Look) -> Section:
 def _findings(servers: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[RenderableType]:
     """Two paragraphs for each finding; of several servers with the URL of the one that has it.
 
-    Those that follow from another one come after all others of their server.
+    Findings that follow from another one come after all others of their server.
     """
     for url, figures in servers:
         where = f"{url}: " if len(servers) > 1 else ""
