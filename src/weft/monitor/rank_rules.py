@@ -122,11 +122,14 @@ def _core_remedy(rank: RankCounters, cores: Sequence[int]) -> str:
 
 
 def _straggler_remedies(rank: RankCounters, restart: str, uneven_split: bool) -> Iterator[str]:
-    """The restart with another split, if one helps, and the rank to free, unless the split alone makes it slow."""
-    if restart:
-        yield restart
+    """The rank to free, unless the split alone makes it slow, and the restart with another split, if one helps.
+
+    The restart comes last: the planner's gain is written behind it.
+    """
     if not restart or not uneven_split:
         yield f"free the device of rank {rank.rank} on {rank.node} from other work"
+    if restart:
+        yield restart
 
 
 def straggler(history: History, limits: Limits) -> Iterator[Finding]:
@@ -154,7 +157,7 @@ def straggler(history: History, limits: Limits) -> Iterator[Finding]:
             f"its stage, which wait for it: {cause} (alarm above {limits.straggler:.1f})",
             value=ratio,
             limit=limits.straggler,
-            remedy=" or ".join(_straggler_remedies(rank, restart, uneven_split)),
+            remedy=", or ".join(_straggler_remedies(rank, restart, uneven_split)),
             ranks=(rank.rank,),
             change=Change(replica=rank.replica, tensor_split=split, speeds=all_speeds(plan, ranks, speeds))
             if feasible
