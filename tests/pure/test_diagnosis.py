@@ -22,10 +22,10 @@ from weft.hardware import nvml
 from weft.hardware.gpu_figures import GpuFigures, GpuSampler
 from weft.hardware.topology import Holder
 from weft.monitor import gpus
-from weft.monitor.finding import LIMITS, Change, Finding
+from weft.monitor.finding import LIMITS, Change, Code, Finding
 from weft.monitor.history import TIMES, GpuMoment, Histogram, History, RankCounters, Snapshot, growing, weights_of
-from weft.monitor.price import add_prices, freed_tokens
-from weft.monitor.rank_rules import small_ratio
+from weft.monitor.price import Figure, add_prices, freed_tokens, with_figure
+from weft.monitor.restart import small_ratio
 from weft.monitor.rules import CODES, diagnose
 from weft.monitor.stage_rules import balanced_layers, describe_stages
 from weft.plan.places import cut_places
@@ -88,17 +88,17 @@ def test_ranks_that_wait_for_each_other_a_little_are_healthy() -> None:
 
 def test_a_rank_that_is_slowed() -> None:
     (finding,) = ranks_of(EVEN, counters(0, 3.0, 0.5, 6.0), counters(1, 9.0, 0.5, 0.0))
-    assert finding.code == "straggler" and finding.value == pytest.approx(9.5 / 3.5)
+    assert finding.code == "straggler" and finding.value == pytest.approx(9.5 / 3.5) and finding.ranks == (1,)
     assert "rank 1" in finding.text and "more slowly" in finding.text
     # SmolLM2 has three KV heads: a stage is cut in these.
-    assert re.search(r"^--tensor-split 2,1\b.*\brank 1 on here\b", finding.remedy)
+    assert re.search(r"\brank 1 on here\b.*, or restart with --tensor-split 2,1$", finding.remedy)
 
 
 def test_a_rank_whose_core_others_use() -> None:
     """It computes as fast as the other one whenever it has the core, and then waits for it as long."""
     well, slow = counters(0, 3.5, 2.0, 4.5), replace(counters(1, 3.1, 2.8, 4.1), delayed_s=4.0)
     (finding,) = ranks_of(EVEN, well, slow)
-    assert finding.code == "straggler" and finding.value == pytest.approx(0.4)
+    assert finding.code == "straggler" and finding.value == pytest.approx(0.4) and finding.ranks == (1,)
     assert "rank 1" in finding.text and re.search(r"\bcore 1 of here, where rank 1 runs$", finding.remedy)
     both = ranks_of(EVEN, replace(well, delayed_s=3.5), slow)
     assert codes(both) == ["allreduce_wait"], "the cores of both are in use by others"
@@ -121,7 +121,8 @@ def test_a_split_for_unequal_devices_is_healthy() -> None:
 def test_steps_that_are_sums() -> None:
     (finding,) = ranks_of(EVEN, counters(0, 2.0, 3.0, 1.0), counters(1, 2.2, 3.0, 0.8))
     assert finding.code == "allreduce_wait" and finding.value == pytest.approx(3.8 / 6)
-    assert "--pipeline-parallel-size 2" in finding.remedy
+    assert finding.remedy == "restart with --tensor-parallel-size 1 --pipeline-parallel-size 2"
+    assert finding.ranks == (0, 1)
 
 
 def test_a_fault_of_one_rank_is_no_fault_of_the_sums() -> None:
@@ -132,7 +133,8 @@ def test_a_fault_of_one_rank_is_no_fault_of_the_sums() -> None:
 def test_stages_of_unequal_time() -> None:
     (finding,) = ranks_of(STAGES, counters(0, 8.0), counters(1, 4.0, waiting_s=4.0))
     # SmolLM2's head is as much work as 8 layers: the second stage does 18 units of work in 4 s.
-    assert finding.code == "stage_imbalance" and finding.remedy == "--pipeline-split 13,17"
+    assert finding.code == "stage_imbalance" and finding.remedy == "restart with --pipeline-split 13,17"
+    assert finding.stage == 0 and finding.ranks == (0,)
     assert finding.value == pytest.approx(1 - (17 + 8) * 4 / 18 / 8, abs=0.01)
 
 
@@ -140,7 +142,7 @@ def test_a_last_stage_that_is_busy_with_the_head() -> None:
     """26 layers and 4, at the same speed: by the time per layer of each stage, nothing could be gained."""
     short = replace(PLAN, places=tuple(cut_places(SMOLLM2, [1], [26, 4])))
     (finding,) = ranks_of(short, counters(0, 2.6), counters(1, 1.2))
-    assert finding.code == "stage_imbalance" and finding.remedy == "--pipeline-split 19,11"
+    assert finding.code == "stage_imbalance" and finding.remedy == "restart with --pipeline-split 19,11"
 
 
 def test_ranks_with_little_work_tell_nothing() -> None:
@@ -207,7 +209,7 @@ def test_long_prompts_do_not_make_a_good_split_a_bad_one() -> None:
     uneven = replace(PLAN, places=tuple(cut_places(SMOLLM2, [1], [26, 4])))
     for last_s, split in ((0.5, "16,14"), (0.9, "18,12"), (1.2, "19,11")):
         (finding,) = prompted(uneven, 100 * STEPS, counters(0, 2.6), counters(1, last_s))
-        assert finding.code == "stage_imbalance" and finding.remedy == f"--pipeline-split {split}"
+        assert finding.code == "stage_imbalance" and finding.remedy == f"restart with --pipeline-split {split}"
     (slow,) = prompted(good, 100 * STEPS, counters(0, 1.9), counters(1, 6.0))
     assert slow.code == "stage_imbalance", "a device that is slow whatever the head is"
 
@@ -258,7 +260,7 @@ def test_requests_that_lose_their_cache_again_and_again() -> None:
     stats = [replace(one, preemptions=10 * number) for number, one in enumerate(grown(FULL), 1)]
     found = {finding.code: finding for finding in loads(EVEN, *stats)}
     assert found["preemption_storm"].value == pytest.approx(10.0)
-    assert found["preemption_storm"].remedy.startswith("--max-num-seqs 2,")
+    assert found["preemption_storm"].remedy.startswith("restart with --max-num-seqs 2,")
     few = [replace(one, preemptions=number) for number, one in enumerate(grown(FULL), 1)]
     assert "preemption_storm" not in codes(loads(EVEN, *few))
 
@@ -266,7 +268,7 @@ def test_requests_that_lose_their_cache_again_and_again() -> None:
 def test_few_requests_at_once_beside_a_free_cache() -> None:
     narrow = Stats(running=8, waiting=9, blocks_used=20, blocks_total=100)
     (finding,) = loads(EVEN, *grown(narrow))
-    assert finding.code == "batch_small" and finding.remedy == "--max-num-seqs 17"
+    assert finding.code == "batch_small" and finding.remedy == "restart with --max-num-seqs 17"
     assert finding.value == pytest.approx(0.8)
     assert loads(EVEN, *grown(replace(narrow, running=7))) == [], "other limits than --max-num-seqs"
     assert loads(EVEN, *grown(replace(narrow, blocks_used=60))) == []
@@ -327,8 +329,12 @@ def test_memory_of_other_processes() -> None:
     assert "game (7)" in finding.text and "us (8)" not in finding.text and finding.change is not None
     tokens = freed_tokens(finding.change, EVEN)
     assert tokens == (8 << 30) // max(EVEN.block_bytes(rank) for rank in range(2)) * EVEN.block_size
-    (priced,) = add_prices([finding], gpu_history(own), lambda replica: None)
-    assert f"{tokens:,} more tokens of KV" in priced.remedy
+    cached = Stats(blocks_total=tokens // EVEN.block_size // 2)  # half as much as the others' memory would hold
+    past = history(EVEN, Snapshot(time_s=10.0, stats=(cached,)))
+    (priced,) = add_prices([finding], past, lambda replica: None)
+    assert priced.remedy == f"{finding.remedy} (+200% KV cache at most, by the planner)"
+    (unpriced,) = add_prices([finding], gpu_history(own), lambda replica: None)
+    assert unpriced.remedy == finding.remedy, "there is no cache yet"
     assert diagnose(gpu_history(replace(held, own=frozenset({7, 8})))) == []
 
 
@@ -422,17 +428,23 @@ def test_figures_of_changes(forecast: Any) -> None:
     slow = ranks_of(EVEN, counters(0, 3.0, 0.5, 6.0), counters(1, 9.0, 0.5, 0.0))
     past = history(EVEN, Snapshot(time_s=10.0, stats=(Stats(running=4),)))
     (priced,) = add_prices(slow, past, lambda replica: forecast)
-    before, after = promised(priced.remedy)
-    assert after > before, "the slow rank gets less"
+    assert promised_percent(priced.remedy) > 0, "the slow rank gets less"
     for change in (Change(as_pipeline=True), Change(requests=(2, 8))):
         finding = replace(slow[0], change=change)
         (priced,) = add_prices([finding], past, lambda replica: forecast)
-        assert min(promised(priced.remedy)) > 0
+        assert promised_percent(priced.remedy) > -100
     (unpriced,) = add_prices(slow, past, lambda replica: None)
     assert unpriced.remedy == slow[0].remedy
 
 
-def promised(remedy: str) -> tuple[float, float]:
-    """Tokens per second before and after a change, of "(planner: AFTER instead of BEFORE tokens/s ...)"."""
-    after, _, rest = remedy.partition("(planner: ")[2].partition(" instead of ")
-    return float(rest.split()[0].replace(",", "")), float(after.replace(",", ""))
+def promised_percent(remedy: str) -> int:
+    """The planner's gain in tokens per second, as every remedy says it."""
+    (percent,) = re.findall(r"\(([+-]\d+)% tokens/s, by the planner\)$", remedy)
+    return int(percent)
+
+
+def test_gains_are_said_in_percent() -> None:
+    finding = Finding(code=Code.ALLREDUCE_WAIT, text="", value=0.6, limit=0.5, remedy="restart", alternative="wait")
+    assert with_figure(finding, Figure(0.184, "tokens/s")) == "restart (+18% tokens/s, by the planner)"
+    assert with_figure(finding, Figure(-0.5, "tokens/s")) == "wait; do not restart (-50% tokens/s, by the planner)"
+    assert with_figure(finding, None) == "restart" and Figure(-0.001, "tokens/s").text == "+0% tokens/s"

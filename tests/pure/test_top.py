@@ -29,12 +29,13 @@ from tests.pure.worlds import FakeEngine, World, saying
 from weft.cli import top, top_watch
 from weft.cli.top_app import TopApp
 from weft.cli.top_csv import COLUMNS, MISSING, csv_header, csv_lines
-from weft.cli.top_tables import VERY_WIDE, WIDE, Sparks, page
+from weft.cli.top_sparks import Sparks
+from weft.cli.top_tables import page
 from weft.cli.top_watch import Look, Target, Watch, core_ticks
 from weft.hardware.gpu_figures import GpuFigures
 from weft.hardware.topology import Holder
 from weft.monitor.figures import FINDING_FIELDS, GPU_FIELDS, MODEL_FIELDS, RANK_FIELDS, join_figures
-from weft.monitor.finding import Limits
+from weft.monitor.finding import Code, Finding, Limits
 from weft.monitor.history import GpuMoment
 from weft.monitor.rules import foreign_memory
 
@@ -106,6 +107,11 @@ def test_the_fields_of_json() -> None:
     assert [list(row) for row in joined["models"]] == [list(MODEL_FIELDS)]
     assert [list(row) for row in joined["ranks"]] == [list(RANK_FIELDS)]
     assert [list(row) for row in joined["diagnosis"]] == [list(FINDING_FIELDS)]
+    # Scripts know these; the others are ours.
+    assert RANK_FIELDS[:6] == ("rank", "device", "layers", "compute", "communication", "waiting")
+    assert MODEL_FIELDS[:4] == ("name", "running", "waiting", "kv_usage")
+    assert MODEL_FIELDS[4:8] == ("prefix_hit_rate", "ttft_s", "itl_s", "tok_s")
+    assert FINDING_FIELDS[:4] == ("code", "text", "value", "remedy")
 
 
 def test_two_servers_on_one_gpu() -> None:
@@ -124,27 +130,6 @@ def test_csv_has_the_columns_of_nvidia_smi() -> None:
     assert len(COLUMNS) == len(names) - 2
 
 
-def test_the_page_fits_any_width() -> None:
-    look = Look([("http://rig:8000", figures())], join_figures([figures()], None, 0.0), ["http://b: no answer"], {})
-    for width in (40, 80, 200):
-        out = io.StringIO()
-        Console(file=out, width=width, force_terminal=False).print(page(look, Sparks(), width))
-        text = out.getvalue()
-        assert max(map(len, text.splitlines())) <= width
-        for word in ("straggler", "--tensor-split", "no answer"):
-            assert word in text
-
-
-def test_ranks_and_findings_of_several_servers_have_their_url() -> None:
-    servers = [("http://rig:8000", figures()), ("http://other:8001", figures(node="other", diagnosis=[]))]
-    out = io.StringIO()
-    look = Look(servers, join_figures([one for _, one in servers], None, 0.0), [], {})
-    Console(file=out, width=200).print(page(look, Sparks(), 200))
-    lines = [line.strip() for line in out.getvalue().splitlines()]
-    assert any(line.startswith("▲ http://rig:8000: straggler: ") for line in lines)
-    assert lines.index("rig:8000") < lines.index("other:8001"), "above their ranks"
-
-
 def printed(look: Look, width: int, sparks: Sparks | None = None) -> str:
     out = io.StringIO()
     Console(file=out, width=width, force_terminal=False).print(page(look, sparks or Sparks(), width))
@@ -155,32 +140,6 @@ def look_at(*problems: str, **more: Any) -> Look:
     """A look at one server, with other fields in its answer."""
     answer = figures() | more
     return Look([("http://rig:8000", answer)], join_figures([answer], None, 0.0), list(problems), {})
-
-
-def test_what_the_memory_of_a_gpu_is_used_for() -> None:
-    rank = {**RANK, "node": "rig", "first_layer": 0, "weight_bytes": 7 << 30, "kv_bytes": 20 << 30}
-    lines = printed(look_at(ranks=[rank]), 120).splitlines()
-    (line,) = [line for line in lines if "python (7)" in line]
-    assert line.split()[:8] == ["rig:0", "64.0", "GiB", "80.0", "GiB", "████████░░", "80%", "7.0"]
-    assert "20.0 GiB" in line and "python (7) 1.0 GiB" in line
-
-
-def test_the_parts_of_a_step_are_a_bar() -> None:
-    rank = {**RANK, "compute": 0.5, "communication": 0.25, "waiting": 0.25, "first_layer": 4, "layers": 26}
-    text = printed(
-        look_at(ranks=[rank, rank | {"rank": 1, "compute": None, "communication": None, "waiting": None}]), 120
-    )
-    assert "██████████▒▒▒▒▒····· " in text and "4-29 (26)" in text
-    assert "idle" in text, "a rank without a step in the last seconds"
-    assert "▒" not in printed(look_at(ranks=[]), 120)
-
-
-def test_sparklines_come_with_the_second_look_on_a_wide_page() -> None:
-    sparks, look = Sparks(), look_at()
-    sparks.add(look)
-    assert "██ " not in printed(look, VERY_WIDE, sparks)
-    sparks.add(look)
-    assert "██ " in printed(look, VERY_WIDE, sparks) and "██ " not in printed(look, WIDE - 1, sparks)
 
 
 # --- the live page ---
@@ -427,6 +386,18 @@ async def test_only_the_owner_sees_other_users_processes(
     assert "9" in out.getvalue() and ("4711" in out.getvalue()) == shown and "None" not in out.getvalue()
 
 
+async def test_the_log_has_a_finding_once_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
+    monitor = World().service.monitor
+    storm = Finding(code=Code.PREEMPTION_STORM, text="lost caches", value=1.0, limit=0.2, remedy="restart")
+    storm = msgspec.structs.replace(storm, follows_from=Code.KV_STARVED)
+    for now_s in (1.0, 9.0):
+        monitor._clock = lambda now_s=now_s: now_s  # type: ignore[misc]
+        monitor._diagnose = lambda: [storm]  # type: ignore[method-assign]
+        await monitor.refresh()
+    lines = [line.getMessage() for line in caplog.records if "lost caches" in line.getMessage()]
+    assert lines == ["preemption_storm (follows from kv_starved): lost caches; remedy: restart"]
+
+
 async def test_what_is_missing_is_said() -> None:
     cases = [
         ({"/gateway/status": "invalid_admin_key"}, "WEFT_ADMIN_KEY"),
@@ -469,6 +440,7 @@ async def test_a_server_s_own_answer() -> None:
         found = await target.figures()
         target.close()
     assert [row["rank"] for row in found["ranks"]] == [0, 1] and found["models"][0]["name"] == "tiny"
+    assert found["models"][0]["layout"]["tensor_parallel"] == 2 and "delayed" in found["ranks"][0]
     joined = join_figures([found], None, 0.0)
     assert joined["diagnosis"] == [] and [row["layers"] for row in joined["ranks"]] == [30, 30]
 

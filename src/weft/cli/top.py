@@ -108,7 +108,8 @@ def print_look(look: Look, form: str) -> None:
     """Print a look as a page, as one line of JSON, or as lines of CSV; problems go to standard error."""
     if form == "table":
         from weft.cli.tables import console
-        from weft.cli.top_tables import Sparks, page
+        from weft.cli.top_sparks import Sparks
+        from weft.cli.top_tables import page
 
         out = console()
         out.print(page(look, Sparks(), out.width))

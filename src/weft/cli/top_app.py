@@ -13,7 +13,8 @@ from textual.containers import VerticalScroll
 from textual.events import Resize
 from textual.widgets import Footer, Static
 
-from weft.cli.top_tables import Sparks, headline, sections
+from weft.cli.top_sparks import Sparks
+from weft.cli.top_tables import headline, sections
 from weft.cli.top_watch import Look
 
 MARGIN = 6  # columns of borders, padding and the scroll bar

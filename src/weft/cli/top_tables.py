@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
@@ -12,25 +11,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from weft.cli.top_watch import Look, each_gpu
-from weft.formatting import format_bytes
+from weft.cli.top_cells import BAD, FAINT, GOOD, SIGN, UNKNOWN, VERY_WIDE, WARN, WIDE, dense_table, share
+from weft.cli.top_models import model_table, rank_table
+from weft.cli.top_sparks import Sparks, gpu_key
+from weft.cli.top_watch import Look, each_gpu, rows_of_servers
 
-SPARKS = "▁▂▃▄▅▆▇█"
-POINTS = 24  # of a sparkline
-FULL, EMPTY = "█", "░"
-FIRST = 8  # least characters of a table's first column
-BAR = 10  # characters of a share's bar
-STEP_BAR = 20  # characters of a rank's step
-UNKNOWN = "-"
-WIDE, VERY_WIDE = 110, 132  # columns from which on there are bars, and sparklines
-NEARLY_FULL, BUSY = 0.9, 0.7  # shares from which on a bar is red, and yellow
-# The parts of a step: name, its short form, character and style.
-PARTS = (
-    ("compute", "comp", "█", "green"),
-    ("communication", "comm", "▒", "blue"),
-    ("waiting", "wait", "·", "grey62"),
-)
-BAD, GOOD, WARN, FAINT = "bold red", "green", "bold yellow", "grey62"
+FOLLOWS = "└ "  # before a finding that follows from another one
 
 
 class Section(NamedTuple):
@@ -39,39 +25,6 @@ class Section(NamedTuple):
     name: str
     content: RenderableType
     faulty: bool = False
-
-
-class Sparks:
-    """The last values of each figure, as lines of bars."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, deque[float]] = {}
-
-    def add(self, look: Look) -> None:
-        """Take the figures of one look."""
-        for node, gpu in each_gpu(look.figures):
-            self._add(gpu_key(node, gpu), gpu["utilization"])
-        for url, row in rows_of_servers(look, "models"):
-            self._add(model_key(url, row), row["tok_s"])
-
-    def _add(self, name: str, value: float | None) -> None:
-        self._values.setdefault(name, deque(maxlen=POINTS)).append(value or 0.0)
-
-    def line(self, name: str, most: float | None = None) -> str:
-        """All values of a figure, none before the second; the highest bar stands for `most`, or the largest value."""
-        values = self._values.get(name, ())
-        if len(values) < 2:
-            return ""
-        top = max(most or 0.0, *values, 1e-9)
-        return "".join(SPARKS[min(len(SPARKS) - 1, int(len(SPARKS) * one / top))] for one in values)
-
-
-def gpu_key(node: str, gpu: Mapping[str, Any]) -> str:
-    return f"gpu {node} {gpu['index']}"
-
-
-def model_key(url: str, row: Mapping[str, Any]) -> str:
-    return f"tok {url} {row['name']}"
 
 
 def sections(look: Look, sparks: Sparks, width: int) -> list[Section]:
@@ -89,16 +42,10 @@ def _machine(look: Look, sparks: Sparks, width: int) -> Iterator[Section]:
 
 
 def _servers(look: Look, sparks: Sparks, width: int) -> Iterator[Section]:
-    models, ranks = rows_of_servers(look, "models"), rows_of_servers(look, "ranks")
-    if models:
-        yield Section("Models", model_table(models, sparks, width))
-    if ranks:
-        yield Section("Ranks", rank_table(ranks, width))
-
-
-def rows_of_servers(look: Look, key: str) -> list[tuple[str, dict[str, Any]]]:
-    """The rows under `key` of all servers, each with the URL of its server."""
-    return [(url, row) for url, figures in look.servers for row in figures[key]]
+    if rows_of_servers(look, "models"):
+        yield Section("Models", model_table(look, sparks, width))
+    if rows_of_servers(look, "ranks"):
+        yield Section("Ranks", rank_table(look, width))
 
 
 def page(look: Look, sparks: Sparks, width: int) -> RenderableType:
@@ -142,36 +89,29 @@ def verdict(look: Look) -> Section:
 
 
 def _findings(servers: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[RenderableType]:
-    """Two paragraphs for each finding; of several servers with the URL of the one that has it."""
+    """Two paragraphs for each finding; of several servers with the URL of the one that has it.
+
+    Findings that follow from another one come after all others of their server.
+    """
     for url, figures in servers:
-        for finding in figures["diagnosis"]:
-            where = f"{url}: " if len(servers) > 1 else ""
-            yield Text.assemble("▲ ", where, (finding["code"], WARN), ": ", finding["text"])
-            yield Padding(Text.assemble(("remedy: ", "bold"), (finding["remedy"], "cyan")), (0, 0, 0, 4))
+        where = f"{url}: " if len(servers) > 1 else ""
+        for finding in sorted(figures["diagnosis"], key=lambda one: bool(one.get("follows_from"))):
+            cause = finding.get("follows_from")
+            sign, when = (FOLLOWS, " if it remains") if cause else (SIGN, "")
+            code = Text.assemble((finding["code"], WARN), f" follows from {cause}" if cause else "", ": ")
+            yield Text.assemble(sign, where, code, finding["text"])
+            yield Padding(Text.assemble((f"remedy{when}: ", "bold"), (finding["remedy"], "cyan")), (0, 0, 0, 4))
 
 
 # --- GPUs and cores ---
-
-
-def dense_table(*columns: str | Text) -> Table:
-    """An empty table: words in the first column, which may be broken, and figures in the others, which may not."""
-    table = Table(box=None, padding=(0, 1), header_style=FAINT)
-    for number, name in enumerate(columns):
-        table.add_column(
-            name,
-            justify="right" if number else "left",
-            no_wrap=bool(number),
-            overflow="fold",
-            min_width=None if number else FIRST,
-        )
-    return table
 
 
 def gpu_table(gpus: Sequence[tuple[str, dict[str, Any]]], sparks: Sparks, width: int) -> Table:
     """A row for each GPU."""
     wide = width >= WIDE
     names = ["GPU", "ranks", "use", "power", "clock", "temp", "PCIe GB/s", "NVLink GB/s"]
-    more = _more(sparks, [gpu_key(*gpu) for gpu in gpus], width)
+    lines = width >= VERY_WIDE and any(sparks.line(gpu_key(*gpu)) for gpu in gpus)
+    more = [f"use 0 to 100%, {sparks.window}"] if lines else []
     table = dense_table(*names, *more)
     for node, gpu in gpus:
         table.add_row(
@@ -186,11 +126,6 @@ def gpu_table(gpus: Sequence[tuple[str, dict[str, Any]]], sparks: Sparks, width:
             *(sparks.line(gpu_key(node, gpu), 100.0) for _ in more),
         )
     return table
-
-
-def _more(sparks: Sparks, keys: Iterable[str], width: int) -> list[str]:
-    """A column without a name for sparklines, if there is room for it and anything to show."""
-    return [""] if width >= VERY_WIDE and any(map(sparks.line, keys)) else []
 
 
 def gpu_name(node: str, gpu: Mapping[str, Any]) -> str:
@@ -244,85 +179,6 @@ def core_table(cores: Mapping[int, float], width: int) -> Table:
     return table
 
 
-# --- models and ranks ---
-
-
-def model_table(rows: Sequence[tuple[str, dict[str, Any]]], sparks: Sparks, width: int) -> Table:
-    """A row for each model of each server."""
-    wide, several = width >= WIDE, len({url for url, _ in rows}) > 1
-    names = ["model", "running", "waiting", "KV cache", "prefix hits", "TTFT p50/p95", "ITL p50/p95", "tok/s"]
-    short = ["model", "run", "wait", "KV", "hits", "TTFT p50/p95", "ITL p50/p95", "tok/s"]
-    more = _more(sparks, [model_key(*row) for row in rows], width)
-    table = dense_table(*(names if wide else short), *more)
-    for url, row in rows:
-        table.add_row(
-            f"{row['name']} at {url.removeprefix('http://')}" if several else row["name"],
-            str(row["running"]),
-            Text(str(row["waiting"]), style="yellow" if row["waiting"] else ""),
-            share(row["kv_usage"], wide),
-            share(row["prefix_hit_rate"], False, alarming=False),
-            _pair(row["ttft_s"]),
-            _pair(row["itl_s"]),
-            UNKNOWN if row["tok_s"] is None else f"{row['tok_s']:,.0f}",
-            *(sparks.line(model_key(url, row)) for _ in more),
-        )
-    return table
-
-
-def rank_table(ranks: Sequence[tuple[str, dict[str, Any]]], width: int) -> Table:
-    """A row for each rank: its part of the model, its memory, and the parts of its steps.
-
-    Ranks of several servers have a row with the server's URL above them.
-    """
-    several, wide = len({url for url, _ in ranks}) > 1, width >= WIDE
-    nodes = len({row.get("node", "") for _, row in ranks} - {""})  # a replica that starts has not told its own yet
-    parts = [Text.assemble((bar, style), f" {name if wide else short}") for name, short, bar, style in PARTS]
-    table = dense_table("rank", "stage", "layers", "weights", "KV cache", *parts)
-    if wide:
-        table.add_column("share of a step", no_wrap=True)
-    above = ""
-    for url, row in ranks:
-        if several and url != above:
-            table.add_row(Text(url.removeprefix("http://"), style=FAINT))
-        above = url
-        first = row.get("first_layer", 0)
-        table.add_row(
-            f"{row['rank']} on {row['node'] + ' ' if nodes > 1 and row['node'] else ''}{row['device']}",
-            str(row.get("stage", UNKNOWN)),
-            f"{first}-{first + row['layers'] - 1}" + (f" ({row['layers']})" if wide else ""),
-            format_bytes(row.get("weight_bytes", 0)),
-            format_bytes(row.get("kv_bytes", 0)),
-            *(share(row[name], False, alarming=False) for name, *_ in PARTS),
-            *([step_bar(row)] if wide else []),
-        )
-    return table
-
-
-def step_bar(row: Mapping[str, Any]) -> Text:
-    """The parts of a rank's steps as a bar; "idle" if it had none in the last seconds."""
-    parts = [row[name] or 0.0 for name, *_ in PARTS]
-    if not sum(parts):
-        return Text("idle".ljust(STEP_BAR), style=FAINT)
-    bar, until, drawn = Text(), 0.0, 0
-    for part, (*_, character, style) in zip(parts, PARTS, strict=True):
-        until += part / sum(parts)
-        bar.append(character * (round(STEP_BAR * until) - drawn), style=style)
-        drawn = round(STEP_BAR * until)
-    return bar
-
-
-def share(value: float | None, wide: bool, *, alarming: bool = True) -> Text:
-    """A share in percent, with a bar if the page is wide; `alarming`: a high one is red."""
-    if value is None:
-        return Text(UNKNOWN)
-    style = "" if not alarming or value < BUSY else "yellow" if value < NEARLY_FULL else BAD
-    percent = Text(f"{value:4.0%}", style=style)
-    if not wide:
-        return percent
-    full = min(BAR, max(0, round(BAR * value)))
-    return Text.assemble((FULL * full, style or GOOD), (EMPTY * (BAR - full), FAINT), " ", percent)
-
-
 def _unit(value: float | None, unit: str) -> str:
     return UNKNOWN if value is None else f"{value:.0f} {unit}"
 
@@ -335,13 +191,3 @@ def _traffic(sent: float | None, received: float | None) -> str:
     if sent is None or received is None:
         return UNKNOWN
     return f"{sent / 1e9:.1f}/{received / 1e9:.1f}"
-
-
-def _pair(seconds: Mapping[str, float | None]) -> str:
-    """Two percentiles in one unit."""
-    known = [one for one in (seconds["p50"], seconds["p95"]) if one is not None]
-    if not known:
-        return UNKNOWN
-    factor, digits, unit = (1000, 0, "ms") if max(known) < 9.9995 else (1, 1, "s")
-    words = (UNKNOWN if one is None else f"{factor * one:.{digits}f}" for one in (seconds["p50"], seconds["p95"]))
-    return f"{'/'.join(words)} {unit}"

@@ -220,6 +220,11 @@ def _core_line(words: Sequence[str]) -> tuple[int, tuple[int, int]]:
     return int(words[0][3:]), (sum(ticks) - idle, sum(ticks))
 
 
+def rows_of_servers(look: Look, key: str) -> list[tuple[str, dict[str, Any]]]:
+    """The rows under `key` of all servers, each with the URL of its server."""
+    return [(url, row) for url, figures in look.servers for row in figures[key]]
+
+
 def each_gpu(figures: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Node and figures of every GPU."""
     for node in figures["nodes"]:

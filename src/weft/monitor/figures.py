@@ -28,9 +28,21 @@ GPU_FIELDS = (
     "processes",
     "ranks",
 )
-MODEL_FIELDS = ("name", "running", "waiting", "kv_usage", "prefix_hit_rate", "ttft_s", "itl_s", "tok_s")
-RANK_FIELDS = ("rank", "device", "layers", "compute", "communication", "waiting")
-FINDING_FIELDS = ("code", "text", "value", "remedy")
+MODEL_FIELDS = (
+    "name",
+    "running",
+    "waiting",
+    "kv_usage",
+    "prefix_hit_rate",
+    "ttft_s",
+    "itl_s",
+    "tok_s",
+    "kv_used_bytes",
+    "kv_size_bytes",
+    "layout",
+)
+RANK_FIELDS = ("rank", "device", "layers", "compute", "communication", "waiting", "delayed")
+FINDING_FIELDS = ("code", "text", "value", "remedy", "limit", "model", "ranks", "stage", "follows_from")
 
 
 def describe_server(
@@ -54,7 +66,7 @@ def describe_server(
         "nodes": [{"node": node, "gpus": gpus}],
         "models": [describe_model(model, recent)],
         "ranks": ranks,
-        "diagnosis": [{name: getattr(finding, name) for name in FINDING_FIELDS} for finding in findings],
+        "diagnosis": [describe_finding(model, finding) for finding in findings],
     }
 
 
@@ -90,9 +102,15 @@ def _impersonal(finding: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def describe_finding(model: str, finding: Finding) -> dict[str, Any]:
+    """One row of the diagnosis of a server with this model."""
+    return {name: model if name == "model" else getattr(finding, name) for name in FINDING_FIELDS}
+
+
 def describe_model(name: str, history: History) -> dict[str, Any]:
-    """Load and speed of a model; rates and percentiles are of the history, None if it has nothing to tell."""
+    """Load, speed and layout of a model; rates and percentiles are of the history, None if it has nothing to tell."""
     total = history.last.total
+    cache = cache_bytes(history)
     queries = history.counted("prefix_queries")
     ttft = history.last.ttft.since(history.first.ttft)
     itl = history.last.itl.since(history.first.itl)
@@ -105,6 +123,31 @@ def describe_model(name: str, history: History) -> dict[str, Any]:
         "ttft_s": {"p50": ttft.quantile(0.5), "p95": ttft.quantile(0.95)},
         "itl_s": {"p50": itl.quantile(0.5), "p95": itl.quantile(0.95)},
         "tok_s": history.counted("generation_tokens") / history.seconds if history.seconds else None,
+        "kv_used_bytes": cache and cache[0],
+        "kv_size_bytes": cache and cache[1],
+        "layout": describe_layout(history),
+    }
+
+
+def cache_bytes(history: History) -> tuple[int, int] | None:
+    """Bytes of the KV cache of all ranks that are in use, and all of its bytes; None before any engine has a cache."""
+    used = size = 0
+    for plan, stats in zip(history.plans, history.last.stats, strict=False):
+        # A block is one of an attention group, of which each rank holds a part.
+        block_bytes = sum(map(plan.block_bytes, plan.attention_groups[0]))
+        used += stats.blocks_used * block_bytes
+        size += stats.blocks_total * block_bytes
+    return (used, size) if size else None
+
+
+def describe_layout(history: History) -> dict[str, int]:
+    """The sizes of the layout, as the flags of `weft serve` count them: replicas are data-parallel too."""
+    plan = history.plans[0]
+    return {
+        "tensor_parallel": plan.tensor_parallel,
+        "pipeline_parallel": plan.stages,
+        "data_parallel": len(history.plans) * plan.data_parallel,
+        "expert_parallel": plan.expert_parallel,
     }
 
 
@@ -123,6 +166,7 @@ def describe_ranks(history: History, nodes: Mapping[int, str]) -> list[dict[str,
                     "compute": known and known.compute,
                     "communication": known and known.communication,
                     "waiting": known and known.waiting,
+                    "delayed": known and known.delayed,
                     "first_layer": place.layers.start,
                     "stage": place.stage,
                     "replica": replica,
@@ -136,10 +180,10 @@ def describe_ranks(history: History, nodes: Mapping[int, str]) -> list[dict[str,
 
 
 def kv_bytes(history: History, replica: int, rank: int) -> int:
-    """Bytes of a rank's KV cache."""
-    stats = history.last.stats
-    blocks = stats[replica].blocks_total if replica < len(stats) else 0
-    return blocks * history.plans[replica].block_bytes(rank)
+    """Bytes of a rank's KV cache, which is that of its attention group; the replica's blocks are those of all."""
+    stats, plan = history.last.stats, history.plans[replica]
+    blocks = stats[replica].blocks_total // plan.data_parallel if replica < len(stats) else 0
+    return blocks * plan.block_bytes(rank)
 
 
 def join_figures(

@@ -87,7 +87,10 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """A fault: its code, a sentence with the figure, the figure and its limit, what helps, and the change itself.
 
-    `alternative` is what helps if the planner expects nothing of the change.
+    - `ranks`: those at fault, numbered over all replicas; empty for a fault of the whole server. `stage`: the pipeline
+      stage at fault.
+    - `alternative`: what helps if the planner expects nothing of the change.
+    - `follows_from`: the fault that explains this one, see `monitor.causes`.
     """
 
     code: Code
@@ -95,5 +98,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     value: float
     limit: float
     remedy: str
+    ranks: tuple[int, ...] = ()
+    stage: int | None = None
     change: Change | None = None
     alternative: str = ""
+    follows_from: Code | None = None

@@ -141,6 +141,10 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
         """Seconds from the first snapshot to the last."""
         return self.last.time_s - self.first.time_s
 
+    def first_rank(self, replica: int) -> int:
+        """Number of a replica's first rank, counted over all replicas."""
+        return sum(len(plan.places) for plan in self.plans[:replica])
+
     def recent(self, seconds: float) -> History:
         """The end of the history: back to the last snapshot that is at least `seconds` older than the end."""
         old = [number for number, one in enumerate(self.snapshots) if self.last.time_s - one.time_s >= seconds]

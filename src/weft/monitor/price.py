@@ -10,7 +10,6 @@ from typing import NamedTuple
 import msgspec
 
 from weft.errors import WeftError
-from weft.formatting import format_bytes
 from weft.monitor.finding import Change, Finding
 from weft.monitor.history import History
 from weft.plan.places import column_unit, cut_places
@@ -45,29 +44,46 @@ def with_figure(finding: Finding, figure: Figure | None) -> str:
     alternative."""
     if figure is None:
         return finding.remedy
+    remedy = f"{finding.remedy} ({figure.text}, by the planner)"
     if finding.alternative and not figure.better:
-        return f"{finding.alternative} (planner: {finding.remedy} gives {figure.text})"
-    return f"{finding.remedy} (planner: {figure.text})"
+        return f"{finding.alternative}; do not {remedy}"
+    return remedy
 
 
 class Figure(NamedTuple):
-    """The planner's words for a change, and False if it expects no gain of it."""
+    """The gain that the planner expects of a change: how much of a quantity there is more, as a share of that now."""
 
-    text: str
-    better: bool = True
+    gain: float
+    quantity: str
+
+    @property
+    def text(self) -> str:
+        """The gain as "+18% tokens/s"."""
+        return f"{round(100 * self.gain):+d}% {self.quantity}"
+
+    @property
+    def better(self) -> bool:
+        """True if the planner expects anything of the change."""
+        return self.gain > 0
 
 
 def price(change: Change, history: History, expected: Forecast | None) -> Figure | None:
     """The planner's prediction with a change beside that without; None if it has none."""
     if change.freed_bytes:
-        tokens = freed_tokens(change, history.plans[0])
-        return Figure(f"{format_bytes(change.freed_bytes)} hold {tokens:,} more tokens of KV")
+        # At most: the cache is as large as the device with the least free memory allows.
+        now_tokens = cache_tokens(history)
+        return Figure(freed_tokens(change, history.plans[0]) / now_tokens, "KV cache at most") if now_tokens else None
     if expected is None or not expected.tells_speed:
         return None
     work = workload_of(history)
     now, then = predictions(change, expected, work)
-    text = f"{then.output_tok_s:,.0f} instead of {now.output_tok_s:,.0f} tokens/s in all"
-    return Figure(text, then.output_tok_s > now.output_tok_s)
+    return Figure(then.output_tok_s / now.output_tok_s - 1, "tokens/s")
+
+
+def cache_tokens(history: History) -> int:
+    """Tokens that the KV cache of all replicas has room for, in whole blocks."""
+    stats = history.last.stats
+    return sum(one.blocks_total * plan.block_size for one, plan in zip(stats, history.plans, strict=False))
 
 
 def freed_tokens(change: Change, plan: Plan) -> int:

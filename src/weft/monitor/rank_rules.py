@@ -7,6 +7,7 @@ from statistics import median
 
 from weft.monitor.finding import Change, Code, Finding, Limits
 from weft.monitor.history import History, RankCounters, RankShares
+from weft.monitor.restart import restart_as_pipeline, restart_with_cut, small_ratio
 from weft.plan.plan import Plan
 
 SLOW_AT_SAME_WORK = "it does the same work more slowly"
@@ -75,9 +76,8 @@ def allreduce_wait(history: History, limits: Limits) -> Iterator[Finding]:
             f"least (alarm above {limits.exchange:.0%})",
             value=share,
             limit=limits.exchange,
-            remedy=f"--pipeline-parallel-size {stages} in place of --tensor-parallel-size {len(ranks)}"
-            if possible
-            else "fewer tensor-parallel ranks",
+            remedy=restart_as_pipeline(history, stages) if possible else "restart with fewer tensor-parallel ranks",
+            ranks=rank_numbers(ranks),
             change=Change(replica=first.replica, as_pipeline=True) if possible else None,
             alternative=f"free the devices of ranks {_names(ranks)} from other work",
         )
@@ -112,6 +112,7 @@ def delayed_straggler(history: History, limits: Limits) -> Iterator[Finding]:
             value=slow.delayed or 0.0,
             limit=limits.delayed,
             remedy=_core_remedy(rank, plan.cores[rank.local_rank]),
+            ranks=(rank.rank,),
         )
 
 
@@ -120,12 +121,15 @@ def _core_remedy(rank: RankCounters, cores: Sequence[int]) -> str:
     return f"move other programs off {which} of {rank.node}, where rank {rank.rank} runs"
 
 
-def _straggler_remedies(rank: RankCounters, split: Sequence[int], uneven_split: bool) -> Iterator[str]:
-    """The split to give, if another one helps, and the rank to free, unless the split alone makes it slow."""
-    if split:
-        yield f"--tensor-split {','.join(map(str, split))}"
-    if not split or not uneven_split:
+def _straggler_remedies(rank: RankCounters, restart: str, uneven_split: bool) -> Iterator[str]:
+    """The rank to free, unless the split alone makes it slow, and the restart with another split, if one helps.
+
+    The restart comes last: the planner's gain is written behind it.
+    """
+    if not restart or not uneven_split:
         yield f"free the device of rank {rank.rank} on {rank.node} from other work"
+    if restart:
+        yield restart
 
 
 def straggler(history: History, limits: Limits) -> Iterator[Finding]:
@@ -146,14 +150,15 @@ def straggler(history: History, limits: Limits) -> Iterator[Finding]:
         cause = f"the split gives it {uneven:.1f} times the work" if uneven_split else SLOW_AT_SAME_WORK
         rank, device = slowest.counters, plan.devices[slowest.counters.local_rank].name
         feasible = len(split) == len(ranks) and split != small_ratio(work, units=plan.shape.kv_heads)
-        remedies = _straggler_remedies(rank, split if feasible else (), uneven_split)
+        restart = restart_with_cut(history, plan, tensor_split=split) if feasible else ""
         yield Finding(
             code=Code.STRAGGLER,
             text=f"rank {rank.rank} on {rank.node} ({device}) takes {ratio:.1f} times as long as the other ranks of "
             f"its stage, which wait for it: {cause} (alarm above {limits.straggler:.1f})",
             value=ratio,
             limit=limits.straggler,
-            remedy=" or ".join(remedies),
+            remedy=", or ".join(_straggler_remedies(rank, restart, uneven_split)),
+            ranks=(rank.rank,),
             change=Change(replica=rank.replica, tensor_split=split, speeds=all_speeds(plan, ranks, speeds))
             if feasible
             else None,
@@ -166,27 +171,10 @@ def all_speeds(plan: Plan, ranks: Sequence[RankShares], speeds: Sequence[float])
     return tuple(known.get(rank, max(speeds)) / max(speeds) for rank in range(len(plan.places)))
 
 
-def small_ratio(weights: Sequence[float], *, units: int) -> tuple[int, ...]:
-    """The ratio of the smallest whole numbers, with a sum of at most `units`, that is close to that of `weights`.
-
-    A stage is cut in whole KV heads, `units` of them: finer ratios give the same cut. Empty if there are fewer units
-    than weights.
-    """
-    if units < len(weights):
-        return ()
-    total = sum(weights)
-
-    def error(parts: Sequence[int]) -> float:
-        return max(abs(part / sum(parts) - weight / total) for part, weight in zip(parts, weights, strict=True))
-
-    candidates = []
-    for whole in range(len(weights), min(units, 64) + 1):
-        parts = [max(1, round(whole * weight / total)) for weight in weights]
-        if sum(parts) <= units:
-            candidates.append(tuple(parts))
-    best = min(map(error, candidates), default=0.0)
-    return next((parts for parts in candidates if error(parts) <= best + 0.01), ())
+def rank_numbers(ranks: Sequence[RankShares]) -> tuple[int, ...]:
+    """Numbers of ranks over all replicas."""
+    return tuple(rank.counters.rank for rank in ranks)
 
 
 def _names(ranks: Sequence[RankShares]) -> str:
-    return ", ".join(str(rank.counters.rank) for rank in ranks)
+    return ", ".join(map(str, rank_numbers(ranks)))

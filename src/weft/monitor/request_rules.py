@@ -41,7 +41,8 @@ def kv_starved(history: History, limits: Limits) -> Iterator[Finding]:
         f"{starved:.0%} of the steps it had no room for the next (alarm above {limits.starved:.0%})",
         value=starved,
         limit=limits.starved,
-        remedy=f"--kv-cache-memory-bytes {cache_bytes} ({format_bytes(cache_bytes)} per rank) for {wanted} at once",
+        remedy=f"restart with --kv-cache-memory-bytes {cache_bytes} ({format_bytes(cache_bytes)} per rank), which has "
+        f"room for {wanted} requests at once",
         change=Change(requests=(max(1, total.running), wanted)),
     )
 
@@ -68,7 +69,8 @@ def preemption_storm(history: History, limits: Limits) -> Iterator[Finding]:
         f"or runs (alarm above {limits.preemptions:.1f}): the KV cache has no room for them all",
         value=ratio,
         limit=limits.preemptions,
-        remedy=f"--max-num-seqs {fewer}, or --kv-cache-memory-bytes {needed_cache_bytes(history, wanted)}",
+        remedy=f"restart with --max-num-seqs {fewer}, or with --kv-cache-memory-bytes "
+        f"{needed_cache_bytes(history, wanted)}",
         change=Change(requests=(max(1, total.running), wanted)),
     )
 
@@ -82,13 +84,14 @@ def prefix_unused(history: History, limits: Limits) -> Iterator[Finding]:
     hits = history.counted("prefix_hits") / tokens
     if hits >= limits.hits:
         return
+    doubled = 2 * needed_cache_bytes(history, max(1, history.last.total.running))
+    larger = f"restart with --kv-cache-memory-bytes {doubled}"
     if not history.caching:
-        remedy = "--enable-prefix-caching, which is off"
+        remedy = "restart with --enable-prefix-caching, which is off"
     elif len(history.plans) > 1:
-        remedy = "weft gateway --policy prefix over single servers, or a larger --kv-cache-memory-bytes"
+        remedy = f"weft gateway --policy prefix over single servers, or {larger}"
     else:
-        remedy = f"--kv-cache-memory-bytes {2 * needed_cache_bytes(history, max(1, history.last.total.running))}, so "
-        remedy += "that prefixes stay; with a cache_salt per request nothing is shared"
+        remedy = f"{larger}, so that prefixes stay; with a cache_salt per request nothing is shared"
     yield Finding(
         code=Code.PREFIX_UNUSED,
         text=f"{repeated} of {prompts} prompts begin like an earlier one, and the cache had {hits:.0%} of these tokens "
@@ -120,6 +123,6 @@ def batch_small(history: History, limits: Limits) -> Iterator[Finding]:
         f"(alarm above {limits.batch_room:.0%}): only {most} may run at once",
         value=1 - used,
         limit=limits.batch_room,
-        remedy=f"--max-num-seqs {each}",
+        remedy=f"restart with --max-num-seqs {each}",
         change=Change(requests=(total.running, wanted)),
     )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from weft.formatting import format_bytes
 from weft.hardware.gpu_figures import GpuFigures
+from weft.monitor.causes import link_causes
 from weft.monitor.finding import LIMITS, Change, Code, Finding, Limits
 from weft.monitor.history import GpuMoment, History
 from weft.monitor.rank_rules import allreduce_wait, delayed_straggler, straggler
@@ -21,7 +22,7 @@ CODES: tuple[str, ...] = tuple(Code)
 
 
 def diagnose(history: History, limits: Limits = LIMITS) -> list[Finding]:
-    """All faults of a history, the worst of each code."""
+    """All faults of a history, the worst of each code; one that follows from another says so."""
     worst: dict[str, Finding] = {}
     if len(history.snapshots) < 2:
         return []
@@ -31,7 +32,7 @@ def diagnose(history: History, limits: Limits = LIMITS) -> list[Finding]:
             known = worst.get(finding.code)
             if known is None or _excess(finding) > _excess(known):
                 worst[finding.code] = finding
-    return [worst[code] for code in CODES if code in worst]
+    return link_causes([worst[code] for code in CODES if code in worst], history)
 
 
 def _excess(finding: Finding) -> float:
@@ -54,6 +55,7 @@ def throttled(history: History, limits: Limits) -> Iterator[Finding]:
             value=share,
             limit=limits.clock,
             remedy=_throttle_remedy(gpu.figures),
+            ranks=ranks_on_gpu(history, gpu.figures.index),
             change=Change(speeds=(share,)),
         )
 
@@ -75,6 +77,16 @@ def _throttle_remedy(figures: GpuFigures) -> str:
     return "a higher power limit"
 
 
+def ranks_on_gpu(history: History, index: int) -> tuple[int, ...]:
+    """The ranks on a GPU of the server's own node, numbered over all replicas."""
+    return tuple(
+        history.first_rank(replica) + rank
+        for replica, plan in enumerate(history.plans)
+        for rank in plan.ranks_of(0)
+        if plan.devices[rank].name == f"cuda:{index}"
+    )
+
+
 def moments_of(history: History, index: int) -> list[GpuMoment]:
     """A GPU at every moment but the first."""
     return [gpu for snapshot in history.snapshots[1:] for gpu in snapshot.gpus if gpu.figures.index == index]
@@ -94,8 +106,9 @@ def foreign_memory(history: History, limits: Limits) -> Iterator[Finding]:
             f"(alarm above {limits.foreign:.0%})",
             value=share,
             limit=limits.foreign,
-            remedy=f"stop these processes ({', '.join(str(holder.pid) for holder in gpu.foreign)}) and start again, or "
-            "plan around them",
+            remedy=f"stop these processes ({', '.join(str(holder.pid) for holder in gpu.foreign)}) and restart with "
+            "the same flags, or plan around them",
+            ranks=ranks_on_gpu(history, gpu.figures.index),
             change=Change(freed_bytes=held),
         )
 

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import msgspec
 
 from weft.monitor.finding import Change, Code, Finding, Limits
-from weft.monitor.history import History
-from weft.monitor.rank_rules import stage_ranks
+from weft.monitor.history import History, RankShares
+from weft.monitor.rank_rules import rank_numbers, stage_ranks
+from weft.monitor.restart import restart_with_cut, stage_layers
 from weft.plan.fills import rank_weight_bytes
 from weft.plan.plan import Plan
 
@@ -49,8 +50,9 @@ class Stages(NamedTuple):
 
 def stage_imbalance(history: History, limits: Limits) -> Iterator[Finding]:
     """A pipeline whose slowest stage another split of the layers would relieve."""
-    for replica, plan, times in _timed_pipelines(history, limits):
-        layers = tuple(len(plan.places[ranks[0]].layers) for ranks in plan.tensor_groups[: plan.stages])
+    for replica, plan, ranks in _worked_pipelines(history, limits):
+        times = [max(rank.counters.compute_s for rank in stage) for stage in ranks]
+        layers = stage_layers(plan)
         stages = describe_stages(layers, times, head_range(history, plan, replica, limits))
         split = stages.best_split()
         gain = stages.gain(split, stages.head)
@@ -64,7 +66,9 @@ def stage_imbalance(history: History, limits: Limits) -> Iterator[Finding]:
             f"off a step (alarm above {limits.imbalance:.0%})",
             value=gain,
             limit=limits.imbalance,
-            remedy=f"--pipeline-split {','.join(map(str, split))}",
+            remedy=restart_with_cut(history, plan, pipeline_split=split),
+            ranks=rank_numbers(ranks[slowest]),
+            stage=slowest,
             change=Change(
                 replica=replica,
                 pipeline_split=split,
@@ -73,17 +77,17 @@ def stage_imbalance(history: History, limits: Limits) -> Iterator[Finding]:
         )
 
 
-def _timed_pipelines(history: History, limits: Limits) -> Iterator[tuple[int, Plan, list[float]]]:
-    """Replica, plan and seconds of each stage, of the pipelines all of whose stages had enough work to tell."""
-    by_plan: dict[tuple[int, int], tuple[Plan, dict[int, float]]] = {}
+def _worked_pipelines(history: History, limits: Limits) -> Iterator[tuple[int, Plan, list[list[RankShares]]]]:
+    """Replica, plan and ranks of each stage, of the pipelines all of whose stages had enough work to tell."""
+    by_plan: dict[tuple[int, int], tuple[Plan, dict[int, list[RankShares]]]] = {}
     for plan, ranks in stage_ranks(history, limits):
         place = plan.places[ranks[0].counters.local_rank]
         key = ranks[0].counters.replica, place.dp_rank
-        _, seconds = by_plan.setdefault(key, (plan, {}))
-        seconds[place.stage] = max(rank.counters.compute_s for rank in ranks)
-    for (replica, _), (plan, seconds) in by_plan.items():
-        if 1 < plan.stages == len(seconds):
-            yield replica, plan, [seconds[stage] for stage in range(plan.stages)]
+        _, by_stage = by_plan.setdefault(key, (plan, {}))
+        by_stage[place.stage] = ranks
+    for (replica, _), (plan, by_stage) in by_plan.items():
+        if 1 < plan.stages == len(by_stage):
+            yield replica, plan, [by_stage[stage] for stage in range(plan.stages)]
 
 
 def describe_stages(layers: Split, times: Sequence[float], heads: tuple[float, float]) -> Stages:

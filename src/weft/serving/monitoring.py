@@ -127,7 +127,8 @@ class ServerMonitor(PrometheusCollector):
         for finding in self.findings:
             if finding.code not in self._logged:
                 self._logged.add(finding.code)
-                log.warning("%s: %s; try %s", finding.code, finding.text, finding.remedy)
+                cause = f" (follows from {finding.follows_from})" if finding.follows_from else ""
+                log.warning("%s%s: %s; remedy: %s", finding.code, cause, finding.text, finding.remedy)
 
     def _diagnose(self) -> list[Finding]:
         history = self.history
