@@ -59,7 +59,8 @@ def bare_names(source: str) -> Iterator[tuple[int, str]]:
     """Line and complaint of every function or method of a module whose name is a bare verb."""
     tree = ast.parse(source)
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name not in STAND_INS]
-    for scope in (tree, *classes):
+    scopes: list[ast.Module | ast.ClassDef] = [tree, *classes]
+    for scope in scopes:
         for node in scope.body:
             is_kernel = isinstance(node, FUNCTIONS) and any("jit" in ast.unparse(mark) for mark in node.decorator_list)
             if isinstance(node, FUNCTIONS) and BARE_NAME.fullmatch(node.name) and not is_kernel:

@@ -83,7 +83,7 @@ async def unread(path: str, fields: dict[str, Any], target: Target) -> None:
     held = [target.connection() for _ in range(target.size.clients // 10)]
     clients = [await one.__aenter__() for one in held]
     for client in clients:
-        client.writer.transport.pause_reading()
+        client.stop_reading()
         await client.pour(target.head(path, len(content)) + content, 5)
     await asyncio.sleep(target.size.flood_s)
     now = target.server.memory_bytes()
@@ -102,7 +102,7 @@ async def stalled_readers(target: Target) -> None:
         async with target.connection() as client:
             await client.pour(target.head(OLLAMA, len(content)) + content, 5)
             await asyncio.wait_for(client.reader.readuntil(b"\r\n\r\n"), UNREAD_S)
-            client.writer.transport.pause_reading()
+            client.stop_reading()
             await asyncio.sleep(0.05)
     began, running = time.monotonic(), 2
     while running > 1 and time.monotonic() < began + UNREAD_S:  # one is the neighbour's

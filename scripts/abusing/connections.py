@@ -26,7 +26,7 @@ GARBAGE = (
 async def pipeline_unread(target: Target) -> None:
     """Requests without a key in blocks of 1,000, and not one answer read."""
     async with target.connection() as client:
-        client.writer.transport.pause_reading()
+        client.stop_reading()
         block, taken = (MODELS + b"\r\n") * 1000, 0
         end = time.monotonic() + target.size.flood_s
         while (left := end - time.monotonic()) > 0 and taken <= MOST_UNREAD_BYTES:

@@ -111,7 +111,8 @@ class Server:
     def _family(self) -> list[psutil.Process]:
         if self.process.poll() is not None:
             return []
-        return psutil.Process(self.process.pid).children(recursive=True)
+        children: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
+        return children
 
     @staticmethod
     def _kill(processes: list[psutil.Process]) -> None:

@@ -86,7 +86,7 @@ async def templates(target: Target) -> None:
 async def pipelines(target: Target) -> None:
     """Requests ahead of their answers, which nobody reads."""
     async with target.connection() as client:
-        client.writer.transport.pause_reading()
+        client.stop_reading()
         await client.pour((MODELS + b"\r\n") * 10**5, BUSY_S)
 
 

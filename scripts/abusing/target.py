@@ -8,7 +8,7 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from scripts.abusing.server import Server, Stranger
 
@@ -108,6 +108,10 @@ class Client:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
         writer.transport.set_write_buffer_limits(high=0)
+
+    def stop_reading(self) -> None:
+        """Take no more of what the server sends."""
+        cast(asyncio.Transport, self.writer.transport).pause_reading()  # a stream's writer has a transport both ways
 
     async def pour(self, data: bytes, seconds: float) -> int:
         """Bytes of `data` that the server's side took within `seconds`, and before it closed."""

@@ -56,8 +56,8 @@ def _with(profile: Profile, constants: Mapping[Name, float]) -> Profile:
     rules = []
     for rule in profile.weights:
         where = ",".join(rule.precisions) or ".".join(map(str, rule.capability or ("any",)))
-        name = ("".join(rule.engine_names), f"weights {where}")
-        share = constants.get(name, rule.share.value)
+        key = ("".join(rule.engine_names), f"weights {where}")
+        share = constants.get(key, rule.share.value)
         rules.append(msgspec.structs.replace(rule, share=Constant(share, rule.share.source)))
     return msgspec.structs.replace(profile, weights=tuple(rules), **changed)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import fmean, median
 
 import msgspec
-from calibrate import EXPECTED, expected, fit, profiles
 from matplotlib import pyplot
 
+from scripts.accuracy.calibrate import EXPECTED, expected, fit, profiles
 from tests.pure.measured import LIMITS, Case, cases, layouts_compared, ranking_error
 from weft.hardware import kernel_shares, links
 from weft.hardware.cluster import Cluster, Node

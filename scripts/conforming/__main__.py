@@ -22,7 +22,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         rows = asyncio.run(run_cases(arguments))
     except (httpx.HTTPError, Failed) as error:
-        print(f"{arguments.base_url}: {error or type(error).__name__}", file=sys.stderr)
+        print(f"{arguments.base_url}: {str(error) or type(error).__name__}", file=sys.stderr)
         return 2
     failed = [row["case"] for row in rows if not row["passed"]]
     print(f"{len(rows) - len(failed)} of {len(rows)} cases passed", file=sys.stderr)

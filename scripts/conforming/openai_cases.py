@@ -238,6 +238,7 @@ def error_of(body: Any) -> Any:
 
 
 async def errors_of_values(api: Api) -> None:
+    fields: dict[str, Any]
     for fields in (
         {"messages": ASK, "temperature": -1},
         {"messages": ASK, "temperature": "hot"},

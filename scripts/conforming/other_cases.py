@@ -138,8 +138,12 @@ async def messages_count(api: Api) -> None:
 
 
 async def messages_errors(api: Api) -> None:
-    wrong = [({"messages": ASK}, 400), ({"messages": ASK, "max_tokens": "a"}, 400), ({"max_tokens": 1}, 400)]
-    wrong.append(({"model": "no-such-model", "messages": ASK, "max_tokens": 1}, 404))
+    wrong: list[tuple[dict[str, Any], int]] = [
+        ({"messages": ASK}, 400),
+        ({"messages": ASK, "max_tokens": "a"}, 400),
+        ({"max_tokens": 1}, 400),
+        ({"model": "no-such-model", "messages": ASK, "max_tokens": 1}, 404),
+    ]
     for fields, status in wrong:
         made = await api.ask("POST", MESSAGES, json={"model": api.model, **fields})
         equal(made.status, status, f"the status for {fields}")

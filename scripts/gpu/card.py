@@ -46,7 +46,7 @@ def copy_Bps(*, rehearse: bool) -> float:
         target.copy_(source)
     end.record()
     end.synchronize()
-    return COPIES * 2 * size / (begin.elapsed_time(end) / 1e3)
+    return float(COPIES * 2 * size / (begin.elapsed_time(end) / 1e3))
 
 
 def about(card: Card, *, rehearse: bool) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 
 def main(target: str) -> None:
@@ -18,7 +19,7 @@ def main(target: str) -> None:
     print(f"{len(wheels)} packages in {target}: PYTHONPATH={Path(target).resolve()}")
 
 
-def join(row: dict, here: Path, folder: Path) -> str:
+def join(row: dict[str, Any], here: Path, folder: Path) -> str:
     """Path of the whole wheel. Ends the program if a piece is missing or damaged."""
     path = folder / row["wheel"]
     whole = hashlib.sha256()

@@ -76,8 +76,9 @@ def shape_of(model: str, *, rehearse: bool = False) -> Shape:
     shape = SHAPES[model]
     if not rehearse:
         return shape
-    tiny = {"hidden": 32, "ffn": 32, "layers": 1, "q_heads": 2, "kv_heads": 1, "vocab": 64, "head_dim": 16}
-    return replace(shape, **tiny, dtype="float32")
+    return replace(
+        shape, hidden=32, ffn=32, layers=1, q_heads=2, kv_heads=1, vocab=64, head_dim=16, dtype="float32"
+    )  # fmt: skip
 
 
 def write_config(folder: Path, shape: Shape) -> str:

@@ -125,7 +125,8 @@ def keep_pieces(wheels: Iterable[Path], folder: Path, piece: int) -> None:
 
 def cut(wheel: Path, folder: Path, piece: int) -> dict[str, object]:
     """Cut a wheel into pieces in `folder`, and return its row of the manifest."""
-    whole, pieces = hashlib.sha256(), []
+    whole = hashlib.sha256()
+    pieces: list[dict[str, str]] = []
     with wheel.open("rb") as source:
         while data := source.read(piece):
             whole.update(data)

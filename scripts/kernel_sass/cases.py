@@ -7,7 +7,6 @@ stages are the engine's own choice.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -21,8 +20,10 @@ from weft.architectures.shape import Experts
 from weft.formats.schemes import UNIT, Scheme
 from weft.hardware.gpus import FP8_CAPABILITY
 from weft.kernels.base import ExpertStack, HeadNorm, KVCache
+from weft.kernels.batch import NO_ROWS, Batch
 from weft.kernels.latents import LatentNorm
 from weft.kernels.sampling import mask_words
+from weft.kernels.staged import StagedStep
 from weft.kernels.triton import attention, experts, latents, pointwise, products, reduce, rounding, routing, sampling
 from weft.kernels.triton.staged import fill_batch
 from weft.quant.quantised import QuantisedWeight
@@ -188,23 +189,22 @@ class Case:
 
 
 def made_cache(head_dim: int, kept: torch.dtype) -> KVCache:
-    return KVCache(*(torch.empty(1, 16, KV_HEADS, head_dim, dtype=kept) for _ in range(2)))
+    keys, values = (torch.empty(1, 16, KV_HEADS, head_dim, dtype=kept) for _ in range(2))
+    return KVCache(keys, values)
 
 
-def made_batch(rows: int) -> types.SimpleNamespace:
-    """Shapes and types of a `Batch`, which is all that launches read."""
+def made_batch(rows: int, decodes: int | None = None) -> Batch:
+    """A batch of zeros with one token per row: launches read only its shapes and types."""
     numbers = torch.zeros(rows + 1, dtype=torch.int32)
-    tables = torch.zeros(rows, 64, dtype=torch.int32)
-    return types.SimpleNamespace(
-        tables=tables,
-        context=numbers,
-        row_starts=numbers,
-        rows=rows,
-        decodes=rows,
+    return Batch(
         tokens=numbers,
         positions=numbers,
         slots=numbers.long(),
+        row_starts=numbers,
+        context=numbers[:rows],
+        tables=torch.zeros(rows, 64, dtype=torch.int32),
         order=numbers,
+        decodes=rows if decodes is None else decodes,
     )
 
 
@@ -217,11 +217,9 @@ def decode(rows: int, head_dim: int, kept: torch.dtype = BF16) -> None:
 
 def attend_latents(rows: int, decodes: int) -> None:
     """A step of `rows` requests, of which `decodes` write one token each."""
-    batch = made_batch(rows)
-    batch.decodes = decodes
     cache = KVCache.of_latents(torch.empty(1, 16, 1, RANK + ROPE_DIM, dtype=BF16), RANK)
     kernels = latents.TritonLatents(PROCESSORS, attention.TritonAttention(PROCESSORS))
-    kernels.attend(torch.empty(rows, LATENT_HEADS, RANK + ROPE_DIM, dtype=BF16), cache, batch, 1.0)
+    kernels.attend(torch.empty(rows, LATENT_HEADS, RANK + ROPE_DIM, dtype=BF16), cache, made_batch(rows, decodes), 1.0)
 
 
 def store_latents(tokens: int) -> None:
@@ -338,12 +336,12 @@ def round_weight(scheme: str) -> None:
 def lay(rows: int) -> None:
     """The arrays of a step in which `rows` requests write one token each."""
     batch = made_batch(rows)
-    batch.groups = (batch,)
     numbers = torch.zeros(rows, dtype=torch.int32)
-    staged = types.SimpleNamespace(
+    staged = StagedStep(
         tokens=numbers,
         positions=numbers,
         places=numbers.long()[None],
+        row_starts=batch.row_starts,
         context=numbers,
         order=numbers,
         slots=numbers,
@@ -351,9 +349,9 @@ def lay(rows: int) -> None:
         blocks=numbers[None],
         last=numbers.long(),
         tables=batch.tables[None],
-        rows=rows,
         decodes=rows,
         width=batch.tables.shape[1],
+        host=NO_ROWS,
     )
     fill_batch(staged, batch)
 

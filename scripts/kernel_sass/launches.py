@@ -42,7 +42,7 @@ class Launch:
 
     @property
     def name(self) -> str:
-        return self.kernel.__name__
+        return str(self.kernel.__name__)
 
     @property
     def arguments(self) -> dict[str, Any]:

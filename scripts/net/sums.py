@@ -94,7 +94,7 @@ def round_trip(rank: int) -> float:
 def main(rank: int, ranks: int, port: int) -> None:
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {rank * 2 // ranks})
-    store = dist.TCPStore(ADDRESSES[0], port, ranks, is_master=rank == 0)
+    store = dist.TCPStore(ADDRESSES[0], port, ranks, is_master=rank == 0)  # type: ignore[attr-defined]  # missing in torch's stubs
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     world = dist.group.WORLD
     assert world is not None

@@ -18,12 +18,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import report
-from engine import ENGINES, Ended, Engine, Round
-from environments import LLAMA_CPP, ONNX_RUNTIME, OPENVINO, TRANSFORMERS, VLLM_CPU, Environment, Missing
-from models import LARGE, LATENT, MIXTURE, SMALL, Models
-from work import FIRST, LATENCY, PREFILL, THROUGHPUT, WORKS, Work, ask
-
+from scripts.peers import report
+from scripts.peers.engine import ENGINES, Ended, Engine, Round
+from scripts.peers.environments import LLAMA_CPP, ONNX_RUNTIME, OPENVINO, TRANSFORMERS, VLLM_CPU, Environment, Missing
+from scripts.peers.models import LARGE, LATENT, MIXTURE, SMALL, Models
+from scripts.peers.work import FIRST, LATENCY, PREFILL, THROUGHPUT, WORKS, Work, ask
 from weft.cache import cache_path
 from weft.formats import demo
 
@@ -195,6 +194,7 @@ def measure(
                     print(
                         f"  {work.name} {number} {peer.name:18} {shown}  {probe.state()}", file=sys.stderr, flush=True
                     )
+        prompts, new = ask(work, text, 0, large=large)  # as many and as long as in every round
         for peer, _ in playing:
             for kind in (work, FIRST) if work is LATENCY else (work,):
                 values = [it.figure(kind.figure) for it in runs.get(peer.name, [])]

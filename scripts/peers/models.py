@@ -9,7 +9,7 @@ import sys
 import tarfile
 from pathlib import Path
 
-from environments import LLAMA_CPP, ONNX_RUNTIME, OPENVINO, TRANSFORMERS, Missing, run_quietly
+from scripts.peers.environments import LLAMA_CPP, ONNX_RUNTIME, OPENVINO, TRANSFORMERS, Missing, run_quietly
 
 SMALL, LARGE, MIXTURE = "SmolLM2-135M", "Llama-1.1B-random", "Qwen3-MoE-1.4B-random"
 LATENT = "DeepSeek-V2-1B-random"

@@ -136,7 +136,9 @@ class Soak:
 
     async def _status(self) -> dict[str, Any]:
         async with httpx.AsyncClient(timeout=30.0) as client:
-            return (await client.get(f"{self._gateway.url}/gateway/status")).raise_for_status().json()
+            answer = await client.get(f"{self._gateway.url}/gateway/status")
+            status: dict[str, Any] = answer.raise_for_status().json()
+            return status
 
     async def _until_healthy(self, victim: ServerProcess) -> None:
         while True:

@@ -400,19 +400,19 @@ def runs(member: psutil.Process, module: str) -> bool:
 
 def parent_of(member: psutil.Process) -> int:
     with contextlib.suppress(psutil.Error):
-        return member.ppid()
+        return int(member.ppid())
     return 0
 
 
 def environment_of(process: psutil.Process) -> str:
     with contextlib.suppress(psutil.Error):
-        return process.environ().get("PYTHONPATH", "")
+        return str(process.environ().get("PYTHONPATH", ""))
     return ""
 
 
 def lives(process: psutil.Process) -> bool:
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 

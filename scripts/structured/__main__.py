@@ -20,7 +20,7 @@ from typing import Any
 import jsonschema
 
 from scripts.structured.schemas import SMALL, WIDE, many
-from weft import LLM, SamplingParams
+from weft import LLM, SamplingParams, StructuredOutputsParams
 
 ROWS, TOKENS = 32, 64
 ANSWERS, ANSWER_TOKENS = 100, 200
@@ -54,7 +54,10 @@ def count_valid(llm: LLM) -> int:
     """Number of valid answers of ANSWERS, at temperatures from 0 to 1."""
     params = [
         SamplingParams(
-            max_tokens=ANSWER_TOKENS, temperature=row / (ANSWERS - 1), seed=row, structured_outputs={"json": SMALL}
+            max_tokens=ANSWER_TOKENS,
+            temperature=row / (ANSWERS - 1),
+            seed=row,
+            structured_outputs=StructuredOutputsParams(json=SMALL),
         )
         for row in range(ANSWERS)
     ]

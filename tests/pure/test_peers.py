@@ -8,13 +8,8 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts" / "peers"
-sys.path.insert(0, str(SCRIPTS))
-import engine as engines  # noqa: E402
-import report  # noqa: E402
-import work  # noqa: E402
-
-sys.path.remove(str(SCRIPTS))
+from scripts.peers import engine as engines
+from scripts.peers import report, work
 
 ECHO = """
 import sys
@@ -39,7 +34,7 @@ serve(generate, 3)
 @pytest.fixture
 def script(tmp_path: Path) -> str:
     path = tmp_path / "echo.py"
-    path.write_text(ECHO.format(folder=str(SCRIPTS / "engines")))
+    path.write_text(ECHO.format(folder=str(engines.ENGINES)))
     return str(path)
 
 

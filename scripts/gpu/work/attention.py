@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
 from scripts.gpu.work import Figure, Options
 from weft.errors import ConfigError
 from weft.kernels import create_kernels
-from weft.kernels.base import AttentionShape, PagedAttention
+from weft.kernels.base import AttentionShape, KVCache, PagedAttention
+from weft.kernels.batch import Batch
 from weft.kernels.contest import graph_seconds
 from weft.kernels.triton.tuning import DECODE, PREFILL, Tuning
 from weft.probes.on_gpu import trials
@@ -84,7 +86,11 @@ def add_backends(
         race.entries = {default: race.entries[default]}
     for name, other in others.items():
         other.prepare(race.samples[0][2])
-        race.entries[name] = lambda q, cache, batch, other=other: other.attend(q, cache, batch, shape.scale, None)
+        race.entries[name] = partial(attend_by, other, shape.scale)
+
+
+def attend_by(backend: PagedAttention, scale: float, q: torch.Tensor, cache: KVCache, batch: Batch) -> torch.Tensor:
+    return backend.attend(q, cache, batch, scale, None)
 
 
 def compared(

@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
-
-import torch
+from unittest import mock
 
 from scripts.gpu.bounds import batch_roofline, context_tokens
 from scripts.gpu.shapes import Shape, shape_of, write_config
@@ -20,7 +19,7 @@ from scripts.gpu.work.profile import profiled_steps
 from weft import LLM
 from weft.bench.measure import BatchRun, run_batch
 from weft.bench.workload import BenchRequest, nano_vllm, random_requests
-from weft.worker import graphs
+from weft.worker.graphs import CudaGraphs, Replay
 
 ONE_INPUT, ONE_OUTPUT, ONE_RUNS = 128, 256, 3
 # On a stand-in for a card: what an engine needs there.
@@ -51,7 +50,7 @@ def started(options: Options) -> Iterator[tuple[LLM, Shape]]:
 
 
 def bench(options: Options) -> Iterator[Figure]:
-    name = options.get("name", options["model"])
+    name = str(options.get("name", options["model"]))
     with started(options) as (llm, shape):
         kind = {"nano": nano, "one": one_request}[options["kind"]]
         yield from kind(llm, shape, name, options)
@@ -100,14 +99,11 @@ def one_request(llm: LLM, shape: Shape, name: str, options: Options) -> Iterator
 def captures_counted() -> Iterator[list[None]]:
     """A list that grows by one with every CUDA graph that an engine of this process captures."""
     captured: list[None] = []
-    capture = graphs.capture_graph
+    capture = CudaGraphs.__call__
 
-    def counted(*given: Any, **named: Any) -> torch.cuda.CUDAGraph:
+    def counted(graphs: CudaGraphs, run: Callable[[], None]) -> Replay:
         captured.append(None)
-        return capture(*given, **named)
+        return capture(graphs, run)
 
-    graphs.capture_graph = counted
-    try:
+    with mock.patch.object(CudaGraphs, "__call__", counted):
         yield captured
-    finally:
-        graphs.capture_graph = capture

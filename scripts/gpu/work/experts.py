@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -40,7 +41,7 @@ def experts(options: Options) -> Iterator[Figure]:
                 layers *= 2 if rehearse else COLD_BYTES // nbytes + 1
             for batch in tokens:
                 steps = [random_step(spec, batch, hidden, dtype) for _ in layers]
-                calls = [lambda layer=layer, step=step: layer(*step) for layer, step in zip(layers, steps, strict=True)]
+                calls = [partial(layer, *step) for layer, step in zip(layers, steps, strict=True)]
                 seconds = timed(calls, 1 if rehearse else REPLAYS)
                 touched = sum(len(chosen.unique()) for _, chosen, _ in steps) / len(steps)
                 read = nbytes * touched / spec.count

@@ -21,7 +21,7 @@ def nccl(options: Options) -> Iterator[Figure]:
     """Sums captured, replayed while the watchdog runs, and made eagerly in between: always the same numbers."""
     device = torch.device("cuda", 0)
     with TemporaryDirectory() as folder:
-        store = dist.FileStore(f"{folder}/store", 1)
+        store = dist.FileStore(f"{folder}/store", 1)  # type: ignore[attr-defined]  # missing in torch's stubs
         backend = "gloo" if options["rehearse"] else "nccl"
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         try:

@@ -13,13 +13,8 @@ from tempfile import TemporaryDirectory
 
 from scripts.gpu.shapes import Shape, shape_of, write_config
 from scripts.gpu.work import Figure, Options
+from scripts.peers.engine import ENGINES, Engine, Round
 from weft.bench.workload import nano_vllm
-
-PEERS = Path(__file__).parents[2] / "peers"
-sys.path.insert(0, str(PEERS))
-from engine import ENGINES, Engine, Round  # noqa: E402
-
-sys.path.remove(str(PEERS))
 
 SHARE = 0.42  # of the card's memory for each, since both are loaded
 ROUNDS = 3

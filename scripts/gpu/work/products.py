@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -36,9 +37,7 @@ def products(options: Options) -> Iterator[Figure]:
             copies = [matrices.matrix(weight if at == 0 else copied(weight), None) for at in range(count)]
             for batch in tokens:
                 x = torch.randn(batch, cols, device=CUDA).to(dtype)
-                seconds = timed(
-                    [lambda product=product, x=x: product(x) for product in copies], 1 if rehearse else REPLAYS
-                )
+                seconds = timed([partial(product, x) for product in copies], 1 if rehearse else REPLAYS)
                 name = f"[{rows}, {cols}] {kind or str(dtype).removeprefix('torch.')}, {batch} tokens"
                 yield Figure(
                     name,
@@ -66,7 +65,7 @@ def copied(weight: torch.Tensor | QuantisedWeight) -> torch.Tensor | QuantisedWe
     return replace(weight, values=weight.values.clone(), scales=weight.scales.clone(), lowest=lowest)
 
 
-def timed(calls: list[Callable[[], torch.Tensor]], replays: int) -> float:
+def timed(calls: Sequence[Callable[[], torch.Tensor]], replays: int) -> float:
     """Seconds of one of them, in a captured graph of all, as the engine decodes."""
     for call in calls[:3]:
         call()
@@ -79,4 +78,4 @@ def timed(calls: list[Callable[[], torch.Tensor]], replays: int) -> float:
         graph.replay()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 1e3 / replays / len(calls)
+    return float(begin.elapsed_time(end) / 1e3 / replays / len(calls))

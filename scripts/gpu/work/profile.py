@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -54,10 +54,10 @@ def idle_share(spans: Iterable[Span]) -> float:
 
 def class_times(spans: Iterable[Span]) -> dict[str, float]:
     """Microseconds by class, the longest first."""
-    times: Counter[str] = Counter()
+    times: defaultdict[str, float] = defaultdict(float)
     for span in spans:
         times[class_of(span.name)] += span.end - span.begin
-    return dict(times.most_common())
+    return dict(sorted(times.items(), key=lambda each: -each[1]))
 
 
 def profiled_steps(llm: LLM, name: str, vocab: int, *, rehearse: bool) -> Iterator[Figure]:

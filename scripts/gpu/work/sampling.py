@@ -65,8 +65,13 @@ def step(token_sampler: TokenSampler, logits: torch.Tensor, params: SamplingPara
     slots, positions = np.arange(len(logits)), np.full(len(logits), 7)
     for slot in slots:
         token_sampler.admit(int(slot), sampling_settings(params), int(slot))
-    for _ in range(2):
+
+    def prepared() -> Callable[[], object]:
         arrays = SampleArrays(slots, slots, positions, settings=token_sampler.take_settings_update())
         tensors = arrays.with_tensors(torch.from_numpy(array).to(CUDA) for array in arrays.flatten())
-        token_sampler.sample_tokens(logits, arrays, tensors)
-    return partial(token_sampler.sample_tokens, logits, arrays, tensors)
+        return partial(token_sampler.sample_tokens, logits, arrays, tensors)
+
+    prepared()()  # brings the settings
+    call = prepared()
+    call()
+    return call

@@ -57,7 +57,8 @@ def be_rank(rank: int, size: int, scenario: int, store: str) -> None:
 
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    kept = dist.FileStore(store, size)  # type: ignore[attr-defined]  # missing in torch's stubs
+    dist.init_process_group("gloo", store=kept, rank=rank, world_size=size)
     group = dist.group.WORLD
     assert group is not None
     comm = symmetric_memory.connect_buffers(group, device, symmetric_memory.allocate_buffer(torch.bfloat16, device))
@@ -68,4 +69,5 @@ def be_rank(rank: int, size: int, scenario: int, store: str) -> None:
 
 
 if __name__ == "__main__":
-    be_rank(*(int(word) for word in sys.argv[1:4]), store=sys.argv[4])
+    rank, size, scenario = map(int, sys.argv[1:4])
+    be_rank(rank, size, scenario, sys.argv[4])

@@ -11,10 +11,10 @@ from protocol import Answer, serve
 PAD = 2
 
 
-def main(folder):
+def main(folder: str) -> None:
     model = genai.Model(folder)
 
-    def generate(prompts, new):
+    def generate(prompts: list[list[int]], new: int) -> list[Answer]:
         longest = max(map(len, prompts))
         params = genai.GeneratorParams(model)
         params.set_search_options(

@@ -10,7 +10,7 @@ import openvino_genai as genai
 from protocol import Answer, serve
 
 
-def main(folder):
+def main(folder: str) -> None:
     threads = len(os.sched_getaffinity(0))
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size, scheduler.max_num_batched_tokens, scheduler.max_num_seqs = 2, 2048, 256
@@ -24,7 +24,7 @@ def main(folder):
     pipeline = genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", properties)
     made = 0
 
-    def generate(prompts, new):
+    def generate(prompts: list[list[int]], new: int) -> list[Answer]:
         nonlocal made
         config = genai.GenerationConfig()
         config.max_new_tokens = config.min_new_tokens = new

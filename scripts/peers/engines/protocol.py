@@ -12,7 +12,9 @@ Times are seconds, those of `ready` of the system's monotonic clock, the others 
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 HEAD = 16
 
@@ -23,16 +25,20 @@ class Answer:
 
     first: float = 0.0
     last: float = 0.0
-    tokens: list = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
 
-    def add(self, tokens, now):
+    def add(self, tokens: list[int], now: float) -> None:
         if tokens:
             self.first = self.first or now
             self.last = now
             self.tokens += tokens
 
 
-def serve(generate, threads):
+# Takes prompts and their number of new tokens. Not every engine takes a list of numbers.
+Generate = Callable[[list[list[int]], Any], list[Answer]]
+
+
+def serve(generate: Generate, threads: int) -> None:
     """Answer until the input ends. `generate(prompts, new)` gives an Answer for each prompt."""
     begin = time.perf_counter()
     answer = generate([[1] * 16], 2)[0]
@@ -56,10 +62,10 @@ def serve(generate, threads):
         )
 
 
-def lengths(new, count):
+def lengths(new: int | list[int], count: int) -> list[int]:
     """Number of tokens of each of `count` answers: `new` is one for all, or a list."""
     return new if isinstance(new, list) else [new] * count
 
 
-def say(message):
+def say(message: dict[str, Any]) -> None:
     print(json.dumps(message), flush=True)

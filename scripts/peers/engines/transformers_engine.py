@@ -2,31 +2,32 @@
 
 import sys
 import time
+from typing import Any
 
 import torch
 from protocol import Answer, serve
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 
-class Clock(StoppingCriteria):
+class Clock(StoppingCriteria):  # type: ignore[misc]  # Transformers is not read: it is Any
     """Notes the time of the first token; never stops."""
 
-    first = None
+    first = 0.0
 
-    def __call__(self, input_ids, scores, **kwargs):
-        if self.first is None:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        if not self.first:
             if input_ids.is_cuda:
                 torch.cuda.synchronize()
             self.first = time.perf_counter()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-def main(folder, gguf=None):
+def main(folder: str, gguf: str | None = None) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf, dtype=torch.bfloat16).to(device).eval()
 
     @torch.inference_mode()
-    def generate(prompts, new):
+    def generate(prompts: list[list[int]], new: int) -> list[Answer]:
         longest = max(map(len, prompts))
         pad = [[0] * (longest - len(prompt)) for prompt in prompts]
         ids = torch.tensor([p + prompt for p, prompt in zip(pad, prompts, strict=True)], device=device)

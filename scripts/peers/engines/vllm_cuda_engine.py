@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import time
+from typing import Any
 
 from protocol import Answer, lengths, serve
 
@@ -12,7 +13,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 
 
-def main(model, *options):
+def main(model: str, *options: str) -> None:
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -20,7 +21,7 @@ def main(model, *options):
     engine = LLM(model, skip_tokenizer_init=True, seed=0, **chosen).llm_engine
     made = 0
 
-    def generate(prompts, new):
+    def generate(prompts: list[list[int]], new: int | list[int]) -> list[Answer]:
         nonlocal made
         answers = {}
         for prompt, count in zip(prompts, lengths(new, len(prompts)), strict=True):
@@ -43,7 +44,7 @@ def main(model, *options):
     serve(generate, 1)
 
 
-def literal(text):
+def literal(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:

@@ -13,7 +13,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 
 
-def main(folder, *options):
+def main(folder: str, *options: str) -> None:
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -27,7 +27,7 @@ def main(folder, *options):
     ).llm_engine
     made = 0
 
-    def generate(prompts, new):
+    def generate(prompts: list[list[int]], new: int) -> list[Answer]:
         nonlocal made
         params = SamplingParams(
             temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
