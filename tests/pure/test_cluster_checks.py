@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.log_events import logged
 from tests.pure.commands import refused_line, weft, weft_json
 from tests.pure.joining import at_door, free_port
 from tests.pure.machines import gpu, host, rig
@@ -289,14 +290,14 @@ def test_a_cluster_that_refuses_without_a_word(
         monkeypatch.setattr(logging.getLogger("weft"), "propagate", True)
         fake_ray(monkeypatch, ConnectionError(f"Failed to connect to Ray cluster at {address}"))
         for environment in ({"RAY_ADDRESS": address}, {}):
-            with refuses(ConfigError, "ray-token", "does not let this program in", "RAY_AUTH_MODE=token"):
+            with refuses(ConfigError, "ray-token", "RAY_AUTH_MODE=token"):
                 ray_cluster.connect(environment)
     with refuses(ConfigError, "no-ray-cluster", address):  # nobody listens there any more
         ray_cluster.connect({"RAY_ADDRESS": address})
     # One that has crashed, and left its address, is no reason not to start another one: `fake_ray` fails again.
     with refuses(ConfigError, "no-ray-cluster", "this machine"):
         ray_cluster.connect({})
-    assert "starting a local one" in caplog.text
+    assert logged(caplog, "local-ray-cluster")
 
 
 def test_a_stranger_does_not_fill_the_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +309,7 @@ def test_a_stranger_does_not_fill_the_log(caplog: pytest.LogCaptureFixture, monk
             with socket.create_connection(("127.0.0.1", settings.port)) as stranger:
                 stranger.sendall(b"x" * 40)
                 assert stranger.recv(1) == b"", "it is closed"
-    assert sum("a connection from 127.0.0.1 is refused" in line for line in caplog.messages) == 1
+    assert logged(caplog, "peer-refused") == [{"peer": "127.0.0.1"}]
     clock = [0.0]
     monkeypatch.setattr(secure, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(secure, "MOST_PEERS", 2)

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.log_events import logged
 from tests.pure.machines import plan
 from weft.cache import distrust_reason
 from weft.executors.ranks import compile_ahead
@@ -255,7 +256,7 @@ def test_files_that_others_can_write_are_not_loaded(
         build.load_library("bfloat16")
     assert calls(log) == before
     # Nor by whoever measures for a plan, which says so and goes on.
-    assert library.built_library() == "" and "are not loaded" in caplog.text
+    assert library.built_library() == "" and len(logged(caplog, "cpu-kernels-not-loaded")) == 1
 
 
 def test_a_folder_of_everybody_above_the_cache_is_refused_unless_it_is_sticky(
@@ -306,7 +307,7 @@ def test_a_damaged_library_is_built_anew(
     with pytest.raises(OSError, match="damaged: its digest"):
         library.open_library(path)
     assert build.build_library("bfloat16") == path and path.read_text() == "made\n"
-    assert calls(log) == before + PARTS + 1 and "are damaged and are built again" in caplog.text
+    assert calls(log) == before + PARTS + 1 and logged(caplog, "cpu-kernels-damaged") == [{"path": str(path)}]
     assert library.built_library() == str(path)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.log_events import logged
 from tests.pure.servers import Exchange, serving
 from tests.refusals import refuses
 from weft.cluster import ray_bundles, ray_cluster, ray_facts, ray_network
@@ -97,8 +98,7 @@ async def test_upstreams_come_and_go(monkeypatch: pytest.MonkeyPatch, caplog: py
     assert found == [["10.0.0.1"], *[["10.0.0.1", "10.0.0.2"]] * 3, ["10.0.0.2"]]
     assert {exchange.path for exchange in seen} == {"/api/serve/applications/"}
     assert {exchange.headers["authorization"] for exchange in seen} == {"Bearer secret"}
-    assert [record.getMessage() for record in caplog.records if "stay as they are" in record.getMessage()] != []
-    assert caplog.text.count("stay as they are") == 1 and "secret" not in caplog.text
+    assert len(logged(caplog, "upstreams-unchanged")) == 1 and "secret" not in caplog.text
 
 
 async def test_a_dashboard_that_knows_nothing_of_ray_serve_is_believed_after_a_while() -> None:
@@ -458,8 +458,8 @@ def test_a_node_may_report_late(
     ray = SlowRay(msgspec.json.encode(now), waits=2)
     [reported] = ray_facts.gather_from(ray, ["0123456789"], config).values()
     assert msgspec.structs.replace(reported, skew_s=0.0) == now and abs(reported.skew_s) < 10
-    assert [line for line in caplog.messages if "waiting for Ray node 01234567 to report" in line] == caplog.messages
     assert len(caplog.messages) == 2
+    assert logged(caplog, "node-awaited") == [{"node": "Ray node 01234567"}] * 2
     monkeypatch.setattr(ray_facts, "time", SimpleNamespace(monotonic=count(step=10).__next__, time=time.time))
     late = replace(config, start_timeout=25)
     with refuses(ConfigError, "ray-node-not-reporting", "01234567", "no answer within 25 s", "ray status"):

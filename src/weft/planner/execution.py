@@ -14,6 +14,7 @@ from weft.errors import ConfigError, PlanError
 from weft.formats.precision import OF_DTYPE
 from weft.hardware.cluster import Cluster, Node
 from weft.hardware.host import Host
+from weft.logs import event_fields
 from weft.plan import nodes
 from weft.plan.devices import device_kind
 from weft.plan.layout import build_plan, check_config, check_weights_fit, compute_dtype, expert_cut, rank_cut
@@ -72,7 +73,7 @@ def plan_over_nodes(
     if config.max_num_batched_tokens is None:
         _log_step_tokens(plan.max_num_batched_tokens, "the default for ranks on several nodes")
     if warning := nodes.crossing_warning(plan, round_trip_s):
-        logger.warning("%s", warning)
+        logger.warning("%s", warning, extra=event_fields("group-spans-nodes"))
     return plan
 
 
