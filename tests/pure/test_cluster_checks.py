@@ -21,7 +21,7 @@ from tests.pure.joining import at_door, free_port
 from tests.pure.machines import gpu, host, rig
 from tests.pure.machines import plan as plan_on
 from tests.pure.test_nodes import FINE, facts
-from tests.refusals import refuses
+from tests.refusals import has_values, refuses
 from weft.cache import cache_path
 from weft.cluster import assembly, door, examination, ray_cluster
 from weft.cluster.measured import FILE, MeasuredCluster, load_cluster, store_cluster
@@ -99,7 +99,7 @@ def test_a_network_that_is_cut_everywhere_is_said_in_time(monkeypatch: pytest.Mo
 def test_a_node_that_is_not_reached_is_named_in_a_replica_without_the_first_nodes() -> None:
     cut = Speed(first=3, second=2, problem="10.0.0.3:5: timed out")
     [failure] = failures([facts(0), facts(2, machine="b"), facts(3, machine="c")], [cut], "fetch")
-    assert failure.startswith("node 3 (host3") and "does not reach node 2 (host2" in failure
+    has_values(failure, "node 3 (host3", "node 2 (host2")
 
 
 def test_replicas_are_kept_as_one_cluster(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
