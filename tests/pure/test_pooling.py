@@ -317,8 +317,9 @@ async def test_too_many_tokens_in_all_are_not_even_made(path: str, monkeypatch: 
     monkeypatch.setattr(of.service.frontend, "encode", lambda text, **how: made.append(text) or encode(text, **how))
     texts = ["x" * 60] * 100
     bodies = {"/v1/embeddings": {"input": texts}, "/v1/rerank": {"query": "a", "documents": texts}}
-    message = refused(await of.post(path, bodies[path]), code="too_many_prompt_tokens")
-    assert "256" in message
+    with error_codes() as codes:
+        assert "256" in refused(await of.post(path, bodies[path]))
+    assert codes == ["too-many-prompt-tokens"]
     assert len(made) < 10 and not of.engine.requests
 
 

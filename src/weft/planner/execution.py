@@ -147,7 +147,7 @@ def with_step_tokens(plan: Plan, config: EngineConfig, host: Host) -> Plan:
         if plan.uses_cpu and known.cpu is None:
             known = msgspec.structs.replace(known, cpu=TYPICAL)  # a measurement would delay the start
         try:
-            tokens, why = step_token_budget(plan, host, known)
+            tokens, why, _ = step_token_budget(plan, host, known)
         except ConfigError as error:  # a GPU that is not in the catalogue
             tokens, why = plan.max_num_batched_tokens, str(error)
     _log_step_tokens(tokens, why)
