@@ -107,9 +107,10 @@ def test_a_model_that_weft_does_not_run_is_no_draft_yet() -> None:
 
 
 def test_a_draft_that_leaves_no_room_is_named() -> None:
-    status, out, _ = weft("plan", "Qwen3-8B", "--gpus", "1xRTX3090", "-sc", '{"model": "Qwen3-4B"}')
-    assert status == 3
-    has_values(out, "RTX 3090", "--speculative-config", "one GPU, bf16")
+    status, found = weft_json("plan", "Qwen3-8B", "--gpus", "1xRTX3090", "-sc", '{"model": "Qwen3-4B"}')
+    assert (status, found["rejected"][0]["code"]) == (3, "weights_too_large")
+    changes = dict(zip(found["advice_codes"], found["advice"], strict=True))
+    has_values(changes["without_limit"], "--speculative-config", "one GPU, bf16")
 
 
 def test_other_systems_get_what_they_can_do() -> None:
