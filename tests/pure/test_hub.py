@@ -103,7 +103,7 @@ def test_a_connection_that_is_cut_is_continued(server: Hub, fetch: Fetch) -> Non
 
 def test_a_later_start_continues(server: Hub, fetch: Fetch) -> None:
     server.faults = [Fault("model-1", bytes=100_000, times=1), Fault("model-1", status=500)]
-    with refuses(ModelError, "hub-status", NAME, server.url, 500, "run this again"):
+    with refuses(ModelError, "hub-status", NAME, server.url, 500):
         fetch()
     server.faults = []
     folder = fetch()

@@ -126,7 +126,7 @@ def test_a_name_of_the_head_that_only_it_knows(monkeypatch: pytest.MonkeyPatch) 
     """Debian's /etc/hosts has such a line; other nodes have the head's real address, and numbers mean what they say."""
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-    with refuses(ConfigError, "loopback-master-addr", "gpu1", "127.0.1.1", "as numbers"):
+    with refuses(ConfigError, "loopback-master-addr", "gpu1", "127.0.1.1"):
         settings_of(nnodes=2, master_addr="gpu1")
     for name, node in (("gpu1", 1), ("127.0.1.1", 0), ("localhost", 0)):
         settings = settings_of(nnodes=2, master_addr=name, node_rank=node)
@@ -149,7 +149,7 @@ def test_a_key_that_another_user_owns(tmp_path: Path, monkeypatch: pytest.Monkey
     if file.stat().st_uid == 0:
         assert load_key(str(file), {}, 2) == KEY.encode()
         os.chown(file, 1234, -1)
-    with refuses(ConfigError, "open-cluster-key", "another user", file.stat().st_uid, "chown"):
+    with refuses(ConfigError, "open-cluster-key", file.stat().st_uid, "chown"):
         load_key(str(file), {}, 2)
 
 
