@@ -226,7 +226,7 @@ def test_a_node_joins_and_measures_inside_tls(texts: dict[str, str]) -> None:
 
 def test_a_head_with_another_authority_is_no_reason_to_wait(texts: dict[str, str]) -> None:
     settings = at_door(free_port(), certificate=texts["first"])
-    with Door(settings), refuses(ConfigError, "cluster-certificate", settings.head):
+    with Door(settings), refuses(ConfigError, "cluster-certificate", settings.head, "another authority"):
         connect_to_head(at_door(settings.port, certificate=texts["other"]))
 
 

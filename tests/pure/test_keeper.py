@@ -236,7 +236,7 @@ async def test_after_failures_in_a_row_it_stays_down_and_says_why(monkeypatch: p
             clock.now += 1
             await asyncio.sleep(0.01)
         assert members["one"].told.count("start") == FAILURES
-        with refuses(HttpError, "model-down", "'one'"):
+        with refuses(HttpError, "model-down", "'one'", "no cause"):
             await ask(keeper, "one")
         await ask(keeper, "two")
         members["one"].broken = False
