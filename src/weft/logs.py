@@ -22,6 +22,14 @@ request_id: ContextVar[str] = ContextVar("request_id", default="")  # of the HTT
 _our_level = ""  # value of the variable if we have set it, not the user
 
 
+def event_fields(code: str, **values: object) -> dict[str, dict[str, object]]:
+    """`extra` of a line about an event that tests or programs look for: its code, and its values.
+
+    The code stays when the line is reworded. In a JSON line they are fields.
+    """
+    return {"fields": {"code": code, **values}}
+
+
 class Printable(logging.Formatter):
     """Formatter that lets no control character reach the terminal, whatever names are logged."""
 
@@ -32,7 +40,7 @@ class Printable(logging.Formatter):
 class JsonLines(logging.Formatter):
     """Formatter of one JSON object a line: time, level, logger, message, process, and the request's id if there is one.
 
-    `extra={"fields": {...}}` adds fields.
+    `extra={"fields": {...}}` adds fields; `event_fields` makes them for a line with a code.
     """
 
     def format(self, record: logging.LogRecord) -> str:

@@ -45,7 +45,7 @@ def test_only_this_machine_is_attacked() -> None:
     for url in ("http://10.0.0.1:8000", "http://example.org", "http://0.0.0.0:80", "nonsense:"):
         with pytest.raises(ArgumentTypeError, match=r"127\.0\.0\.1"):
             loopback(url)
-    with pytest.raises(ArgumentTypeError, match="'nothing' is no case"):
+    with pytest.raises(ArgumentTypeError, match="'nothing'"):
         known_cases("garbage,nothing")
 
 

@@ -19,7 +19,8 @@ import torch
 
 from tests.cpu import checkpoints, fake_flashinfer, fake_varlen
 from tests.cpu.attention import ragged, shaped
-from tests.refusals import refuses
+from tests.log_events import logged
+from tests.refusals import has_values, refuses
 from weft import LLM, SamplingParams, kernels
 from weft.errors import ConfigError
 from weft.kernels import attention_inputs, contest, create_kernels, flashinfer, triton, usable, varlen
@@ -310,10 +311,10 @@ def test_flashinfer_whose_kernels_cannot_be_built_says_so(
         raise RuntimeError("Ninja build failed:\n[1/2] nvcc ...\nsh: nvcc: not found\n")
 
     monkeypatch.setattr(sys.modules["flashinfer"], "BatchDecodeWithPagedKVCacheWrapper", broken)
-    refused("flashinfer", "cannot be built", "nvcc: not found")
+    refused("flashinfer", "nvcc: not found")
     with caplog.at_level("INFO", "weft"):
         assert fastest(shaped(torch.float16)).name == "triton"
-    assert "the Triton kernels take their place" in caplog.text
+    assert logged(caplog, "attention-backend-replaced") == [{"backend": "flashinfer", "instead": "triton"}]
 
 
 def test_triton_refuses_what_the_planner_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,8 +372,11 @@ def test_the_faster_one_is_taken_and_both_figures_are_told(
     with caplog.at_level(logging.INFO, "weft"):
         assert contest.measure_fastest(both(shape), CPU, shape, clock) == won
     torch.testing.assert_close(*outs)  # the same rows of the same cache
-    assert f"3 rows over 40 tokens: flashinfer {times[0] * 1e6:.0f} us, triton {times[1] * 1e6:.0f} us" in caplog.text
-    assert f"--attention-backend {won} is used" in caplog.text
+    figures = dict(zip(RIVALS, times, strict=True))
+    assert logged(caplog, "attention-backends-compared") == [
+        {"rows": 3, "tokens": 40, "seconds": figures, "fastest": won}
+    ]
+    has_values(caplog.text, *(f"{seconds * 1e6:.0f} us" for seconds in times), f"--attention-backend {won}")
 
 
 def test_backends_that_cannot_be_measured_are_not_kept(caplog: pytest.LogCaptureFixture) -> None:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tests.cpu import checkpoints, published
 from tests.cpu.describing import ask_here
 from tests.cpu.test_published import written
+from tests.pure.commands import refused_line
 from tests.pure.gguf_files import write_model
 from tests.pure.shapes import dense_shape
 from tests.refusals import refuses
@@ -145,8 +146,7 @@ def test_the_command_says_what_it_has_written(model: Path, tmp_path: Path, capsy
     assert [line.partition(":")[0] for line in lines[:2]] == [str(target / sharded.file_name(rank)) for rank in (0, 1)]
     assert "--load-format sharded_state --tensor-parallel-size 2" in lines[2]
     assert (target / "config.json").exists()
-    assert dispatch(["shard", str(model)]) == 2
-    assert "weft shard takes a model and a directory" in capsys.readouterr().err
+    refused_line(["shard", str(model)], 2, "shard-arguments")
 
 
 def test_other_tools_read_the_files(folder: Path) -> None:

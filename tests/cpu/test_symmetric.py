@@ -17,6 +17,7 @@ import torch.distributed as dist
 from fake_worker import make_plan
 from trial_worker import HERE
 
+from tests.log_events import logged, logged_json
 from tests.refusals import refuses
 from weft.comm import symmetric, trial
 from weft.comm.base import add_up
@@ -50,8 +51,9 @@ def test_the_group_falls_back(group: dist.ProcessGroup, store: dist.Store, caplo
     comm = join(group, store)
     assert type(comm) is DistributedGroup
     assert torch.equal(comm.sum(torch.arange(8.0)), torch.arange(8.0))
-    (line,) = caplog.messages
-    assert "NCCL alone" in line and " cpu (rank 0)" in line
+    assert len(caplog.messages) == 1
+    (event,) = logged(caplog, "no-symmetric-memory")
+    assert " cpu (rank 0)" in event["reason"]
 
 
 # --- what torch's rendezvous makes ---
@@ -226,14 +228,15 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessExecutor]:
 
 
 def test_ranks_fall_back_where_one_fails_while_others_wait_for_it(
-    executor: ProcessExecutor, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    executor: ProcessExecutor, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("WEFT_LOG_FORMAT", "json")
     plan = msgspec.structs.replace(make_plan(tensor=2), model="fail 1", checkpoint=str(tmp_path))
     executor.start(plan)
     executor.close()
     # Rank 0 too has found nobody there, and is the first to say so.
-    said = capfd.readouterr().err
-    assert said.count("Sums go through NCCL alone: no symmetric memory: ") == 1 and "(rank 0)" in said
+    (event,) = logged_json(capfd.readouterr().err.splitlines(), "no-symmetric-memory")
+    assert "(rank 0)" in event["reason"]
 
 
 @pytest.mark.parametrize("who", ["1", "all"])

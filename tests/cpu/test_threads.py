@@ -152,7 +152,7 @@ def test_a_stream_cannot_be_awaited_and_says_what_can(llm: LLM) -> None:
         async for _ in llm.stream("a", GREEDY):  # type: ignore[attr-defined]
             pass
 
-    with pytest.raises(TypeError, match=r"AsyncLLM.*async for"):
+    with pytest.raises(TypeError, match="AsyncLLM"):
         asyncio.run(wrong())
     assert at_rest(llm)
 

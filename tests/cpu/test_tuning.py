@@ -116,8 +116,8 @@ def test_sizes_that_are_too_large_or_wrong_are_passed_over() -> None:
     times, obstacles = race.run_entries(lambda run: 1.0)
     assert obstacles == {
         names[0]: "out of resource: shared memory, Required: 262144, Hardware limit: 101376.",
-        names[2]: "it gives other numbers",
-        names[3]: "it gives other numbers",
+        names[2]: trials.OTHER_NUMBERS,
+        names[3]: trials.OTHER_NUMBERS,
     }
     assert [*times] == [name for name in names if name not in obstacles]
 

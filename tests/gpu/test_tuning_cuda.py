@@ -11,6 +11,7 @@ import torch
 
 from tests.cpu import tiny
 from tests.cpu.attention import shaped
+from tests.log_events import logged
 from weft import LLM, SamplingParams
 from weft.kernels import create_kernels
 
@@ -72,12 +73,12 @@ def test_sizes_are_measured_kept_and_used(
         with capsys.disabled():
             print("\n" + what, *(f"{1e6 * took:9.1f} us  {name}" for name, took in times.items()), sep="\n  ")
             print("".join(f"  passed over: {name}: {why}\n" for name, why in obstacles.items()), end="")
-        assert not any("other numbers" in why for why in obstacles.values())
+        assert trials.OTHER_NUMBERS not in obstacles.values()
 
     found = trials.measure_tunings(shape, CUDA, tell=tell)
     assert len(ran) == 5 and min(ran) >= 3 and [*found.decode] == [1, 8, 64]
     saved_tunings.save_tunings(CUDA, shape, found)
     with caplog.at_level(logging.INFO, "weft"):
         attention = create_kernels("triton", CUDA, shape).attention
-    assert "the fastest when they were measured" in caplog.text
+    assert logged(caplog, "measured-sizes")
     assert attention.tunings == found  # type: ignore[attr-defined]

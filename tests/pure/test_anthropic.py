@@ -252,8 +252,9 @@ async def test_a_body_without_max_tokens_is_refused() -> None:
 async def test_keys_and_other_errors_are_in_anthropic_s_shape() -> None:
     world = World(api_key=("secret",))
     async with client(world, "wrong") as api:
-        with pytest.raises(anthropic.AuthenticationError, match="API key"):
+        with pytest.raises(anthropic.AuthenticationError) as refused:
             await api.messages.create(**ASK)
+    assert refused.value.response.json()["error"]["type"] == "authentication_error"
     async with client(world, "secret") as api:  # x-api-key
         assert (await api.messages.create(**ASK)).content
         with pytest.raises(anthropic.NotFoundError, match="other"):

@@ -12,6 +12,7 @@ from tests.pure.costs import cut
 from tests.pure.machines import FOUR, MEASURED, host, plan, rig
 from tests.pure.simulations import load, run
 from tests.pure.test_execution import run as run_engine
+from tests.pure.test_export_gaps import exported_gaps
 from weft.architectures.shape import ModelShape
 from weft.formats.catalogue import find
 from weft.hardware.cluster import parse_gpus
@@ -282,4 +283,6 @@ def test_vllm_deals_experts_to_all_ranks_or_none() -> None:
     words = "plan Qwen3-30B-A3B --gpus 4xH100 -tp 2 -dp 2 -ep --expert-parallel-size 2 --emit vllm"
     status, out, _ = weft(*words.split())
     assert status == 0 and "expert-parallel-size" not in out
-    assert "cannot run TP 2 x DP 2 x EP 2 x MoE TP 2" in out.replace("\n#   ", " ")
+    (gap,) = exported_gaps(words.replace("plan", "vllm").replace(" --emit vllm", ""))
+    assert (gap.code, gap.values["wanted"]) == ("plan_replaced", "TP 2 x DP 2 x EP 2 x MoE TP 2, bf16")
+    assert str(gap) in out.replace("\n#   ", " ")

@@ -90,7 +90,7 @@ def test_stages_wait_for_each_other_less_in_short_steps() -> None:
     run, own = replica("Llama-3.1-70B", "8xH100", 8)
     work = Workload(input_len=1024, output_len=256)
     first, *_ = list(token_budgets(run, own, 8192))
-    assert first.tokens == 512 and "GPUs of the pipeline" in first.reason
+    assert (first.tokens, first.bound) == (512, "pipeline")
     assert run.throughput(384, work, first.tokens) > 1.3 * run.throughput(384, work, 2048)
 
 
@@ -115,12 +115,13 @@ def test_the_kv_cache_keeps_its_room(model: str, gib: float, gpu: str) -> None:
 
 
 def test_the_reason_says_which_bound_it_is() -> None:
-    assert "the goal is 250 ms at most" in best("Qwen3-8B", "1xH200").reason
-    assert "no larger piece" in best("Qwen3-0.6B", "1xH200").reason
-    assert "smaller pieces would be slower" in best("Llama-3.1-8B", "1xRTX3060").reason
+    pause = best("Qwen3-8B", "1xH200")
+    assert pause.bound == "pause" and "250 ms" in pause.reason
+    assert best("Qwen3-0.6B", "1xH200").bound == "limit"
+    assert best("Llama-3.1-8B", "1xRTX3060").bound == "weights"
     small = msgspec.structs.replace(find_gpu("H200"), memory_bytes=int(3.6 * 2**30))
     found = memory("Qwen3-0.6B", Cluster((Node((small,), "pcie"),), 1.0))
-    assert found.batched_tokens < 16_384 and "3% of the KV cache" in found.batched_reason
+    assert found.batched_tokens < 16_384 and f"{KV_SHARE_FOR_STEP:.0%}" in found.batched_reason
 
 
 def test_a_flag_is_obeyed_and_other_engines_keep_their_own() -> None:

@@ -60,7 +60,7 @@ def test_serve(url: str, tmp_path: Path) -> None:
     words = ["serve", "--base-url", f"{url}/v1", "--num-prompts", "5", "--output-len", "3", "--request-rate", "1000"]
     status, out, _ = said(*words, "--goodput", "ttft:60000", "--save-result", str(path))
     assert status == 0
-    assert re.search(r"\bm at /v1/completions: 5 .*\b1000 ", out)
+    assert re.search(r"\bm\b.* /v1/completions: 5 .*\b1000 ", out)
     assert re.search(r"\b5 of 5\b", out) and re.search(r"\b100 % .*\bttft 60000 ms", out)
     result = json.loads(path.read_text())
     assert (result["completed"], result["total_output_tokens"], result["request_rate"]) == (5, 15, 1000)
@@ -129,7 +129,7 @@ def test_sweep(url: str, tmp_path: Path) -> None:
     status, out, err = said(*words, str(tmp_path / "a.json"), "--max-concurrency", "4,1,2")
     assert status == 0
     lines = out.splitlines()
-    assert lines[0].startswith("m: 4 requests each") and [line.split()[0] for line in lines[3:6]] == ["1", "2", "4"]
+    assert lines[0].startswith("m: 4 ") and [line.split()[0] for line in lines[3:6]] == ["1", "2", "4"]
     assert "o median TTFT   + p95 TTFT   x p95 TPOT" in out
     assert len(err.splitlines()) == 3
     status, out, _ = said(*words, str(tmp_path / "b.json"), "--request-rate", "500,inf", "--json")

@@ -15,12 +15,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.log_events import logged
 from tests.pure.commands import refused_line, weft, weft_json
 from tests.pure.joining import at_door, free_port
 from tests.pure.machines import gpu, host, rig
 from tests.pure.machines import plan as plan_on
 from tests.pure.test_nodes import FINE, facts
-from tests.refusals import refuses
+from tests.refusals import has_values, refuses
 from weft.cache import cache_path
 from weft.cluster import assembly, door, examination, ray_cluster
 from weft.cluster.measured import FILE, MeasuredCluster, load_cluster, store_cluster
@@ -98,7 +99,7 @@ def test_a_network_that_is_cut_everywhere_is_said_in_time(monkeypatch: pytest.Mo
 def test_a_node_that_is_not_reached_is_named_in_a_replica_without_the_first_nodes() -> None:
     cut = Speed(first=3, second=2, problem="10.0.0.3:5: timed out")
     [failure] = failures([facts(0), facts(2, machine="b"), facts(3, machine="c")], [cut], "fetch")
-    assert failure.startswith("node 3 (host3") and "does not reach node 2 (host2" in failure
+    has_values(failure, "node 3 (host3", "node 2 (host2")
 
 
 def test_replicas_are_kept_as_one_cluster(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +129,7 @@ def test_a_node_that_hangs_is_no_node_that_has_gone(monkeypatch: pytest.MonkeyPa
     with own, theirs:
         theirs.sendall(framing.encode_frame(Join(facts(1), 0)))
         node = door.JoinedNode(own)
-        with refuses(ConfigError, "node-not-answering", "node 1", "nothing came from it within 0.2 s"):
+        with refuses(ConfigError, "node-not-answering", "node 1", " 0.2 s"):
             node.ask(TellTime())
 
 
@@ -289,14 +290,14 @@ def test_a_cluster_that_refuses_without_a_word(
         monkeypatch.setattr(logging.getLogger("weft"), "propagate", True)
         fake_ray(monkeypatch, ConnectionError(f"Failed to connect to Ray cluster at {address}"))
         for environment in ({"RAY_ADDRESS": address}, {}):
-            with refuses(ConfigError, "ray-token", "does not let this program in", "RAY_AUTH_MODE=token"):
+            with refuses(ConfigError, "ray-token", "RAY_AUTH_MODE=token"):
                 ray_cluster.connect(environment)
     with refuses(ConfigError, "no-ray-cluster", address):  # nobody listens there any more
         ray_cluster.connect({"RAY_ADDRESS": address})
     # One that has crashed, and left its address, is no reason not to start another one: `fake_ray` fails again.
     with refuses(ConfigError, "no-ray-cluster", "this machine"):
         ray_cluster.connect({})
-    assert "starting a local one" in caplog.text
+    assert logged(caplog, "local-ray-cluster")
 
 
 def test_a_stranger_does_not_fill_the_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +309,7 @@ def test_a_stranger_does_not_fill_the_log(caplog: pytest.LogCaptureFixture, monk
             with socket.create_connection(("127.0.0.1", settings.port)) as stranger:
                 stranger.sendall(b"x" * 40)
                 assert stranger.recv(1) == b"", "it is closed"
-    assert sum("a connection from 127.0.0.1 is refused" in line for line in caplog.messages) == 1
+    assert logged(caplog, "peer-refused") == [{"peer": "127.0.0.1"}]
     clock = [0.0]
     monkeypatch.setattr(secure, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(secure, "MOST_PEERS", 2)

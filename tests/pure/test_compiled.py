@@ -15,7 +15,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.log_events import logged
 from tests.pure.machines import plan
+from tests.refusals import has_values
 from weft.cache import distrust_reason
 from weft.executors.ranks import compile_ahead
 from weft.native import build, library
@@ -101,7 +103,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "")
     wait_for(build.build_ahead("bfloat16"))
-    with pytest.raises(FileNotFoundError, match="install g"):
+    with pytest.raises(FileNotFoundError, match=r"g\+\+"):
         build.build_library("bfloat16")
 
 
@@ -167,9 +169,9 @@ def test_a_stopped_process_is_not_waited_for(cache: Path, tmp_path: Path, stoppe
     path, holder = ends[0][0], f"process {stopped.pid} on {os.uname().nodename}"
     assert ends[1][0] == path and path.read_text() == "made\n"
     for _, told in ends:
-        assert f"Waiting for the CPU kernels, which {holder} compiles (it holds {cache}/" in told
+        has_values(told, holder, f"{cache}/")
     # One of them at least: the other may have begun to wait later, and found what that one built.
-    assert any(f"compiled again: {holder} did not finish in " in told for _, told in ends)
+    assert any(told.count(holder) == 2 for _, told in ends)
     assert calls(tmp_path / "calls") == 2 * PARTS + 1
     stopped.send_signal(signal.SIGCONT)
     assert end(stopped) == (path, "") and path.read_text() == "made\n"
@@ -247,7 +249,7 @@ def test_files_that_others_can_write_are_not_loaded(
         said = r" user \d+, .* XDG_CACHE_HOME"
     else:
         place.chmod(0o777)
-        said = r"other users \(mode 777\).* `chmod go-w` .* XDG_CACHE_HOME"
+        said = r"\b777\b.* `chmod go-w` .* XDG_CACHE_HOME"
     with pytest.raises(OSError, match=said) as error:
         library.open_library(path)
     assert "\n" not in str(error.value)
@@ -255,7 +257,7 @@ def test_files_that_others_can_write_are_not_loaded(
         build.load_library("bfloat16")
     assert calls(log) == before
     # Nor by whoever measures for a plan, which says so and goes on.
-    assert library.built_library() == "" and "are not loaded" in caplog.text
+    assert library.built_library() == "" and len(logged(caplog, "cpu-kernels-not-loaded")) == 1
 
 
 def test_a_folder_of_everybody_above_the_cache_is_refused_unless_it_is_sticky(
@@ -267,7 +269,7 @@ def test_a_folder_of_everybody_above_the_cache_is_refused_unless_it_is_sticky(
     tmp_path.chmod(0o770)  # of a home with a group of its own
     assert distrust_reason(path) is None
     tmp_path.chmod(0o777)
-    assert "other users" in str(distrust_reason(path))
+    assert "777" in str(distrust_reason(path))
 
 
 def test_files_are_ours_alone_whatever_the_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +308,7 @@ def test_a_damaged_library_is_built_anew(
     with pytest.raises(OSError, match="damaged: its digest"):
         library.open_library(path)
     assert build.build_library("bfloat16") == path and path.read_text() == "made\n"
-    assert calls(log) == before + PARTS + 1 and "are damaged and are built again" in caplog.text
+    assert calls(log) == before + PARTS + 1 and logged(caplog, "cpu-kernels-damaged") == [{"path": str(path)}]
     assert library.built_library() == str(path)
 
 

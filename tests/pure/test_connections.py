@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 
+from tests.log_events import logged
 from tests.pure.servers import PATIENCE_S, weft_server
 from tests.pure.worlds import FakeEngine, World, endless
 from weft.serving import admission
@@ -119,7 +120,7 @@ async def test_bytes_that_are_not_http_are_refused_as_json(sent: bytes) -> None:
     async with weft_server(World()) as live:
         client = await live.connect()
         await client.send(sent)
-        assert "not valid HTTP" in refusal(await client.rest(), 400, "invalid_http")
+        refusal(await client.rest(), 400, "invalid_http")
 
 
 async def test_an_upgrade_is_ignored_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
@@ -220,7 +221,7 @@ async def test_slow_heads_and_silent_clients_are_given_up() -> None:
 
         dripping = asyncio.create_task(drip())
         assert await silent.rest() == b""
-        assert "head is not complete" in refusal(await slow.rest(), 408, "request_timeout")
+        assert " 0.2 s" in refusal(await slow.rest(), 408, "request_timeout")
         assert await kept.rest() == b""
         await dripping
 
@@ -236,7 +237,7 @@ async def test_a_body_without_a_byte_is_given_up_and_a_slow_one_is_not() -> None
             await slow.send(bytes([byte]))
             await asyncio.sleep(0.02)
         assert (await slow.answer())[0] == 200
-        assert "no byte of its body" in refusal(await stuck.rest(), 408, "request_timeout")
+        assert " 0.5 s" in refusal(await stuck.rest(), 408, "request_timeout")
 
 
 async def test_a_long_answer_is_no_silence_of_the_client() -> None:
@@ -339,8 +340,8 @@ async def test_over_the_limit_only_probes_are_answered(caplog: pytest.LogCapture
                 await again.send(MODELS)
                 status, _, _ = await again.answer()
         assert status == 200
-    (line,) = [record.getMessage() for record in caplog.records if "connections are open" in record.getMessage()]
-    assert line.startswith("2 connections are open")
+    (event,) = logged(caplog, "too-many-connections")
+    assert event["limit"] == 2 and event["refused"] >= 1
 
 
 async def test_unfinished_bodies_are_bounded_together() -> None:

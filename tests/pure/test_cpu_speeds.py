@@ -303,7 +303,7 @@ def test_kernels_that_do_not_run_are_no_reason_to_stop(
     assert f"{tmp_path}/broken.so" in caplog.text
     # And so others run, of which nothing is known but the usual.
     assert cpus.cpu_kernel_speed(SETS["zen 5"], found) is None
-    assert own_kernels(found).endswith("Delete broken.so in Weft's cache")
+    assert "broken.so" in own_kernels(found)
 
 
 def test_an_instruction_that_a_cpu_lacks_is_no_reason_to_stop(

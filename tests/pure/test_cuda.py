@@ -60,7 +60,7 @@ def test_an_unknown_order_of_cuda_is_told(
 ) -> None:
     monkeypatch.setattr(cuda, "visible_uuids", lambda: shown)
     assert named(OTHERWISE, tmp_path) == [(0, "3060"), (1, "4090")]
-    assert "set CUDA_DEVICE_ORDER=PCI_BUS_ID" in caplog.text
+    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in caplog.text
 
 
 def test_one_gpu_needs_no_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

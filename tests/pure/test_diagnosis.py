@@ -14,6 +14,7 @@ from tests.pure.fake_nvml import Card, FakeNvml
 from tests.pure.machines import MEASURED, host
 from tests.pure.shapes import SMOLLM2
 from tests.pure.worlds import PLAN
+from tests.refusals import has_values
 from weft.core.identity import RequestIdentity
 from weft.core.params import SamplingParams
 from weft.core.request import Request, Stats
@@ -89,7 +90,6 @@ def test_ranks_that_wait_for_each_other_a_little_are_healthy() -> None:
 def test_a_rank_that_is_slowed() -> None:
     (finding,) = ranks_of(EVEN, counters(0, 3.0, 0.5, 6.0), counters(1, 9.0, 0.5, 0.0))
     assert finding.code == "straggler" and finding.value == pytest.approx(9.5 / 3.5) and finding.ranks == (1,)
-    assert "rank 1" in finding.text and "more slowly" in finding.text
     # SmolLM2 has three KV heads: a stage is cut in these.
     assert re.search(r"\brank 1 on here\b.*, or restart with --tensor-split 2,1$", finding.remedy)
 
@@ -110,8 +110,8 @@ def test_an_uneven_split_of_equal_ranks() -> None:
     weights = weights_of((uneven,))[0]
     slow, fast = (one / 1e7 for one in (max(weights), min(weights)))
     (finding,) = ranks_of(uneven, counters(0, fast, 0.1, slow - fast), counters(1, slow, 0.1, 0.0))
-    assert finding.code == "straggler" and "times the work" in finding.text and finding.change is not None
-    assert finding.change.tensor_split == (1, 1) and "free the device" not in finding.remedy
+    assert finding.code == "straggler" and finding.change is not None
+    assert finding.change.tensor_split == (1, 1) and "rank 1" not in finding.remedy, "the device is well"
 
 
 def test_a_split_for_unequal_devices_is_healthy() -> None:
@@ -238,7 +238,7 @@ def test_a_cache_without_room() -> None:
 
 def test_room_that_is_kept_for_requests_that_run() -> None:
     (finding,) = loads(EVEN, *grown(replace(FULL, blocks_used=70), starved=0.9))
-    assert finding.code == "kv_starved" and "5 requests are queued" in finding.text
+    assert finding.code == "kv_starved" and re.search(r"\b5\b", finding.text)
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ def test_a_gpu_whose_clock_is_low() -> None:
     (finding,) = diagnose(gpu_history(slow))
     assert finding.code == "throttled" and finding.value == pytest.approx(900 / 1980) and "airflow" in finding.remedy
     capped = replace(slow, figures=figures(throttle=("power cap",), sm_clock_mhz=900, power_limit_w=350.0))
-    assert "--power-limit, now 350 W" in diagnose(gpu_history(capped))[0].remedy
+    has_values(diagnose(gpu_history(capped))[0].remedy, "--power-limit", "350 W")
     assert diagnose(gpu_history(replace(capped, most_clock_mhz=1000))) == [], "a cap that takes a tenth"
     assert diagnose(gpu_history(replace(slow, figures=figures(sm_clock_mhz=210)))) == [], "an idle card"
 

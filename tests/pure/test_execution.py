@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.pure.commands import parsed, weft, weft_json
+from tests.pure.commands import parsed, refused_line, weft_json
 from tests.pure.machines import FOUR, H100, NOTHING, SIX, T4, THREE, checkpoint, host, rig
 from tests.refusals import has_values, refusals, refuses
 from weft.config import EngineConfig
@@ -621,7 +621,5 @@ def test_a_plan_may_be_limited_but_not_twice(saved: Any) -> None:
 
 
 def test_a_bad_plan_is_one_line(tmp_path: Path) -> None:
-    status, _, err = weft("serve", "--plan", str(tmp_path / "none"))
-    assert status == 1
-    assert err.count("\n") == 1 and err.startswith("weft: error: cannot read the plan")
+    refused_line(["serve", "--plan", str(tmp_path / "none")], 1, "cannot-read-plan", str(tmp_path / "none"))
     assert plan_file.FORMAT == 2

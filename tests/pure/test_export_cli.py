@@ -192,7 +192,7 @@ def test_the_book_s_json_names_the_model_and_the_port(config: Any) -> None:
     assert "weft serve Qwen/Qwen2.5-72B-Instruct" in out and "--port 8123" in out
     assert "VLLM_HOST=http://127.0.0.1:8123" in out
     for key in BOOK:
-        assert f"{key} is only in the book" in err
+        assert f"{key} " in err
     has_values(err, "vram_tier >=48gb", "RTX 4090", "16-24gb")
 
 
@@ -201,7 +201,8 @@ def test_the_matching_one_of_two_instances_is_taken(config: Any) -> None:
     for model, tag, port in (("Llama-3.1-8B-Instruct", "llama3.1:8b", 8001), ("", "qwen2.5:14b", 8000)):
         status, out, err = emit("infernet", f"{model} --gpus 2xRTX4090", "--infernet-config", path)
         assert status == 0 and f"--served-model-name {tag} " in out and f"--port {port}" in out
-        assert f"INFERNET_ENGINE_MODEL={tag}\n" in out and f"this is for {tag}" in err
+        assert f"INFERNET_ENGINE_MODEL={tag}\n" in out
+        has_values(err, tag, next(one for one in TWO["served_models"] if one != tag))
     # A tag stands for the model that answers.
     assert "weft serve Qwen/Qwen2.5-14B-Instruct" in out
 
@@ -224,7 +225,9 @@ def test_settings_that_the_node_reads_give_no_warning(config: Any) -> None:
 def test_two_instances_of_one_model_are_none_of_another(config: Any) -> None:
     same = [{"host": f"http://localhost:{port}", "model": "qwen2.5:14b"} for port in (8000, 8001)]
     status, _, err = emit("infernet", "--gpus 1xA100", "--infernet-config", config({"vllm_instances": same}))
-    assert status == 0 and "cannot be served by the same node" not in err and "a node uses one server" in err
+    assert status == 0
+    (line,) = err.splitlines()
+    assert "vllm_instances" in line
 
 
 @pytest.mark.parametrize(
@@ -363,7 +366,7 @@ def test_a_slice_is_named_and_not_numbered(engine: str, tmp_path: Path, monkeypa
     monkeypatch.setattr("weft.cli.plan.described_cluster", lambda said: here)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     status, out, err = emit(engine, "Qwen3-0.6B")
-    assert status == 0 and "CUDA_VISIBLE_DEVICES=MIG-a " in out and "MIG slice" not in err
+    assert status == 0 and "CUDA_VISIBLE_DEVICES=MIG-a " in out and err == ""
 
 
 def test_slices_that_are_elsewhere_are_to_be_named(tmp_path: Path) -> None:
@@ -404,4 +407,4 @@ def test_on_a_cpu_weft_makes_the_weights_itself(typed: str, said: list[str], mon
     assert all(it in out for it in said)
     assert ("--quantization" in out) == any("--quantization" in it for it in said)
     status, out, err = emit("vllm", "Qwen3-0.6B")
-    assert status == 3 and "vLLM for CPUs is a separate installation" in err
+    assert (status, out) == (3, "") and "vLLM" in err and "--gpus" in err

@@ -55,7 +55,7 @@ async def test_ollama_s_client() -> None:
             assert "".join(part.response or "" for part in parts) == "due" and parts[-1].done
         assert (await api.show("one:latest")).modelinfo
         assert len(two.engine.requests) == 4
-        with pytest.raises(ollama.ResponseError, match="does not exist") as caught:
+        with pytest.raises(ollama.ResponseError, match="three") as caught:
             await api.chat("three", HI)
         assert caught.value.status_code == 404
         assert (await live.client.get("/")).text == "Ollama is running"

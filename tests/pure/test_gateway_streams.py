@@ -15,6 +15,7 @@ from tests.pure.servers import Exchange
 from tests.pure.test_continued_answers import world
 from tests.pure.test_gateway_continues import replicas, soon
 from tests.pure.worlds import HI, refused
+from tests.refusals import refuses
 from weft.gateway import completion
 from weft.gateway.events import EVENT_BYTES
 from weft.gateway.marked import MarkedAnswer
@@ -242,7 +243,7 @@ async def test_states_that_no_stream_has(state: dict[str, Any]) -> None:
 def test_parts_without_a_mark_take_bounded_memory() -> None:
     answer = MarkedAnswer(APIS["/api/chat"], continuable=True)
     answer.push(b'{"weft":{}}\n')
-    with pytest.raises(UpstreamError, match="more than"):
+    with refuses(UpstreamError, "event-too-large", EVENT_BYTES):
         for _ in range(EVENT_BYTES // 1000 + 1):
             assert not answer.push(b'{"message":"' + b"x" * 1000 + b'"}\n')
             answer.check()

@@ -22,6 +22,7 @@ from scripts.gpu.results import Results, Row, exit_status, judged
 from scripts.gpu.shapes import SHAPES
 from scripts.gpu.tasks import GpuTests, Setup, Work, sanitizer_errors
 from scripts.gpu.work import MEASUREMENTS, Figure, profile
+from tests.refusals import has_values
 from weft.bench.workload import nano_vllm
 
 ROOT = Path(__file__).parents[2]
@@ -59,9 +60,8 @@ def test_the_checklist_names_parts_that_exist() -> None:
 @pytest.mark.parametrize("words", [["speeed"], ["first", "speeed", "--rehearse"]])
 def test_an_unknown_part(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main(words) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        f"gpu_check: 'speeed' is no part; parts are {' '.join(PARTS)}, and report, wheels"
-    ]
+    (line,) = capsys.readouterr().err.splitlines()
+    has_values(line, "'speeed'", " ".join(PARTS), "report", "wheels")
 
 
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,7 +75,7 @@ def test_results_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     (tmp_path / "file").touch()
     monkeypatch.setenv("RESULTS", str(tmp_path / "file"))
     assert gpu_check.main(["first"]) == 2
-    assert "results cannot be written into" in capsys.readouterr().err
+    assert str(tmp_path / "file") in capsys.readouterr().err
     monkeypatch.setattr(needs.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 5_000_000}))
     assert re.search(r"\b5 MB.*\b200 MB", str(needs.obstacle_of_folder(tmp_path)))
 
@@ -95,7 +95,7 @@ def test_packages_and_files_that_are_missing(tmp_path: Path) -> None:
     assert words is not None and re.search(r"\bsanitize .*\bpyyaml pytest\b.*\bpython3\b", words)
     assert needs.obstacle_of_packages("sanitize", sanitize, "python3", lambda module: True) is None
     asks = replace(sanitize, programs=("no-such-program",))
-    assert "no-such-program on PATH" in str(needs.obstacle_of_files("sanitize", asks, None))
+    assert "no-such-program" in str(needs.obstacle_of_files("sanitize", asks, None))
     assert "sums_worker.py" in str(needs.obstacle_of_files("ranks", PARTS["ranks"].needs, None, tmp_path))
     assert "--vllm FOLDER" in str(needs.obstacle_of_files("peers", peers, None))
     assert "vllm/__init__.py" in str(needs.obstacle_of_files("peers", peers, tmp_path))
@@ -211,7 +211,7 @@ def test_a_part_without_time_is_unfinished(tmp_path: Path, monkeypatch: pytest.M
 def test_report_writes_measured_parts_between_its_markers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    assert report.main([], tmp_path) == 2 and "no measured results" in capsys.readouterr().err
+    assert report.main([], tmp_path) == 2 and str(tmp_path) in capsys.readouterr().err
     made = Results(tmp_path, "first", ABOUT)
     made.add(Row("t", "speed", 25_123.4, "tok/s", target=24_000, roofline=37_900, ratio=0.6629, ok=True))
     Results(tmp_path, "speed", {**ABOUT, "rehearsed": True}).add(Row("t", "made up", 1.0, "tok/s"))
@@ -220,7 +220,7 @@ def test_report_writes_measured_parts_between_its_markers(tmp_path: Path, capsys
     assert "| speed | 25,123 | tok/s | 37,900 | 0.66 | 24,000 | ok |" in text
     assert "made up" not in text and "old" not in text
     assert text.startswith("before\n") and text.endswith("after\n")
-    assert "speed was rehearsed" in capsys.readouterr().err
+    assert "speed" in capsys.readouterr().err
     assert report.BEGIN in report.PAGE.read_text() and report.END in report.PAGE.read_text()
 
 
@@ -242,7 +242,7 @@ def test_wheels_are_cut_verified_and_joined(tmp_path: Path) -> None:
     assert Path(install_wheels.join(row, tmp_path, tmp_path)).read_bytes() == b"0123456789" * 25
     (tmp_path / row["pieces"][1]["file"]).write_bytes(b"damaged")
     done = subprocess.run([sys.executable, tmp_path / "install.py", tmp_path], capture_output=True, text=True)
-    assert done.returncode == 1 and "is damaged; copy it again" in done.stderr
+    assert done.returncode == 1 and row["pieces"][1]["file"] in done.stderr and "Traceback" not in done.stderr
     with pytest.raises(wheels.DownloadError):
         wheels.fetch(tmp_path, [(["absent"], True)], tags, 100, pip)
 
@@ -265,7 +265,7 @@ def test_vllm_comes_without_torch(tmp_path: Path) -> None:
 def test_wheels_refuses_what_it_cannot_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert wheels.main(["folder", "--piece", "60 potatoes"]) == 2
     assert wheels.main(["folder", "--python", "two"]) == 2
-    assert capsys.readouterr().err.count("give one as in") == 2
+    has_values(capsys.readouterr().err, "'60 potatoes'", "60MB", "'two'", "3.12")
     kept = ("flashinfer-python", "nvidia-ml-py", "transformers", "nvidia-cudnn-frontend", "torchvision")
     assert not any(wheels.HAD.match(name) for name in kept)
     assert all(wheels.HAD.match(name) for name in ("torch", "triton", "nvidia-cublas", "nvidia-nccl-cu13"))

@@ -11,6 +11,7 @@ import pytest
 
 from tests.pure.commands import weft, weft_json
 from tests.pure.machines import FOUR, NOTHING, checkpoint, expected, rig
+from tests.pure.test_export_gaps import exported_gaps
 from tests.refusals import has_values, refuses
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
@@ -20,7 +21,7 @@ from weft.plan.memory import LOGITS_BYTES
 from weft.plan.plan import DraftModel, Plan, Speculation
 from weft.planner import execution
 from weft.planner.execution import plan_to_run
-from weft.planner.forecast import forecast_plan, load_report, predicted_json, request_report
+from weft.planner.forecast import SPECULATIVE, forecast_plan, load_report, predicted_json, request_report
 
 NGRAM, DRAFT = '{"method": "ngram"}', '{"model": "Qwen3-0.6B"}'
 VOCAB = 151936  # of Qwen3
@@ -70,15 +71,14 @@ def test_the_gain_of_speculation_is_not_predicted_and_told_so() -> None:
     assert told["note_codes"] == ["speculation_not_predicted", "draft_model_memory"]
     first, second = told["notes"]
     assert "1 to 5 tokens" in first
-    assert "Qwen3-0.6B" in second and "rank 0" in second and "1.2 GB" in second and "114,688 of the 262,144" in second
-    assert ") without speculative decoding" in weft(*words)[1]
+    has_values(second, "Qwen3-0.6B", "rank 0", "1.2 GB", "114,688", "262,144")
     guessing = expected(max_model_len=64)
     guessing.__dict__["plan"] = msgspec.structs.replace(guessing.plan, speculation=Speculation(tokens=4))
     for line in (
         request_report(guessing, input_len=3, output_len=3, ttft_s=9.0, tok_s=0.1),
         load_report(guessing, requests=9, input_len=3, output_len=3, concurrency=2, tok_s=0.1),
     ):
-        assert line.endswith("(with speculative decoding, whose gain is not predicted)")
+        assert line.endswith(SPECULATIVE)
     assert predicted_json(guessing, 3, 3)["ttft_s"] is None
 
 
@@ -103,20 +103,22 @@ GEMMA2 = "gemma-2-2b-it"
 def test_a_model_that_weft_does_not_run_is_no_draft_yet() -> None:
     told = weft_json("plan", GEMMA2, "--gpus", "1xH100", "-sc", json.dumps({"model": GEMMA2}))[1]
     assert "architecture_not_run" in told["model"]["missing_codes"]
-    assert any(it.startswith("as a draft model, Gemma2") for it in told["model"]["missing"])
+    assert told["model"]["missing_codes"].count("architecture_not_run") == 2, "as the model, and as its draft"
 
 
 def test_a_draft_that_leaves_no_room_is_named() -> None:
-    status, out, _ = weft("plan", "Qwen3-8B", "--gpus", "1xRTX3090", "-sc", '{"model": "Qwen3-4B"}')
-    assert status == 3 and "for the engine and its draft model); the RTX 3090" in out
-    has_values(out, "without --speculative-config", "one GPU, bf16")
+    status, found = weft_json("plan", "Qwen3-8B", "--gpus", "1xRTX3090", "-sc", '{"model": "Qwen3-4B"}')
+    assert (status, found["rejected"][0]["code"]) == (3, "weights_too_large")
+    changes = dict(zip(found["advice_codes"], found["advice"], strict=True))
+    has_values(changes["without_limit"], "--speculative-config", "one GPU, bf16")
 
 
 def test_other_systems_get_what_they_can_do() -> None:
     words = ("plan", "Qwen3-8B", "--gpus", "1xRTX4090", "-sc", DRAFT, "--emit")
     assert """--speculative-config '{"model": "Qwen3-0.6B", "num_speculative_tokens": 4}'""" in weft(*words, "weft")[1]
-    _, out, err = weft(*words, "vllm")
-    assert "--speculative-config" not in out and "this plan for vllm is without it" in err
+    assert "--speculative-config" not in weft(*words, "vllm")[1]
+    (gap,) = exported_gaps(f"vllm Qwen3-8B --gpus 1xRTX4090 -sc {DRAFT.replace(' ', '')}")
+    assert (gap.code, gap.values) == ("speculation_left_out", {"engine": "vllm"})
 
 
 def test_written_and_read_it_is_the_same() -> None:

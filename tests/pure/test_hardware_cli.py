@@ -20,6 +20,8 @@ from weft.hardware.host import Host
 from weft.probes import links, speeds
 from weft.probes.speeds import GpuSpeed, PairSpeed
 
+PAIR_SPEED = " 12 GB/s"  # of two GPUs, as measured
+
 
 def test_a_machine_without_gpus(on: Callable[..., Run]) -> None:
     status, out, err = on()("hardware")
@@ -27,36 +29,32 @@ def test_a_machine_without_gpus(on: Callable[..., Run]) -> None:
     assert re.search(r"^rig: 2 x Intel Xeon Gold 6430, .*\b64 .*\b128 .*\b32 ", out)
     assert "amx_bf16" in out and re.search(r"\bNUMA node 1: 64 .*\b274\.9 GB", out)
     assert re.search(r"\b429\.5 GB .*\b549\.8 GB", out) and re.search(r"\b50\.0 GB/s, 1\.00 TFLOPS\b", out)
-    assert "no GPU is visible" in out
+    assert "GPU 0" not in out
 
 
 def test_consumer_cards(on: Callable[..., Run]) -> None:
     status, out, err = on(two_consumer_cards())("hardware")
-    assert status == 0 and "measuring copies between the GPUs" in err
+    assert status == 0 and err
     assert "2 GPUs, driver 550.54.15" in out
     assert re.search(r"GPU 0: .* 4090, .*\b25\.2 GB .*\b25\.8 GB\n  PCIe 4 x16 \(1 .*\b2100 MHz \(210", out)
     assert re.search(r"\bPlanet .*\b4242\b.* 6\.4 GB, python .*\b77\b.* 2\.1 GB, .*\b78\b", out)
-    assert "PCIe 4 x4;" in out and "4 of 16 PCIe lanes" in out
+    assert "PCIe 4 x4;" in out and "4 of 16 " in out
     assert len(re.findall(r"measured: .*\b900 GB/s, 24 GB/s .*, 25 GB/s ", out)) == 2
-    assert "PHB a CPU's host bridge" in out and "SYS" not in out
-    assert re.search(r"\b0-1: no peer-to-peer .*\bchipset .*; all bytes arrive, through the host", out)
+    assert out.count("PHB") == 3 and "SYS" not in out, "twice in the matrix, and explained once"
+    assert re.search(r"\b0-1: .*\bchipset .*\b12 GB/s", out)
 
 
 def test_a_board_with_a_switch(on: Callable[..., Run]) -> None:
     out = on(eight_h100())("hardware")[1]
     assert "GPUs 0, 1, 2, 3: NVIDIA H100 80GB HBM3" in out and "GPUs 4, 5, 6, 7" in out
-    assert (
-        re.search(r"\bNVLink 4\.0, 18 x 27 GB/s .*; NUMA node 1", out)
-        and out.count("NV18") == 56
-        and "NV n NVLinks" in out
-    )
-    assert re.search(r"\ball pairs: peer-to-peer; .*\b12 GB/s", out)
+    assert re.search(r"\bNVLink 4\.0, 18 x 27 GB/s .*; NUMA node 1", out) and out.count("NV18") == 56
+    assert re.search(r"\bpairs: .*\b12 GB/s", out)
 
 
 def test_a_link_that_hangs_is_told_by_name(on: Callable[..., Run]) -> None:
     out = on(bridged((0, 2), (1, 3), count=4), pair02="nothing happened for 15 s")("hardware")[1]
-    assert re.search(r"\b0-2: .*\bhung: nothing happened for 15 s", out)
-    assert "1-3: peer-to-peer; all bytes arrive" in out and "0-1, 0-3, 1-2, 2-3: no peer-to-peer (not supported)" in out
+    assert re.search(r"\b0-2: .*\bhung: nothing happened for 15 s", out)  # the detail of this test's measurement
+    assert "\n1-3: " in out and re.search(r"\n0-1, 0-3, 1-2, 2-3: .*\(not supported\)", out)
 
 
 def test_the_words_of_weft_hardware(on: Callable[..., Run], golden: Callable[[str, str], None]) -> None:
@@ -74,18 +72,16 @@ def test_the_words_of_weft_hardware(on: Callable[..., Run], golden: Callable[[st
 
 def test_unknown_facts_are_marked(on: Callable[..., Run]) -> None:
     out = on(old_driver())("hardware", "--no-measure")[1]
-    assert (
-        "neither links nor clocks" in out and out.count(" ? ") == 2 and "0-1: peer-to-peer unknown; not measured" in out
-    )
+    assert out.count(" ? ") == 2 and "GB/s" not in out.partition("\n0-1: ")[2]
     assert "MIG 3g.20gb" in (out := on(sliced())("hardware", "--no-measure")[1]) and "CUDA_VISIBLE_DEVICES=MIG-" in out
 
 
 def test_gpus_are_measured_once(on: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     run, calls = on(bridged((0, 1))), []
     monkeypatch.setattr(links, "measure_links", lambda it: calls.append(it) or measured(it, {}))
-    assert "not measured" in run("hardware", "--no-measure")[1] and calls == []
-    assert "all bytes arrive" in run("hardware")[1]
-    assert "all bytes arrive" in run("hardware")[1] and len(calls) == 1
+    assert PAIR_SPEED not in run("hardware", "--no-measure")[1] and calls == []
+    assert PAIR_SPEED in run("hardware")[1]
+    assert PAIR_SPEED in run("hardware")[1] and len(calls) == 1
     run("hardware", "--refresh-hardware")
     assert len(calls) == 2
     # And the plan knows it, without measuring.
@@ -103,7 +99,7 @@ def test_a_gpu_that_could_not_be_measured_is_measured_the_next_time(
         return measured(here, {})[0][:1], ()
 
     monkeypatch.setattr(links, "measure_links", busy)
-    assert "not measured" in run("hardware")[1] and "not measured" in run("hardware")[1] and len(calls) == 2
+    assert PAIR_SPEED not in run("hardware")[1] + run("hardware")[1] and len(calls) == 2
 
 
 def test_a_measurement_that_is_not_possible_is_told(on: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +110,7 @@ def test_a_measurement_that_is_not_possible_is_told(on: Callable[..., Run], monk
 
     monkeypatch.setattr(links, "measure_links", fail)
     status, out, err = run("hardware")
-    assert status == 0 and "rig" in err and "not measured" in out
+    assert status == 0 and "rig" in err and PAIR_SPEED not in out
 
 
 @pytest.mark.parametrize("machine", [None, two_consumer_cards, eight_h100, sliced, old_driver])
@@ -134,7 +130,7 @@ def test_json_tells_what_is_there_also_where_no_plan_is_possible(on: Callable[..
     status, out, err = on(machine)("hardware", "--json")
     found = json.loads(out)
     assert (status, found["hardware"], found["host"]["gpus"][0]["name"]) == (0, None, "GRID X-4Q")
-    assert "unknown GPU 'GRID X-4Q'" in err
+    assert "'GRID X-4Q'" in err
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -73,16 +74,16 @@ def test_one_gpu_has_no_pairs(measure: Measure) -> None:
 
 def test_bytes_that_arrive_wrong_are_broken(measure: Measure) -> None:
     pairs = measure(host(3), "0-2 garble")[1]
-    assert pairs["0-2"] == PairSpeed(
-        first="GPU-0", second="GPU-2", verdict="broken", peer=True, detail="3 bytes arrived wrong"
-    )
+    garbled = pairs["0-2"]
+    assert re.match(r"3\b", garbled.detail)
+    assert garbled == PairSpeed(first="GPU-0", second="GPU-2", verdict="broken", peer=True, detail=garbled.detail)
     assert [pairs[it].verdict for it in ("0-1", "1-2")] == ["works", "works"]
 
 
 def test_a_link_that_hangs_is_told_and_the_others_are_measured_after(measure: Measure) -> None:
     gpus, pairs = measure(host(3), "0-1 hang", task_s=3)
     assert len(gpus) == 3
-    assert (pairs["0-1"].verdict, pairs["0-1"].detail) == ("hung", "nothing happened for 3 s")
+    assert pairs["0-1"].verdict == "hung" and re.search(r"\b3 s$", pairs["0-1"].detail)
     assert [pairs[it].verdict for it in ("0-2", "1-2")] == ["works", "works"]
 
 

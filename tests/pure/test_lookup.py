@@ -16,7 +16,7 @@ import pytest
 from huggingface_hub import constants
 
 from tests.pure.commands import weft
-from tests.refusals import refuses
+from tests.refusals import has_values, refuses
 from weft.architectures.parameters import parameter_count
 from weft.architectures.shape import ModelShape
 from weft.cli import dispatch
@@ -309,9 +309,8 @@ def test_downloaded_models_are_planned_offline(hub: Hub, tmp_path: Path, monkeyp
 
 
 def test_only_another_name_is_told() -> None:
-    assert model_names.notice("llama3.3:70b", "meta-llama/Llama-3.3-70B-Instruct") == (
-        "llama3.3:70b is meta-llama/Llama-3.3-70B-Instruct"
-    )
+    notice = model_names.notice("llama3.3:70b", "meta-llama/Llama-3.3-70B-Instruct")
+    has_values(notice, "llama3.3:70b", "meta-llama/Llama-3.3-70B-Instruct")
     assert model_names.notice("qwen3-0.6b", "Qwen/Qwen3-0.6B") == model_names.notice("m", "m") == ""
 
 
@@ -352,7 +351,7 @@ def test_every_command_tells_which_model_it_took(words: str, monkeypatch: pytest
     )
     status, out, err = weft(*words.split())
     assert (status, out) == (0, "")
-    assert err == "weft: llama3.3:70b is meta-llama/Llama-3.3-70B-Instruct\n"
+    assert err == f"weft: {model_names.notice('llama3.3:70b', 'meta-llama/Llama-3.3-70B-Instruct')}\n"
     assert taken == ["meta-llama/Llama-3.3-70B-Instruct"]
 
 

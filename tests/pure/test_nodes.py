@@ -18,7 +18,7 @@ from tests.pure.joining import at_door, facts, free_port
 from tests.pure.machines import checkpoint as dummy_checkpoint
 from tests.pure.machines import gpu, host
 from tests.pure.machines import plan as plan_on
-from tests.refusals import refusals, refuses
+from tests.refusals import has_values, refusals, refuses
 from weft import __version__
 from weft.cluster.door import Door, JoinedNode
 from weft.cluster.facts import gather_facts, wrong_interface
@@ -126,7 +126,7 @@ def test_a_name_of_the_head_that_only_it_knows(monkeypatch: pytest.MonkeyPatch) 
     """Debian's /etc/hosts has such a line; other nodes have the head's real address, and numbers mean what they say."""
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-    with refuses(ConfigError, "loopback-master-addr", "gpu1", "127.0.1.1", "as numbers"):
+    with refuses(ConfigError, "loopback-master-addr", "gpu1", "127.0.1.1"):
         settings_of(nnodes=2, master_addr="gpu1")
     for name, node in (("gpu1", 1), ("127.0.1.1", 0), ("localhost", 0)):
         settings = settings_of(nnodes=2, master_addr=name, node_rank=node)
@@ -149,7 +149,7 @@ def test_a_key_that_another_user_owns(tmp_path: Path, monkeypatch: pytest.Monkey
     if file.stat().st_uid == 0:
         assert load_key(str(file), {}, 2) == KEY.encode()
         os.chown(file, 1234, -1)
-    with refuses(ConfigError, "open-cluster-key", "another user", file.stat().st_uid, "chown"):
+    with refuses(ConfigError, "open-cluster-key", file.stat().st_uid, "chown"):
         load_key(str(file), {}, 2)
 
 
@@ -223,7 +223,7 @@ def test_the_limit_is_of_the_whole_handshake(monkeypatch: pytest.MonkeyPatch) ->
     clock = [100.0]
     monkeypatch.setattr("weft.executors.keys.time", SimpleNamespace(monotonic=lambda: clock[0]))
     slow = Drip(clock)
-    with pytest.raises(NotWeftError, match="longer than 5 s"):
+    with pytest.raises(NotWeftError, match=r"\b5 s\b"):
         check_connector(cast(socket.socket, slow), b"a" * 32)
     assert clock == [105.0]
     assert slow.limits == sorted(slow.limits, reverse=True) and slow.limits[-1] == 1
@@ -365,7 +365,7 @@ def test_a_node_of_another_version_whose_report_is_another_one() -> None:
         stranger.sendall(LENGTH.pack(len(body)) + body)
         (message,) = Channel[Any](stranger, Dismissed)
         assert message.code == "other-version"
-        assert f"node 1 has Weft 9.9\\x1b[2J, and node 0 has {__version__}; install the same" in message.message
+        has_values(message.message, "node 1", "9.9\\x1b[2J", "node 0", __version__)
         join(settings, facts(1)).close()
 
 

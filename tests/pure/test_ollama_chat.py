@@ -167,7 +167,7 @@ async def test_logprobs() -> None:
 
 
 async def test_a_model_that_is_not_served_is_a_404() -> None:
-    with pytest.raises(ollama.ResponseError, match="not found") as caught:
+    with pytest.raises(ollama.ResponseError, match="llama3") as caught:
         await client(World()).chat("llama3", HI)
     assert caught.value.status_code == 404
 

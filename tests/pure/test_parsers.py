@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.refusals import refuses
 from weft.errors import ConfigError
 from weft.serving.parsers.choose import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat, choose_format
 from weft.serving.parsers.json_text import MOST_DEPTH
@@ -185,5 +186,5 @@ def test_a_template_tells_the_reasoning() -> None:
 
 @pytest.mark.parametrize("flag", ["tool-call-parser", "reasoning-parser"])
 def test_an_unknown_parser_is_an_error(flag: str) -> None:
-    with pytest.raises(ConfigError, match=f"--{flag} 'qwen' is not known; did you mean 'qwen3"):
+    with refuses(ConfigError, "unknown-parser", f"--{flag}", "'qwen'", "'qwen3"):
         choose_format(None, **{"tools" if flag == "tool-call-parser" else "reasoning": "qwen"})

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from tests.pure.commands import weft, weft_json
+from tests.refusals import has_values
 from weft.cli import plan_flags, plan_text
-from weft.planner.profiles import engine_names
+from weft.planner.profiles import engine_names, load_profile
 from weft.planner.question import OBJECTIVES
 
 
@@ -132,8 +133,10 @@ def test_a_model_that_the_engine_runs_is_told_from_one_it_does_not() -> None:
     assert plan("gpt2 --gpus 1xH100")[1]["model"]["runs"] is True
     assert plan("gemma-2-2b-it --gpus 1xH100")[1]["model"]["runs"] is False
     assert plan("Qwen3-8B --gpus 1xH100 --precision nvfp4")[1]["model"]["runs"] is False
-    assert "does not run it yet" in run("gemma-2-2b-it", "--gpus", "1xH100")[1]
-    assert "does not run it yet" not in run("gemma-2-2b-it", "--gpus", "1xH100", "--engine", "vllm")[1]
+    missing = plan("gemma-2-2b-it --gpus 1xH100")[1]["model"]
+    assert missing["missing_codes"] == ["architecture_not_run"]
+    assert missing["missing"][0] in run("gemma-2-2b-it", "--gpus", "1xH100")[1]
+    assert missing["missing"][0] not in run("gemma-2-2b-it", "--gpus", "1xH100", "--engine", "vllm")[1]
 
 
 def test_old_gpus_run_bfloat16_checkpoints_in_float16() -> None:
@@ -162,7 +165,7 @@ def test_nothing_fits() -> None:
     assert found["summary_code"] == "does_not_fit" and "smaller_checkpoint" in found["advice_codes"]
     status, out, err = run("Qwen2.5-72B-Instruct", "--gpus", "4xRTX4090")
     assert status == 3 and err == ""
-    assert "nothing fits" in out and all(change in out for change in found["advice"])
+    assert found["summary"] in out and all(change in out for change in found["advice"])
 
 
 @pytest.mark.parametrize(
@@ -179,7 +182,7 @@ def test_a_claim_is_checked(claim: str, status: int) -> None:
     got, out, err = run("--check", claim)
     assert (got, err) == (status, "")
     assert out.startswith("impossible" if status else "possible")
-    assert "predicted with weft" in out or status
+    assert status or re.search(r"\bweft\b.* tok/s", out)
     got, out, err = run("--check", claim, "--json")
     found = json.loads(out)
     assert got == status and found["possible"] == (status == 0) and bool(found["reasons"]) == bool(status)
@@ -221,10 +224,15 @@ def test_fewer_requests_at_once_are_planned_as_the_engine_has_them() -> None:
     assert "--max-num-seqs 8" in weft(*words, "--max-num-seqs", "8", "--emit", "weft")[1]
 
 
+LIMIT = "without_limit"  # code of the advice to leave a limit out
+
+
 def test_limits_that_leave_no_room_are_named() -> None:
     for flag, value in (("--gpu-memory-utilization", "0.01"), ("--max-num-batched-tokens", "100000000")):
-        status, out, _ = weft("plan", "Qwen3-0.6B", "--gpus", "1xRTX4090", flag, value)
-        assert status == 3 and f"without {flag} it fits as one GPU, bf16" in out
+        status, found = plan(f"Qwen3-0.6B --gpus 1xRTX4090 {flag} {value}")
+        (change,) = [text for code, text in zip(found["advice_codes"], found["advice"], strict=True) if code == LIMIT]
+        assert status == 3
+        has_values(change, flag, "one GPU, bf16")
 
 
 def test_the_first_line_is_the_answer() -> None:
@@ -238,11 +246,13 @@ def test_the_first_line_is_the_answer() -> None:
 
 
 def test_nothing_fits_names_the_fix_that_needs_least_as_a_command_and_first() -> None:
-    lines = run("Qwen3-32B", "--gpus", "1xRTX4090+1xRTX3090")[1].splitlines()
-    first = lines[lines.index("what would help:") + 1]
-    command, *_ = first.removeprefix("  try: weft ").partition(" (")
+    words = "Qwen3-32B --gpus 1xRTX4090+1xRTX3090"
+    text = run(*words.split())[1]
+    advice = plan(words)[1]["advice"]
+    command, *_ = advice[0].removeprefix("try: weft ").partition(" (")
     assert command == "plan Qwen/Qwen3-32B --gpus 1xRTX4090+1xRTX3090 -q int4"
-    assert lines.index("what would help:") < lines.index("rejected:")
+    places = [text.index(line) for line in (*advice, "rejected:")]
+    assert places == sorted(places)
     assert weft(*command.split())[0] == 0
 
 
@@ -264,11 +274,11 @@ def test_every_speed_has_a_band() -> None:
     assert predicted["bands"].keys() == names
     for name, (low, high) in predicted["bands"].items():
         assert low == pytest.approx(0.85 * predicted[name]) and high == pytest.approx(1.15 * predicted[name])
-    assert "published measurements" in predicted["error_source"]
+    assert predicted["error_source"] == load_profile("vllm").error.source
     ours = plan("Llama-3.1-8B --gpus 2xRTX4090")[1]["best"]["predicted"]
-    assert ours["error_band"] == 0.4 and "no GPU has measured" in ours["error_source"]
+    assert ours["error_band"] == 0.4 and ours["error_source"] == load_profile("weft").error.source
     emitted = run("Llama-3.1-8B", "--gpus", "2xRTX4090", "--emit", "vllm")[1]
-    assert "within 15 % (90 % of the engine's published measurements" in emitted
+    assert f"within 15 % ({predicted['error_source']}" in emitted.replace("\n# ", " ")
 
 
 def test_speeds_and_prices_of_a_row_are_at_the_same_load() -> None:
@@ -350,7 +360,9 @@ def test_the_table() -> None:
     assert status == 0 and err == ""
     for word in ("GPU 0 RTX A6000", "GPU 1 RTX 4090", "layers", "KV heads", "weights", "free", "TTFT", "$/M"):
         assert word in out, word
-    assert "bottleneck: " in out and "rejected:" in out and "what would help:" in out
+    assert "bottleneck: " in out and "rejected:" in out
+    found = plan("Qwen2.5-32B-Instruct --gpus 1xRTXA6000+1xRTX4090 --price 0.5")[1]
+    assert found["advice"] and all(change in out for change in found["advice"])
 
 
 def test_a_large_cluster_shows_each_kind_of_node() -> None:
@@ -367,28 +379,31 @@ def test_saturated_tokens_are_told_alike() -> None:
     words = "Llama-3.1-8B --gpus 1xRTX4090 --concurrency Max"
     rate = f"{plan(words)[1]['best']['predicted']['saturated_tok_s']:,.0f}"
     out = run(*words.split())[1]
-    assert f" {rate} tok/s in all (" in out and f" {rate}\n" in out
+    assert f" {rate} tok/s " in out and f" {rate}\n" in out
 
 
 def test_why_nothing_fits_is_said_once() -> None:
     status, out, _ = run("Llama-3.1-70B", "--gpus", "1xH100")
-    assert status == 3 and out.count("59.5 GB short") == 1 and "1 x H200-SXM" in out
+    found = plan("Llama-3.1-70B --gpus 1xH100")[1]
+    assert status == 3 and "1 x H200-SXM" in out
+    assert [it["code"] for it in found["rejected"]] == ["weights_too_large"]
+    assert out.count(found["rejected"][0]["reason"]) == 1
 
 
 def test_a_plan_tells_how_many_tokens_a_step_has() -> None:
     best = plan("Qwen3-8B --gpus 1xH200")[1]["best"]
     assert best["max_num_batched_tokens"] == 8192
-    assert (
-        f" 8,192 tokens at a time: {best['max_num_batched_tokens_because']}\n" in run("Qwen3-8B", "--gpus", "1xH200")[1]
-    )
-    assert "Prompts are read" not in run("Qwen3-8B", "--gpus", "1xH200", "--engine", "vllm")[1]
+    out = run("Qwen3-8B", "--gpus", "1xH200")[1]
+    assert re.search(rf" 8,192 .*: {re.escape(best['max_num_batched_tokens_because'])}\n", out)
+    others = plan("Qwen3-8B --gpus 1xH200 --engine vllm")[1]["best"]
+    assert others["max_num_batched_tokens_because"] not in run("Qwen3-8B", "--gpus", "1xH200", "--engine", "vllm")[1]
 
 
 def test_gpt_oss_is_told_of_its_own_checkpoint() -> None:
     found = plan("gpt-oss-120b --gpus 1xH100 --precision bf16 --engine vllm")[1]
     command = "weft plan openai/gpt-oss-120b --gpus 1xH100 --engine vllm --precision mxfp4"
     assert found["advice_codes"][0] == "smaller_checkpoint"
-    assert found["advice"][0].startswith(f"try: {command} (the published MXFP4 checkpoint ")
+    assert found["advice"][0].startswith(f"try: {command} (") and "MXFP4" in found["advice"][0]
     assert "int4" not in str(found["advice"])
 
 

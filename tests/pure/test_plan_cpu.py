@@ -211,7 +211,9 @@ def test_weft_plan_with_ranks_that_share_the_cpu(plan: Any) -> None:
 
 def test_weft_plan_exits_with_3_where_nothing_fits(plan: Any) -> None:
     status, out, _ = plan("Llama-3.1-70B")
-    assert status == 3 and "free beside the AMD EPYC" in out
+    assert status == 3 and "AMD EPYC" in out
+    (reason,) = {it["code"] for it in json.loads(plan("Llama-3.1-70B --json")[1])["rejected"]}
+    assert reason == "weights_too_large"
     assert plan("Qwen2.5-0.5B --engine trtllm")[0] == 3
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.pure.commands import weft, weft_json
+from tests.refusals import has_values
 
 # Short answers: a run takes a fraction of a second.
 HERE = "Llama-3.2-1B --gpus 1xL40S --input-len 256 --output-len 12"
@@ -49,7 +50,7 @@ def test_a_promise_that_is_not_kept_names_the_replicas_that_keep_it(load: str) -
     assert status == 3 and promise["kept"] is False
     needed = promise["needed"]
     assert needed["replicas"] == needed["gpus"] > 1
-    assert needed["text"].startswith(f"{needed['replicas']} replicas ({needed['gpus']} GPUs) keep it: weft simulate ")
+    has_values(needed["text"], f"{needed['replicas']} replicas", f"{needed['gpus']} GPUs", "weft simulate ")
     command = shlex.split(needed["command"])
     assert " --duration " in needed["command"]
     assert command[-2:] == ["--replicas", str(needed["replicas"])]
@@ -61,7 +62,7 @@ def test_a_promise_that_is_not_kept_names_the_replicas_that_keep_it(load: str) -
 def test_a_promise_that_no_replicas_keep_is_told_at_once() -> None:
     status, told = weft_json("plan", *f"{HERE} --users 2 --slo tpot_p95=1us".split())
     assert status == 3 and told["promise"]["needed"]["replicas"] is None
-    assert "even a request alone has a tpot_p95 of" in told["promise"]["needed"]["text"]
+    assert "tpot_p95" in told["promise"]["needed"]["text"]
 
 
 def test_nothing_fits() -> None:

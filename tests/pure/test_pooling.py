@@ -22,7 +22,7 @@ import pytest
 
 from tests.pure import test_batches as batches
 from tests.pure.letters import BOS, END, START, text_tools
-from tests.pure.worlds import HIDDEN, FakeEngine, Wire, World, pools, refused, state_of
+from tests.pure.worlds import HIDDEN, FakeEngine, Wire, World, error_codes, pools, refused, state_of
 from weft.client.text_tools import TextTools
 from weft.core.request import Output, Request
 from weft.core.step import SlotFailure
@@ -98,8 +98,9 @@ async def test_ollama_s_client() -> None:
     assert many.prompt_eval_count == 5 and many.total_duration
     cut = await api.embed("tiny", "x" * 500, dimensions=3)
     assert np.allclose(cut.embeddings, [expected("x" * 63, 3)], atol=1e-6)
-    with pytest.raises(ollama.ResponseError, match="send at most 64"):
+    with pytest.raises(ollama.ResponseError, match="64"), error_codes() as codes:
         await api.embed("tiny", "x" * 100, truncate=False)
+    assert codes == ["prompt-too-long"]
     old = await api.embeddings("tiny", "ab")
     assert np.allclose(old.embedding, expected("ab"), atol=1e-6)
     assert (await api.embed("tiny", [])).embeddings == []
@@ -316,7 +317,9 @@ async def test_too_many_tokens_in_all_are_not_even_made(path: str, monkeypatch: 
     monkeypatch.setattr(of.service.frontend, "encode", lambda text, **how: made.append(text) or encode(text, **how))
     texts = ["x" * 60] * 100
     bodies = {"/v1/embeddings": {"input": texts}, "/v1/rerank": {"query": "a", "documents": texts}}
-    assert "more than 256 tokens" in refused(await of.post(path, bodies[path]))
+    with error_codes() as codes:
+        assert "256" in refused(await of.post(path, bodies[path]))
+    assert codes == ["too-many-prompt-tokens"]
     assert len(made) < 10 and not of.engine.requests
 
 
@@ -328,20 +331,21 @@ async def test_dimensions_that_the_model_allows() -> None:
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_other_models_do_not(path: str) -> None:
-    of = World()
-    answer = await of.post(path, BODIES[path])
+    of, reranker = World(), world(SCORES)  # the latter lacks the turns of the form
+    with error_codes() as codes:
+        answers = [await each.post(path, BODIES[path]) for each in (of, reranker)]
+    assert [answer.status_code for answer in answers] == [400, 400]
     verb = "score" if "score" in path or "rerank" in path else "embed"
-    assert answer.status_code == 400 and f"does not {verb}" in answer.text
-    assert not of.engine.requests
-    reranker = await world(SCORES).post(path, BODIES[path])
-    assert reranker.status_code == 400 and f"does not {verb}" in reranker.text  # it lacks the turns of the form
+    assert codes == [f"model-does-not-{verb}"] * 2 and not of.engine.requests
 
 
 async def test_a_model_that_embeds_alone_does_not_generate() -> None:
     of = world()
-    generated = await of.post("/api/generate", {"model": "tiny", "prompt": "a"})
-    for answer in (await of.chat(), await of.complete(), generated):
-        assert answer.status_code == 400 and "does not generate" in answer.text
+    with error_codes() as codes:
+        generated = await of.post("/api/generate", {"model": "tiny", "prompt": "a"})
+        answers = [generated, await of.chat(), await of.complete()]
+    assert [answer.status_code for answer in answers] == [400] * 3
+    assert codes == ["model-does-not-generate"] * 3
     both = world(PoolingSettings(task="embed"), script=lambda request: [Output(request.id, [END], [None], "stop")])
     assert (await both.complete()).status_code == 200
 

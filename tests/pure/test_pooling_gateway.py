@@ -16,7 +16,7 @@ from tests.pure.gateways import LiveGateway, gateway, upstream
 from tests.pure.servers import Exchange, weft_server
 from tests.pure.test_gateway_accounts import write_keys
 from tests.pure.test_pooling import BODIES, EMBEDS, expected
-from tests.pure.worlds import FakeEngine, World, pools, refused
+from tests.pure.worlds import FakeEngine, World, error_codes, pools, refused
 
 OLD_OLLAMA = "/api/embeddings"  # whose answers say nothing of tokens
 
@@ -38,8 +38,9 @@ async def test_clients() -> None:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
             made = await api.embeddings.create(model="embeds", input=["ab", "c"])
             assert np.allclose([row.embedding for row in made.data], [expected("ab"), expected("c")], atol=1e-6)
-            with pytest.raises(openai.BadRequestError, match="does not embed"):
+            with pytest.raises(openai.BadRequestError), error_codes() as codes:
                 await api.embeddings.create(model="chats", input="a")
+            assert codes == ["model-does-not-embed"]
             with pytest.raises(openai.NotFoundError):
                 await api.embeddings.create(model="others", input="a")
         llama = ollama.AsyncClient(host=url)

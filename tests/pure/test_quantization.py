@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.log_events import logged
 from tests.pure.machines import H100, NOTHING, checkpoint, host, rig
 from tests.pure.shapes import SMOLLM2, with_attention
 from tests.refusals import has_values, refuses
@@ -76,9 +77,8 @@ def test_or_in_what_is_computed_in(flags: dict[str, Any], caplog: pytest.LogCapt
     assert got.quantization == "none" and not got.schemes
     assert got.weight_bytes(0) == weight_bytes(SMOLLM2, "fp32" if got.dtype == "float32" else "bf16")
     # What nobody asked for is said.
-    said = [record.message for record in caplog.records]
-    assert len(said) == (flags != {"quantization": "none"})
-    assert all(f"held in {got.dtype}" in line for line in said)
+    told = [] if flags == {"quantization": "none"} else [{"dtype": got.dtype}]
+    assert logged(caplog, "weights-dequantised") == told and len(caplog.records) == len(told)
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ async def test_a_process_that_ends_at_once_says_why(
     monkeypatch.setattr(members, "MODULE", "no_such_module")
     environment = {"WEFT_LOG_FORMAT": "json"} if json_lines else {}
     member = Member("one", ["one"], environment=environment, path=tmp_path / "a.sock")
-    with refuses(HttpError, "model-down", "'one' does not run", "no_such_module"):
+    with refuses(HttpError, "model-down", "'one'", "no_such_module"):
         await member.start("one", ["one"], ["--tokenizer=" + "x" * 1000])
     await member.close()
     lines = capfd.readouterr().err.splitlines()

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.log_events import logged
 from tests.refusals import refuses
 from weft.errors import ConfigError
 from weft.hardware.cpu import Cpu, CpuSpeed, KernelSpeed, ProductSpeed
@@ -191,7 +192,7 @@ def test_a_cache_that_cannot_be_written_is_told_and_no_reason_to_stop(
 ) -> None:
     (cache / "weft").write_text("a file")
     assert known_cpu_speed(HOST) != known_cpu_speed(HOST)
-    assert "cannot be stored" in caplog.text
+    assert logged(caplog, "measurements-not-stored")
 
 
 def test_nothing_is_left_of_a_file_that_cannot_be_written(measured: list[Host], cache: Path) -> None:

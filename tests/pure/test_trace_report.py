@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ def test_files(tmp_path: Path) -> None:
         with gzip.open(tmp_path / name, "wt") as file:
             json.dump(content, file)
     assert read_trace(tmp_path / "good") == {"traceEvents": []}
-    with pytest.raises(ValueError, match="no trace"):
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path / "bad"))):
         read_trace(tmp_path / "bad")
 
 
@@ -167,5 +168,5 @@ def test_another_process_reads_traces_and_only_once(tmp_path: Path, monkeypatch:
     Path(files[0]).write_text("no trace")
     content, said = read_elsewhere("report", files)
     assert files[0] in said and json.loads(content)["ranks"]
-    with pytest.raises(OSError, match="cannot read the trace"):
+    with pytest.raises(OSError, match=re.escape(files[0])):
         read_elsewhere("report", files[:1])

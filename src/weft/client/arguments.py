@@ -13,6 +13,7 @@ from weft.client.vllm import vllm_arguments
 from weft.config import EngineConfig, declared_options
 from weft.errors import ConfigError, nearest_name
 from weft.formats import model_names
+from weft.logs import event_fields
 from weft.plan.layout import check_config
 
 log = logging.getLogger("weft")
@@ -118,4 +119,4 @@ def check_vllm_argument(name: str, value: Any, known: Collection[str]) -> None:
     if why := flag.refusal(value):
         raise ConfigError(f"{name}={value!r}: {why}", code="refused-vllm-argument")
     if value is not None and not flag.refused:
-        log.warning("%s: %s", name, flag.warning)
+        log.warning("%s: %s", name, flag.warning, extra=event_fields("argument-ignored", name=name))

@@ -24,6 +24,7 @@ from weft.executors.framing import Channel, FrameError
 from weft.executors.keys import CertificateError, NotWeftError, WrongKeyError
 from weft.executors.secure import Complaints, Greeter, accept_securely
 from weft.hardware.addresses import check_private, interface_of
+from weft.logs import event_fields
 
 log = logging.getLogger("weft.cluster")
 
@@ -249,7 +250,7 @@ class Door:
 
     def _complain(self, level: int, peer: str, line: str) -> None:
         if self._complaints.is_due(peer):
-            log.log(level, "%s", line)
+            log.log(level, "%s", line, extra=event_fields("peer-refused", peer=peer))
 
 
 def _address_problem(address: str, allow_public: bool) -> str:

@@ -33,6 +33,7 @@ from weft.executors.tls import load_certificate
 from weft.formats.checkpoint import Checkpoint
 from weft.hardware.addresses import check_private
 from weft.hardware.host import Host
+from weft.logs import event_fields
 from weft.plan.devices import device_kind
 
 log = logging.getLogger("weft.cluster")
@@ -304,7 +305,7 @@ def _open_connection(ray: Any, environment: Mapping[str, str], *, may_start: boo
         except ConnectionError as error:
             if address or not may_start or _is_refused(error):
                 raise
-            log.info("no Ray cluster runs here: starting a local one")
+            log.info("no Ray cluster runs here: starting a local one", extra=event_fields("local-ray-cluster"))
             ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
             _warn_without_token()
             return False

@@ -24,6 +24,7 @@ from weft.errors import ConfigError, PlanError, WeftError
 from weft.executors.ray_nodes import NODE_LABEL, RayNode
 from weft.formats.checkpoint import Checkpoint
 from weft.hardware.host import probe_host
+from weft.logs import event_fields
 from weft.plan.opening import resolve_checkpoint
 
 log = logging.getLogger("weft.cluster")
@@ -101,7 +102,7 @@ def await_answer(ray: Any, label: str, answer: Any, deadline: float) -> None:
     while not ray.wait([answer], timeout=min(SAY_S, max(0.0, deadline - time.monotonic())))[0]:
         if time.monotonic() >= deadline:
             return
-        log.info("waiting for %s to report", label)
+        log.info("waiting for %s to report", label, extra=event_fields("node-awaited", node=label))
 
 
 def _has_died(ray: Any, node: str, error: Exception) -> bool:

@@ -24,6 +24,7 @@ from weft.comm.base import add_up
 from weft.comm.distributed import DistributedGroup
 from weft.comm.symmetric import MOST_RANKS, ONE_SHOT_BYTES, PUBLISHED_BYTES, SHOT_DTYPES, TWO_SHOT_BYTES, SymmetricGroup
 from weft.comm.votes import Votes
+from weft.logs import event_fields
 
 T = TypeVar("T")
 
@@ -64,7 +65,9 @@ def connect_symmetric(
     if comm is not None:
         return comm
     if plain.rank == 0:
-        logger.info("Sums go through NCCL alone: %s", objection)
+        logger.info(
+            "Sums go through NCCL alone: %s", objection, extra=event_fields("no-symmetric-memory", reason=objection)
+        )
     if objection.startswith(WRONG) and plain.size == dist.get_world_size():
         # One verdict for everything that would read peers' memory. NCCL reads this at its first sum, which is still to
         # come.

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from weft.errors import ConfigError, error_reason
 from weft.executors.causes import CANNOT_REACH
 from weft.executors.messages import Launch, Listening
-from weft.plan.wiring import Tcp
+from weft.plan.wiring import Network, Tcp
 
 REACH_S = 20.0  # seconds to reach rank 0, which listens before its address is passed on
 
@@ -23,11 +23,17 @@ def join_rendezvous(launch: Launch, send: Callable[[Listening], None]) -> socket
     if not isinstance(address, Tcp):
         return None
     if launch.rank:
-        check_reachable(address)
+        if _uses_network(launch):
+            check_reachable(address)
         return None
     listener = listen(address)
     send(Listening(Tcp(address.host, listener.getsockname()[1])))
     return listener
+
+
+def _uses_network(launch: Launch) -> bool:
+    """False if all ranks of the plan share memory: rank 0 may have done without a rendezvous before others start."""
+    return isinstance(launch.wiring, Network) or len({device.node for device in launch.plan.devices}) > 1
 
 
 def listen(address: Tcp) -> socket.socket:

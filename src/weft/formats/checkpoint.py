@@ -35,6 +35,7 @@ from weft.formats.tensor_index import (
     rename_tensors,
     select_tensors,
 )
+from weft.logs import event_fields
 
 logger = logging.getLogger("weft")
 
@@ -168,7 +169,12 @@ def _with_stored_tensors(
         unread = len(index) - len(tensors)
         logger.info("%s: its language model is read, %d tensors of its vision part are not", path, unread)
     for layer in drafting_layers(index, len(shape.layers)):
-        logger.info("%s: layer %d, which predicts a further token (MTP), is not read", path, layer)
+        logger.info(
+            "%s: layer %d, which predicts a further token (MTP), is not read",
+            path,
+            layer,
+            extra=event_fields("layer-not-read", path=str(path), layer=layer),
+        )
     quantised = {name: info.type for name, info in tensors.items() if _is_quantised(info)}
     return packed.with_stored_types(shape, tensors), quantised
 

@@ -17,6 +17,7 @@ from weft.gateway.config import Timeouts, UpstreamConfig, parse_url, read_upstre
 from weft.gateway.fleet import Fleet
 from weft.gateway.replica import Attempt, Replica
 from weft.gateway.upstream import UpstreamError
+from weft.logs import event_fields
 
 log = logging.getLogger("weft.gateway")
 
@@ -48,7 +49,7 @@ async def check_forever(
         except Exception as error:  # a fault of ours: without checks no replica would recover
             if repr(error) != logged:
                 logged = repr(error)
-                log.exception("a check failed; checks go on")
+                log.exception("a check failed; checks go on", extra=event_fields("check-failed"))
         await asyncio.sleep(CHECK_EVERY_S)
 
 
@@ -210,7 +211,7 @@ class FileWatch(Watch):
         try:
             self.apply()
         except ConfigError as error:
-            log.error("the upstreams stay as they are: %s", error)
+            log.error("the upstreams stay as they are: %s", error, extra=event_fields("upstreams-unchanged"))
 
     def apply(self) -> None:
         """Follow the file as it is now. Raises ConfigError before anything is changed."""
@@ -235,7 +236,7 @@ class PollWatch(Watch):
             upstreams = await self._ask()
         except UpstreamError as error:
             if not self._failed:
-                log.error("the upstreams stay as they are: %s", error)
+                log.error("the upstreams stay as they are: %s", error, extra=event_fields("upstreams-unchanged"))
             self._failed = True
             return
         self._failed = False

@@ -14,6 +14,7 @@ import msgspec
 
 from weft.hardware import cuda
 from weft.hardware.topology import Ancestor, Clocks, Gpu, GpuPair, Holder, MigSlice, NvLinks, Pcie, multiprocessors
+from weft.logs import event_fields
 
 T = TypeVar("T")
 
@@ -98,7 +99,9 @@ def open_nvml() -> Iterator[Any]:
 
 
 def _warn_no_driver(error: Exception) -> None:
-    logger.warning("NVIDIA's driver does not answer, so no GPU is used: %s", error)
+    logger.warning(
+        "NVIDIA's driver does not answer, so no GPU is used: %s", error, extra=event_fields("driver-not-answering")
+    )
 
 
 def memory_holders(nvml: Any, handle: Any) -> Iterator[Holder]:

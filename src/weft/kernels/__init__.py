@@ -13,6 +13,7 @@ from weft.errors import ConfigError
 from weft.kernels import contest
 from weft.kernels.base import AttentionShape, Kernels, PagedAttention
 from weft.kernels.usable import UnusableError, kernel_device
+from weft.logs import event_fields
 from weft.plan.backends import ATTENTION_BACKENDS, BACKEND_NAMES, refusal
 from weft.quant.rounding import Rounding
 
@@ -108,4 +109,10 @@ def _winner(own: PagedAttention, device: torch.device, shape: AttentionShape) ->
 
 def _log_fallback(backend: str, error: UnusableError, instead: str) -> None:
     kernels, others = (ATTENTION_BACKENDS[name].kernels for name in (backend, instead))
-    logger.warning("%s cannot be used: %s. %s take their place.", kernels[0].upper() + kernels[1:], error, others)
+    logger.warning(
+        "%s cannot be used: %s. %s take their place.",
+        kernels[0].upper() + kernels[1:],
+        error,
+        others,
+        extra=event_fields("attention-backend-replaced", backend=backend, instead=instead),
+    )

@@ -20,6 +20,7 @@ from weft.errors import WeftError
 from weft.kernels.attention_inputs import AttentionInputs, decode_inputs
 from weft.kernels.base import AttentionShape, PagedAttention
 from weft.kernels.capture import capture_graph
+from weft.logs import event_fields
 
 logger = logging.getLogger("weft")
 
@@ -113,6 +114,11 @@ def measure_fastest(
     fastest = min(times, key=times.__getitem__)
     figures = ", ".join(f"{name} {took * 1e6:.0f} us" for name, took in times.items())
     logger.info(
-        "Attention of %d rows over %d tokens: %s: --attention-backend %s is used", rows, context, figures, fastest
+        "Attention of %d rows over %d tokens: %s: --attention-backend %s is used",
+        rows,
+        context,
+        figures,
+        fastest,
+        extra=event_fields("attention-backends-compared", rows=rows, tokens=context, seconds=times, fastest=fastest),
     )
     return fastest

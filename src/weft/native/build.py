@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from weft.cache import WAY_OUT, make_private, try_lock
+from weft.logs import event_fields
 from weft.native import library
 from weft.native.library import SOURCES, BuildRecipe
 from weft.native.prebuilt import find_prebuilt
@@ -102,7 +103,11 @@ def _build_locked(recipe: BuildRecipe, lock: Path) -> None:
     """Build the library while this process holds the `lock`; a damaged one is replaced."""
     folder = recipe.path.parent
     if recipe.path.exists():
-        logger.warning("The CPU kernels in %s are damaged and are built again.", recipe.path)
+        logger.warning(
+            "The CPU kernels in %s are damaged and are built again.",
+            recipe.path,
+            extra=event_fields("cpu-kernels-damaged", path=str(recipe.path)),
+        )
     for leftover in folder.glob(f"{lock.stem}-*"):  # of a process that was killed
         shutil.rmtree(leftover, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=f"{lock.stem}-", dir=folder) as scratch:

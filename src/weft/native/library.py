@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.cache import cache_path, distrust_reason, install_cache_file, write_cache_file
+from weft.logs import event_fields
 from weft.native.abi import check_abi
 
 logger = logging.getLogger("weft")
@@ -129,7 +130,7 @@ def _digest(path: Path) -> str:
 
 @functools.cache
 def _warn_once(reason: str) -> None:
-    logger.warning("the cached CPU kernels are not loaded: %s", reason)
+    logger.warning("the cached CPU kernels are not loaded: %s", reason, extra=event_fields("cpu-kernels-not-loaded"))
 
 
 def _file_version(path: str) -> str:

@@ -15,6 +15,7 @@ from weft.errors import ConfigError
 from weft.formatting import format_version
 from weft.hardware.gpus import FP8_CAPABILITY
 from weft.hardware.host import Host
+from weft.logs import event_fields
 from weft.native.library import CPP_TYPES
 from weft.native.structures import WIDEST_GROUP, WIDEST_HEAD, WIDEST_LATENT
 
@@ -286,7 +287,9 @@ def _vllm_choice(wanted: str, spec: AttentionSpec, device: KernelDevice) -> str:
         return name
     if wanted and name != "auto":
         logger.warning(
-            "VLLM_ATTENTION_BACKEND is %s, which Weft does not have here: it takes its own choice", wanted.upper()
+            "VLLM_ATTENTION_BACKEND is %s, which Weft does not have here: it takes its own choice",
+            wanted.upper(),
+            extra=event_fields("attention-variable-ignored", value=wanted.upper()),
         )
     return "auto"
 

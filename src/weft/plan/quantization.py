@@ -25,6 +25,7 @@ from weft.formats.schemes import (
     scheme_for_types,
 )
 from weft.formatting import join_commas
+from weft.logs import event_fields
 from weft.plan.backends import kernel_family, runs_on_gpus
 from weft.plan.places import column_unit, cut_places
 
@@ -149,7 +150,12 @@ def _log_lost(config: EngineConfig, checkpoint: Checkpoint, dtype: DType, scheme
         _warn_dequantised(shape, lost, len(types), dtype)
     elif lost:
         why = "with --attention-backend torch" if on_torch else f"in {dtype}"
-        logger.info("Quantised weights are held in %s: there are no kernels for them %s", dtype, why)
+        logger.info(
+            "Quantised weights are held in %s: there are no kernels for them %s",
+            dtype,
+            why,
+            extra=event_fields("weights-dequantised", dtype=dtype),
+        )
 
 
 def _warn_dequantised(shape: ModelShape, lost: Mapping[str, str], total: int, dtype: DType) -> None:

@@ -15,10 +15,16 @@ KV_SHARE_FOR_STEP = 0.03  # of the KV cache beside the smallest step: the activa
 
 
 class TokenBudget(NamedTuple):
-    """Maximum number of tokens of a step, and the reason for it, as the end of a sentence."""
+    """Maximum number of tokens of a step, and the reason for it, as the end of a sentence.
+
+    `bound` names what keeps larger steps away: limit (the largest step of the profile or of the requests), pipeline,
+    pause (of answers), weights (smaller steps would read them too often) or kv-cache. It is "" for a budget that is not
+    chosen here.
+    """
 
     tokens: int
     reason: str
+    bound: str = ""
 
 
 def with_token_budget(profile: Profile, budget: TokenBudget) -> Profile:
@@ -64,27 +70,28 @@ def token_budgets(replica: PlannedReplica, profile: Profile, longest: int) -> It
     least = max(int(profile.small_num_batched_tokens.value), _power_of_two(2 * sequences))
     most = max(least, min(int(profile.max_num_batched_tokens.value), _power_of_two(sequences * longest)))
     timed = [(least, replica.full_step_s(least, longest))]
-    why = "no larger piece is taken"
+    bound, why = "limit", "no larger piece is taken"
     while 2 * timed[-1][0] <= most:
         tokens, took_s = timed[-1]
         twice_s = replica.full_step_s(2 * tokens, longest)
         busy = twice_s > 2 * (1 - FULL) * took_s
         if busy and (piped or twice_s > limit_s):
-            why = _reason_to_stop(piped, took_s, limit_s)
+            bound, why = _bound_of_step(piped, took_s, limit_s)
             break
         timed.append((2 * tokens, twice_s))
     for tokens, took_s in reversed(timed):
-        yield TokenBudget(tokens, f"a piece of that size takes {_milliseconds(took_s)}, and {why}")
-        why = f"a larger one would take more than {KV_SHARE_FOR_STEP:.0%} of the KV cache"
+        yield TokenBudget(tokens, f"a piece of that size takes {_milliseconds(took_s)}, and {why}", bound)
+        bound, why = "kv-cache", f"a larger one would take more than {KV_SHARE_FOR_STEP:.0%} of the KV cache"
 
 
-def _reason_to_stop(piped: bool, took_s: float, limit_s: float) -> str:
+def _bound_of_step(piped: bool, took_s: float, limit_s: float) -> tuple[str, str]:
+    """The bound that a step of this time meets, and the sentence about it."""
     if piped:
-        return "larger pieces would leave GPUs of the pipeline idle"
+        return "pipeline", "larger pieces would leave GPUs of the pipeline idle"
     limit = _milliseconds(limit_s)
     if took_s > limit_s:
-        return f"running answers pause that long; the goal is {limit}, but smaller pieces would be slower"
-    return f"running answers pause that long; the goal is {limit} at most"
+        return "weights", f"running answers pause that long; the goal is {limit}, but smaller pieces would be slower"
+    return "pause", f"running answers pause that long; the goal is {limit} at most"
 
 
 def _milliseconds(seconds: float) -> str:

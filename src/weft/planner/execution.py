@@ -14,6 +14,7 @@ from weft.errors import ConfigError, PlanError
 from weft.formats.precision import OF_DTYPE
 from weft.hardware.cluster import Cluster, Node
 from weft.hardware.host import Host
+from weft.logs import event_fields
 from weft.plan import nodes
 from weft.plan.devices import device_kind
 from weft.plan.layout import build_plan, check_config, check_weights_fit, compute_dtype, expert_cut, rank_cut
@@ -72,7 +73,7 @@ def plan_over_nodes(
     if config.max_num_batched_tokens is None:
         _log_step_tokens(plan.max_num_batched_tokens, "the default for ranks on several nodes")
     if warning := nodes.crossing_warning(plan, round_trip_s):
-        logger.warning("%s", warning)
+        logger.warning("%s", warning, extra=event_fields("group-spans-nodes"))
     return plan
 
 
@@ -146,7 +147,7 @@ def with_step_tokens(plan: Plan, config: EngineConfig, host: Host) -> Plan:
         if plan.uses_cpu and known.cpu is None:
             known = msgspec.structs.replace(known, cpu=TYPICAL)  # a measurement would delay the start
         try:
-            tokens, why = step_token_budget(plan, host, known)
+            tokens, why, _ = step_token_budget(plan, host, known)
         except ConfigError as error:  # a GPU that is not in the catalogue
             tokens, why = plan.max_num_batched_tokens, str(error)
     _log_step_tokens(tokens, why)

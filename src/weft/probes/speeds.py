@@ -19,6 +19,7 @@ from weft.hardware import calibration, cpu
 from weft.hardware.calibration import Calibration
 from weft.hardware.cpu import CpuSpeed
 from weft.hardware.host import Host
+from weft.logs import event_fields
 from weft.native import library
 from weft.probes.fingerprint import fingerprint
 
@@ -126,7 +127,11 @@ def store_speeds(host: Host, speeds: Speeds) -> None:
     try:
         write_cache_file(speeds_path(host), text)
     except (OSError, RuntimeError, WeftError) as error:
-        logger.warning("the measurements of this machine cannot be stored, and will be repeated next time: %s", error)
+        logger.warning(
+            "the measurements of this machine cannot be stored, and will be repeated next time: %s",
+            error,
+            extra=event_fields("measurements-not-stored"),
+        )
 
 
 def known_cpu_speed(host: Host, *, refresh: bool = False) -> CpuSpeed:

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from weft.logs import event_fields
 from weft.serving.errors import HttpError
 
 log = logging.getLogger("weft.serving")
@@ -159,6 +160,7 @@ class Admission:
             "last such line); the limit follows from `ulimit -n` if that is low",
             self.limits.connections,
             self._refused,
+            extra=event_fields("too-many-connections", limit=self.limits.connections, refused=self._refused),
         )
         self._logged_at, self._refused = now, 0
 

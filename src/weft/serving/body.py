@@ -14,6 +14,7 @@ import msgspec
 from starlette.requests import Request
 
 from weft.errors import RequestError
+from weft.logs import event_fields
 from weft.serving.errors import HttpError
 from weft.text.limits import LIMITS
 
@@ -166,4 +167,9 @@ class UnknownFields:
             return
         shown = ", ".join(map(repr, names[: LIMITS.unknown_names_per_line]))
         hidden = len(names) - LIMITS.unknown_names_per_line
-        log.warning("ignored unknown request fields: %s%s", shown, f" and {hidden} more" if hidden > 0 else "")
+        log.warning(
+            "ignored unknown request fields: %s%s",
+            shown,
+            f" and {hidden} more" if hidden > 0 else "",
+            extra=event_fields("unknown-fields", names=names),
+        )

@@ -253,7 +253,8 @@ class ServingServer(HttpServer):
         self._draining_requests = asyncio.create_task(drain(service, at_s + limit))
         await asyncio.wait({self._draining_requests})
         if service.streams:
-            log.warning("requests cut off: %d", len(service.streams))
+            count = len(service.streams)
+            log.warning("requests cut off: %d", count, extra=logs.event_fields("requests-cut-off", requests=count))
             for stream in service.streams:
                 stream.cut_off()
         self.leave()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from weft.logs import event_fields
 from weft.serving.progress import Progress
 
 if TYPE_CHECKING:
@@ -68,13 +69,17 @@ async def drain(service: Service, end_s: float) -> None:
     progress = Progress(STALL_S, time.monotonic)
     while service.streams and (left := end_s - time.monotonic()) > 0:
         if progress.stalled_s(service.engine.stats.steps):
-            log.warning("no step has finished for %g s; not waiting any longer", STALL_S)
+            log.warning(
+                "no step has finished for %g s; not waiting any longer", STALL_S, extra=event_fields("engine-stalled")
+            )
             return
         if service.engine.outage:
-            log.warning("no engine runs; not waiting any longer")
+            log.warning("no engine runs; not waiting any longer", extra=event_fields("no-engine"))
             return
         if service.engine.stopped_s >= STOPPED_S:
-            log.warning("a process of the engine is stopped; not waiting any longer")
+            log.warning(
+                "a process of the engine is stopped; not waiting any longer", extra=event_fields("process-stopped")
+            )
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(POLL_S, left)):

@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from weft.errors import ModelError
 from weft.formats import limits
+from weft.logs import event_fields
 from weft.text import gguf_tokenizer, spm, tiktoken_file
 from weft.text.byte_level import build_byte_level
 from weft.text.cache import load_cached
@@ -141,7 +142,10 @@ def _add_token(hf_tokenizer: Tokenizer, id: int, token: object) -> None:
     present_id = hf_tokenizer.token_to_id(text)
     if id != (vocab_size(hf_tokenizer) if present_id is None else present_id):
         log.warning(
-            "token %r is left out: tokenizer_config.json gives it id %d, the vocabulary has none there", text, id
+            "token %r is left out: tokenizer_config.json gives it id %d, the vocabulary has none there",
+            text,
+            id,
+            extra=event_fields("token-left-out", token=text, id=id),
         )
         return
     flags = {name: bool(token.get(name)) for name in TOKEN_FLAGS}

@@ -25,6 +25,7 @@ from weft.kernels.fused import PhaseTimes
 from weft.kernels.staged import StagedStep
 from weft.kernels.warm import warm_kernels
 from weft.layers.exchange import TokenExchange, create_exchange
+from weft.logs import event_fields
 from weft.models.create import create_model
 from weft.plan.determinism import not_deterministic
 from weft.plan.fills import rank_weight_bytes
@@ -92,7 +93,10 @@ class ModelRunner:
             self.weight_bytes = rank_weight_bytes(shape, self.place, plan.dtype)
             logger.warning("The kernels of torch do not multiply quantised weights: they are held in %s", plan.dtype)
         if plan.graphs and not self.kernels.attention.capturable:
-            logger.warning("The kernels of torch cannot be captured: decode steps run without CUDA graphs")
+            logger.warning(
+                "The kernels of torch cannot be captured: decode steps run without CUDA graphs",
+                extra=event_fields("no-cuda-graphs"),
+            )
         self._exchange = create_exchange(plan.exchange, self.links, plan.places, self.rank, self.device)
         self.model = create_model(
             shape_within(shape, plan.max_model_len),
@@ -106,7 +110,10 @@ class ModelRunner:
         if plan.deterministic and not self.model.is_fused:
             raise not_deterministic("C++ does not compute all layers of this layout in one call")
         if plan.graphs and self.kernels.attention.capturable and not self.model.capturable:
-            logger.warning("The experts of this layout cannot be captured: decode steps run without CUDA graphs")
+            logger.warning(
+                "The experts of this layout cannot be captured: decode steps run without CUDA graphs",
+                extra=event_fields("no-cuda-graphs"),
+            )
 
     def _fill_ropes(self) -> None:
         """Compute the angles of a GPU; those of a CPU are computed when the length of its KV cache is known."""

@@ -15,6 +15,7 @@ from weft import __version__
 from weft.cache import cache_path, write_cache_file
 from weft.kernels.base import AttentionShape
 from weft.kernels.triton.tuning import DECODE_CANDIDATES, DEFAULT, PREFILL_CANDIDATES, Tunings
+from weft.logs import event_fields
 
 logger = logging.getLogger("weft")
 
@@ -43,7 +44,11 @@ def load_tunings(device: torch.device, shape: AttentionShape) -> Tunings:
     if not ({*decode.values()} <= {*DECODE_CANDIDATES} and prefill in PREFILL_CANDIDATES):
         logger.debug("%s has sizes that are no longer among the candidates and is ignored", tunings_path(key))
         return DEFAULT
-    logger.info("Attention in the sizes that were the fastest when they were measured (%s)", tunings_path(key))
+    logger.info(
+        "Attention in the sizes that were the fastest when they were measured (%s)",
+        tunings_path(key),
+        extra=event_fields("measured-sizes"),
+    )
     return saved.tunings
 
 

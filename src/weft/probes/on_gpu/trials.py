@@ -32,6 +32,7 @@ PROMPTS = {"4 prompts of 512": ([512] * 4, [512] * 4), "2,048 tokens after 6,144
 COLD_BYTES, PLACES = 256 << 20, 64
 MARGIN = 0.03  # a size must be faster than the default by this share to replace it
 ROUNDING = 0.02  # results may differ by this share of the largest value
+OTHER_NUMBERS = "it gives other numbers"  # the obstacle of a size whose results differ by more
 
 # Queries, a cache and a batch -> [T, q_heads * head_dim].
 Attend = Callable[[torch.Tensor, KVCache, Batch], torch.Tensor]
@@ -58,7 +59,7 @@ class Race:
                 result = attend(*self.samples[0]).float()
                 expected = result if expected is None else expected
                 if not (result - expected).abs().max() <= ROUNDING * expected.abs().max():
-                    obstacles[name] = "it gives other numbers"
+                    obstacles[name] = OTHER_NUMBERS
                 else:
                     times[name] = clock(partial(self._attend_all, attend)) / len(self.samples)
             except Exception as error:  # too little memory on the device, or code that it does not run
