@@ -17,6 +17,7 @@ from weft.errors import ConfigError
 from weft.formats.gguf_types import MIXES
 from weft.formats.precision import OF_DTYPE, held_precision
 from weft.formats.schemes import SCHEMES, scheme_for_types
+from weft.formatting import format_version
 from weft.hardware.calibration import Calibration
 from weft.hardware.cpu import KernelSpeed
 from weft.hardware.gpus import GpuSpec
@@ -64,10 +65,12 @@ class _Rule(msgspec.Struct, frozen=True, kw_only=True):
 
     engine_names: tuple[str, ...] = ()
     precisions: tuple[str, ...] = ()
-    capability: tuple[int, int] | None = None
+    capabilities: tuple[tuple[int, int], ...] = ()
 
     def fits(self, precision: str, capability: tuple[int, int]) -> bool:
-        return (not self.precisions or precision in self.precisions) and self.capability in (None, capability)
+        """Return True for a precision and a capability as `known_capability` returns it."""
+        wanted = not self.capabilities or capability in self.capabilities
+        return wanted and (not self.precisions or precision in self.precisions)
 
 
 class WeightsRule(_Rule, frozen=True, kw_only=True):
@@ -188,8 +191,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
             elif isinstance(figure, RankCurve):
                 texts[name] = f"{', '.join(f'{value:g}' for value in figure.values)}: {figure.source}"
         for rule in self.weights:
-            capability = [".".join(map(str, rule.capability))] if rule.capability else []
-            scope = " ".join([*rule.precisions, *capability]) or "any"
+            scope = " ".join([*rule.precisions, *map(format_version, rule.capabilities)]) or "any"
             texts[f"weights {scope}"] = f"{rule.share.value:g}: {rule.share.source}"
         for kernels in self.measured:
             texts |= _measured_provenance(kernels)
