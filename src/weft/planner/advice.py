@@ -21,9 +21,10 @@ from weft.planner.footprint import Footprint
 from weft.planner.note import Note, create_note
 from weft.planner.objections import computes_in, unsupported_reasons
 from weft.planner.other_clusters import MOST_NODES, grown_cluster, is_limited, unlimited, with_gpu
+from weft.planner.profiles import engine_profile
 from weft.planner.question import LayoutConstraints, Question
 from weft.planner.ranking import Candidate, objective_value
-from weft.planner.search import SearchResult, closest_miss, engine_profile, fitting_layouts, search
+from weft.planner.search import SearchResult, closest_miss, fitting_layouts, search
 
 # Names of checkpoints in another precision, the closest to the original first.
 CHECKPOINTS = {

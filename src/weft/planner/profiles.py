@@ -24,6 +24,7 @@ from weft.hardware.gpus import GpuSpec
 from weft.hardware.kernel_shares import KernelShares, ProductShares, find_kernel_shares
 from weft.native.library import CPP_TYPES
 from weft.plan.plan import Speculation
+from weft.planner.question import Question
 
 OURS = "weft"  # the engine that can be calibrated
 # The error band of a calibrated engine is ERRORS times the fit's mean error, since other models differ more than those
@@ -343,3 +344,29 @@ def _kernels(gpu: GpuSpec, calibration: Calibration) -> KernelShares:
         prefill_attention=calibration.attention_flops.value / flops,
         source=calibration.source,
     )
+
+
+def engine_profile(question: Question) -> Profile:
+    """The engine's constants, with the limits that the question gives in place of the engine's own."""
+    cluster, given = question.cluster, {}
+    profile = calibrated(load_profile(question.engine, on_cpu=cluster.on_cpu), cluster.gpus)
+    if question.gpu_memory_utilization is not None:
+        share = Constant(question.gpu_memory_utilization, "--gpu-memory-utilization")
+        given = {"utilization": share, "utilization_most": share}
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        most = getattr(question, name)
+        if most is not None:
+            given[name] = Constant(most, f"--{name.replace('_', '-')}")
+            given[name.replace("max", "small", 1)] = given[name]  # on cards of any memory size
+    if "max_num_batched_tokens" in given:
+        given["hold_up_ms"] = Constant(0.0, "--max-num-batched-tokens")
+    profile = msgspec.structs.replace(profile, speculation=question.speculation, **given)
+    if cluster.cpu is None:
+        return profile
+    beside = calibrated(load_profile(question.engine, on_cpu=True), [cluster.cpu])
+    return msgspec.structs.replace(profile, cpu=msgspec.structs.replace(beside, speculation=question.speculation))
+
+
+def kv_cache_dtype(question: Question, precision: str) -> str:
+    """The dtype of the KV cache: the question's, or the engine's own beside weights of this precision."""
+    return question.kv_dtype or engine_profile(question).kv_dtype(precision)
