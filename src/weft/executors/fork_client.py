@@ -42,7 +42,7 @@ class ForkError(Exception):
     """The server cannot start a process; a direct start may."""
 
 
-class ForkServer:
+class ForkClient:
     """The parent's side of a fork server. Any thread may call its methods."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -221,7 +221,7 @@ class ForkServer:
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
-class AdoptedServer(ForkServer):
+class AdoptedServer(ForkClient):
     """A server that another process has started and ends. This process has inherited the socket."""
 
     def __init__(self, descriptor: int, pid: int) -> None:
@@ -251,7 +251,7 @@ class AdoptedServer(ForkServer):
 class ForkedProcess:
     """A `ChildProcess` that a server has forked."""
 
-    def __init__(self, server: ForkServer, pid: int, pidfd: int, stdout: IO[bytes]) -> None:
+    def __init__(self, server: ForkClient, pid: int, pidfd: int, stdout: IO[bytes]) -> None:
         self.pid, self.stdout = pid, stdout
         self.returncode: int | None = None
         self._server = server

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import IO, Protocol
 
-from weft.executors.fork_client import AdoptedServer, ForkError, ForkServer
+from weft.executors.fork_client import AdoptedServer, ForkClient, ForkError
 
 # With one of these, OpenMP binds the very process that loads it to a core.
 BINDING_VARIABLES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
@@ -42,7 +42,7 @@ def start_process(
     arguments: Sequence[int],
     files: Sequence[int],
     environment: Mapping[str, str],
-    server: ForkServer | None,
+    server: ForkClient | None,
 ) -> ChildProcess:
     """Run `python -m module ARGUMENTS`, with its output in a pipe, through a server if there is one that can.
 
@@ -71,9 +71,9 @@ class ServerPool:
         self.min_forks = MIN_FORKS
         self.keep = False  # a server that nobody uses is kept for the next engine
         self._lock = threading.Lock()
-        self._server: ForkServer | None = None
+        self._server: ForkClient | None = None
 
-    def acquire(self, environment: Mapping[str, str], count: int) -> ForkServer | None:
+    def acquire(self, environment: Mapping[str, str], count: int) -> ForkClient | None:
         """Return a server for `count` processes with these variables; None if a direct start is better.
 
         To be released.
@@ -87,7 +87,7 @@ class ServerPool:
                     return None
                 if server and not server.users:
                     server.end()
-                server = self._server = ForkServer(environment)
+                server = self._server = ForkClient(environment)
             server.users += 1
             return server
 
@@ -96,7 +96,7 @@ class ServerPool:
         with self._lock:
             self._server = AdoptedServer(descriptor, pid)
 
-    def release(self, server: ForkServer) -> None:
+    def release(self, server: ForkClient) -> None:
         with self._lock:
             server.users -= 1
             if server.users or (self.keep and server is self._server):

@@ -24,7 +24,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 import msgspec
 
 from weft.executors.causes import ExitReason, describe_exit
-from weft.executors.fork_client import ForkServer
+from weft.executors.fork_client import ForkClient
 from weft.executors.forks import start_process
 from weft.executors.framing import Channel, FrameError, encode_frame
 from weft.executors.lifeline import die_with
@@ -53,7 +53,7 @@ class Child(Generic[M]):
         *,
         env: Mapping[str, str] | None = None,
         files: Iterable[int] = (),
-        server: ForkServer | None = None,
+        server: ForkClient | None = None,
     ) -> None:
         """Run `python -m module FD LIFELINE`.
 

@@ -131,7 +131,7 @@ class Proxy:
             raise HttpError(503, "the gateway is shutting down", code="shutting-down", retry_after_s=1)
         if exchange.hops and any(self._name in hop for hop in exchange.hops):
             raise HttpError(508, "an upstream of this gateway leads back to it; remove that one", code="gateway-loop")
-        await self.reader.read(exchange, receive)
+        await self.reader.read_request(exchange, receive)
 
     async def _serve(self, exchange: Exchange, receive: Receive, send: Send) -> None:
         """Get a response from a replica and pass it on; without one, an error."""

@@ -33,7 +33,7 @@ class RequestReader:
         exchange.client = self.keys.identify(exchange.scope)
         self.check_path(exchange)
 
-    async def read(self, exchange: Exchange, receive: Receive) -> None:
+    async def read_request(self, exchange: Exchange, receive: Receive) -> None:
         """Receive the body, read what routing needs of it, and count the request. Raises WeftError."""
         scope = exchange.scope
         exchange.body = await self._bodies.receive(exchange.announced, receive)
