@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from tests.pure.measured import Case
+from weft.formatting import format_version
 from weft.planner.profiles import Constant, Profile, engine_names, load_profile
 
 Name = tuple[str, str]  # engine, empty for all, and constant
@@ -55,7 +56,7 @@ def _with(profile: Profile, constants: Mapping[Name, float]) -> Profile:
             changed[name] = Constant(value, getattr(profile, name).source)
     rules = []
     for rule in profile.weights:
-        where = ",".join(rule.precisions) or ".".join(map(str, rule.capability or ("any",)))
+        where = ",".join(rule.precisions) or " ".join(map(format_version, rule.capabilities)) or "any"
         key = ("".join(rule.engine_names), f"weights {where}")
         share = constants.get(key, rule.share.value)
         rules.append(msgspec.structs.replace(rule, share=Constant(share, rule.share.source)))

@@ -8,8 +8,9 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, cast, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
+from weft.client.answer_stream import AnswerStream
 from weft.client.arguments import engine_config
 from weft.client.collector import Collector
 from weft.client.control import memory_rows, profile_command, stat_rows, swap_command, trace_paths
@@ -424,25 +425,6 @@ class LLM:
                 if delta.cut:
                     submission.abort([output.id])
                 yield collector
-
-
-class AnswerStream(Generator[RequestOutput, None, None]):
-    """An iterator over a growing answer, for plain `for` loops."""
-
-    def __init__(self, answers: Generator[RequestOutput, None, None]) -> None:
-        self._answers = answers
-
-    def send(self, value: None) -> RequestOutput:
-        return self._answers.send(value)
-
-    def throw(self, *error: Any) -> RequestOutput:
-        return self._answers.throw(*error)
-
-    def __aiter__(self) -> NoReturn:
-        raise TypeError(
-            "LLM.stream is for plain `for` loops; in asyncio use weft.AsyncLLM: "
-            "`async for output in AsyncLLM(model).generate(prompt)`"
-        )
 
 
 def start_replicas(

@@ -32,7 +32,7 @@ def kept_fork_server() -> Iterator[None]:
     """
     pool.min_forks, pool.keep = 1, True
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "Server", lend_server)
+        patch.setattr(processes, "ForkClient", lend_server)
         yield
     pool.min_forks, pool.keep = MIN_FORKS, False
     pool.close()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weft.executors.forks import Server
+from weft.executors.fork_client import ForkClient
 
 
-class KeptServer(Server):
+class KeptServer(ForkClient):
     """A fork server that its user leaves to the next one."""
 
     lent = False
@@ -19,10 +19,10 @@ class KeptServer(Server):
 _kept: list[KeptServer] = []
 
 
-def lend_server(environment: Mapping[str, str]) -> Server:
+def lend_server(environment: Mapping[str, str]) -> ForkClient:
     """Return a fork server for processes with these variables: the kept one, or a new one while that is in use."""
     if _kept and _kept[0].lent:
-        return Server(environment)
+        return ForkClient(environment)
     if _kept and not (_kept[0].alive and _kept[0].suits(environment)):
         end_kept_server()
     if not _kept:
@@ -39,4 +39,4 @@ def take_back() -> None:
 
 def end_kept_server() -> None:
     while _kept:
-        Server.end(_kept.pop())
+        ForkClient.end(_kept.pop())

@@ -13,6 +13,7 @@ import transformers
 
 from tests.pure.shapes import windows
 from weft.architectures.parameters import parameter_count
+from weft.architectures.registry import ARCHITECTURES
 from weft.formats import config_json
 from weft.formats.tensor_index import expected_tensors
 
@@ -44,6 +45,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("Qwen3MoeForCausalLM", SMALL | {"head_dim": 12, "num_experts": 9, "moe_intermediate_size": 24}),
     ("Qwen3MoeForCausalLM", SMALL | {"head_dim": 12, "num_experts": 9, "mlp_only_layers": [0, 3]}),
     ("Qwen3MoeForCausalLM", SMALL | {"head_dim": 12, "num_experts": 9, "decoder_sparse_step": 2}),
+    ("Qwen2MoeForCausalLM", SMALL | {"num_experts": 9, "shared_expert_intermediate_size": 40}),
     ("DeepseekV2ForCausalLM", SMALL | MLA | {"n_shared_experts": 2, "first_k_dense_replace": 1}),
     ("DeepseekV2ForCausalLM", SMALL | MLA | {"q_lora_rank": None, "n_shared_experts": 1}),
     ("DeepseekV3ForCausalLM", SMALL | MLA | {"first_k_dense_replace": 3, "n_group": 2, "topk_group": 1}),
@@ -62,6 +64,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 # Modules whose parameters lie in checkpoints as they are in the model: dims and names are compared one by one.
 PLAIN = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM", "OPTForCausalLM")
+
+
+def test_every_mixture_of_experts_is_a_case() -> None:
+    mixtures = {name for name, known in ARCHITECTURES.items() if known.config.has_experts}
+    assert mixtures <= {architecture for architecture, _ in CASES}
 
 
 @pytest.mark.parametrize("complete", [True, False], ids=["as saved", "as given"])

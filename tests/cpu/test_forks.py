@@ -20,17 +20,10 @@ import pytest
 from tests.cpu import tiny
 from tests.cpu.families import family
 from weft import LLM, SamplingParams
-from weft.executors import forks
+from weft.executors import fork_client, forks
+from weft.executors.fork_client import AdoptedServer, ForkClient, ForkedProcess, ForkError
 from weft.executors.fork_server import find_problem
-from weft.executors.forks import (
-    AdoptedServer,
-    ChildProcess,
-    ForkedProcess,
-    ForkError,
-    Server,
-    ServerPool,
-    start_process,
-)
+from weft.executors.forks import ChildProcess, ServerPool, start_process
 
 WAIT_S = 60
 DEEDS = ("exit", "raise", "abort", "wait")
@@ -45,21 +38,21 @@ def environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def shared(environment: dict[str, str]) -> Iterator[Server]:
-    server = Server(environment)
+def shared(environment: dict[str, str]) -> Iterator[ForkClient]:
+    server = ForkClient(environment)
     yield server
     server.end()
 
 
 @pytest.fixture
-def own(environment: dict[str, str]) -> Iterator[Server]:
+def own(environment: dict[str, str]) -> Iterator[ForkClient]:
     """A server for a test to end."""
-    server = Server(environment)
+    server = ForkClient(environment)
     yield server
     server.end()
 
 
-def run(deed: str, environment: dict[str, str], server: Server | None) -> tuple[ChildProcess, dict[str, Any], int]:
+def run(deed: str, environment: dict[str, str], server: ForkClient | None) -> tuple[ChildProcess, dict[str, Any], int]:
     """Start a process; return it, what it tells, and the number of the descriptor that it told it through."""
     reading, writing = os.pipe()
     numbers = (writing, DEEDS.index(deed))
@@ -79,7 +72,7 @@ def end(process: ChildProcess) -> bytes:
     return printed
 
 
-def test_a_fork_is_given_what_a_direct_start_gives(shared: Server, environment: dict[str, str]) -> None:
+def test_a_fork_is_given_what_a_direct_start_gives(shared: ForkClient, environment: dict[str, str]) -> None:
     told: list[dict[str, Any]] = []
     for server in (shared, None):
         process, facts, number = run("exit", environment, server)
@@ -99,7 +92,7 @@ def test_a_fork_is_given_what_a_direct_start_gives(shared: Server, environment: 
     assert told[0]["environment"] == environment
 
 
-def test_forks_draw_other_random_numbers(shared: Server, environment: dict[str, str]) -> None:
+def test_forks_draw_other_random_numbers(shared: ForkClient, environment: dict[str, str]) -> None:
     drawn = set()
     for _ in range(2):
         process, facts, _ = run("exit", environment, shared)
@@ -113,7 +106,7 @@ def test_forks_draw_other_random_numbers(shared: Server, environment: dict[str, 
     [("raise", 1, b"ValueError: it fails"), ("abort", -signal.SIGABRT, b"")],
 )
 def test_an_end_is_that_of_a_direct_start(
-    shared: Server, environment: dict[str, str], deed: str, status: int, words: bytes
+    shared: ForkClient, environment: dict[str, str], deed: str, status: int, words: bytes
 ) -> None:
     for server in (shared, None):
         process, _, _ = run(deed, environment, server)
@@ -121,7 +114,7 @@ def test_an_end_is_that_of_a_direct_start(
         assert process.returncode == status
 
 
-def test_names_in_ps(shared: Server, environment: dict[str, str]) -> None:
+def test_names_in_ps(shared: ForkClient, environment: dict[str, str]) -> None:
     process, _, number = run("wait", environment, shared)
     line = [word for word in psutil.Process(process.pid).cmdline() if word]
     assert line[1:] == ["-P", "-m", "forked", str(number), "3"]
@@ -134,7 +127,7 @@ def test_names_in_ps(shared: Server, environment: dict[str, str]) -> None:
     process.kill()
 
 
-def test_a_process_is_killed_while_a_thread_waits_for_it(shared: Server, environment: dict[str, str]) -> None:
+def test_a_process_is_killed_while_a_thread_waits_for_it(shared: ForkClient, environment: dict[str, str]) -> None:
     process, _, _ = run("wait", environment, shared)
     waiting = threading.Thread(target=process.wait)
     waiting.start()
@@ -144,7 +137,7 @@ def test_a_process_is_killed_while_a_thread_waits_for_it(shared: Server, environ
     end(process)
 
 
-def test_nothing_is_left_of_processes_that_have_ended(shared: Server, environment: dict[str, str]) -> None:
+def test_nothing_is_left_of_processes_that_have_ended(shared: ForkClient, environment: dict[str, str]) -> None:
     end(run("exit", environment, shared)[0])
     before = [len(os.listdir(f"/proc/{pid}/fd")) for pid in (os.getpid(), shared.process.pid)]
     for deed in ("exit", "abort"):
@@ -155,7 +148,7 @@ def test_nothing_is_left_of_processes_that_have_ended(shared: Server, environmen
 
 
 @pytest.mark.parametrize("how", ["environment", "descriptors"])
-def test_others_are_started_directly(shared: Server, environment: dict[str, str], how: str) -> None:
+def test_others_are_started_directly(shared: ForkClient, environment: dict[str, str], how: str) -> None:
     if how == "environment":
         environment = {**environment, "OMP_NUM_THREADS": "2"}
     files = tuple(range(300)) if how == "descriptors" else ()
@@ -168,7 +161,7 @@ def test_others_are_started_directly(shared: Server, environment: dict[str, str]
 
 
 @pytest.mark.parametrize("when", [pytest.param("while it imports", marks=pytest.mark.long), "later"])
-def test_a_server_that_is_killed(own: Server, environment: dict[str, str], when: str) -> None:
+def test_a_server_that_is_killed(own: ForkClient, environment: dict[str, str], when: str) -> None:
     """Its processes go on; nobody knows their status. New ones are started directly."""
     before = None if when == "while it imports" else run("wait", environment, own)[0]
     own.process.kill()
@@ -183,7 +176,7 @@ def test_a_server_that_is_killed(own: Server, environment: dict[str, str], when:
         assert before.returncode is None
 
 
-def test_signals_are_the_parents_to_answer(shared: Server, environment: dict[str, str]) -> None:
+def test_signals_are_the_parents_to_answer(shared: ForkClient, environment: dict[str, str]) -> None:
     end(run("exit", environment, shared)[0])
     for number in (signal.SIGINT, signal.SIGTERM):
         shared.process.send_signal(number)
@@ -201,7 +194,7 @@ def test_a_server_that_must_not_fork_does_not(monkeypatch: pytest.MonkeyPatch) -
     thread.join()
 
 
-def test_a_server_is_adopted_by_one_process_after_the_other(own: Server, environment: dict[str, str]) -> None:
+def test_a_server_is_adopted_by_one_process_after_the_other(own: ForkClient, environment: dict[str, str]) -> None:
     """Its words to the one before, which did not listen, are dropped."""
     pool = ServerPool()
     pool.adopt(os.dup(own.descriptor), own.pid)
@@ -237,10 +230,10 @@ def test_a_fork_whose_server_does_not_answer_never_runs(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The client starts another process with the same sockets: two would share each stream."""
-    monkeypatch.setattr(forks, "STOPPED_S", 0.5)
+    monkeypatch.setattr(fork_client, "STOPPED_S", 0.5)
     (tmp_path / "sitecustomize.py").write_text(STOPS_AFTER_FORK)
     environment = {**environment, "PYTHONPATH": os.pathsep.join((str(tmp_path), environment["PYTHONPATH"]))}
-    server = Server(environment)
+    server = ForkClient(environment)
     reading, writing = os.pipe()
     process = start_process("forked", (writing, DEEDS.index("exit")), (writing,), environment, server)
     os.close(writing)
@@ -253,7 +246,7 @@ def test_a_fork_whose_server_does_not_answer_never_runs(
 
 
 def test_a_server_that_does_nothing_is_given_up(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forks, "SILENT_S", 0.5)
+    monkeypatch.setattr(fork_client, "SILENT_S", 0.5)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with subprocess.Popen(["sleep", "600"]) as idle, theirs:
         server = AdoptedServer(ours.detach(), idle.pid)

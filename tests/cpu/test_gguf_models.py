@@ -12,14 +12,13 @@ import torch
 from safetensors.numpy import load_file
 
 from tests.cpu import checkpoints
-from tests.pure.gguf_files import GGML, ggml_name, interleave, metadata_of, stacked, write
+from tests.pure.gguf_files import GGML, ggml_name, interleave, is_interleaved, metadata_of, stacked, write
 from tests.refusals import refuses
 from weft import LLM, SamplingParams
 from weft.architectures.shape import ModelShape
 from weft.errors import ModelError
 from weft.formats import config_json
 from weft.formats.checkpoint import resolve
-from weft.formats.gguf_names import INTERLEAVED_ARCHITECTURES
 
 pytestmark = pytest.mark.usefixtures("small_caches")
 
@@ -46,7 +45,7 @@ def ggml_tensors(tensors: Mapping[str, np.ndarray], shape: ModelShape) -> dict[s
     """Tensors as llama.cpp's converter writes them: experts in stacks, the offset of norms added to their weights."""
     pairs = []
     for name, value in sorted(one_by_one(tensors).items(), key=lambda item: expert_number(item[0])):
-        moved = shape.architecture in INTERLEAVED_ARCHITECTURES and (".q_proj." in name or ".k_proj." in name)
+        moved = is_interleaved(name, shape)
         value = interleave(value, shape.head_dim) if moved else value
         own = ggml_name(name, shape.architecture)
         pairs.append((own, (value + shape.norm.offset if "norm" in own else value).squeeze()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -18,9 +19,10 @@ from weft.formats.schemes import ALL_SCHEMES, SCHEMES, Scheme
 from weft.kernels import create_rounding
 from weft.kernels.base import AttentionShape
 from weft.kernels.native.rounding import NativeRounding, supports_scheme
+from weft.native.structures import LOWEST_KINDS
 from weft.plan.fills import rank_fills
 from weft.quant.quantised import QuantisedWeight
-from weft.quant.rounding import Rounding, round_into
+from weft.quant.rounding import ROUND, Rounding, round_into
 from weft.weights.quantised import quantise, row_bands
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -38,6 +40,19 @@ SHAPE = AttentionShape(
     length=1,
 )
 WIDTH = 576  # four groups of 128 and a half
+
+
+def test_every_kind_of_lowest_is_in_every_table() -> None:
+    kinds = set(get_args(get_type_hints(Scheme)["lowest"]))
+    assert kinds == LOWEST_KINDS.keys() == ROUND.keys() == {scheme.lowest for scheme in ALL_SCHEMES.values()}
+
+
+@pytest.mark.parametrize("name", [next(n for n, s in ALL_SCHEMES.items() if s.lowest == kind) for kind in LOWEST_KINDS])
+def test_a_matrix_of_every_kind_is_rounded_held_and_read_again(name: str) -> None:
+    """Every kind is allocated, rounded to and turned into floats."""
+    weight, into = torch.randn(8, 512), QuantisedWeight.empty(name, 8, Span(0, 512), torch.bfloat16, CPU)
+    round_into(weight, into, None)
+    assert torch.allclose(into.dequantise().float(), weight, atol=0.7)
 
 
 @pytest.fixture(scope="module")

@@ -47,16 +47,6 @@ def layouts(draw: st.DrawFn) -> tuple[ModelShape, tuple[float, ...], tuple[int, 
     return shape, tuple(weights), tuple(stages)
 
 
-MIXED = (
-    "MixtralForCausalLM",
-    "Qwen2MoeForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "MiniMaxM2ForCausalLM",
-    "GptOssForCausalLM",
-)
-LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
-
-
 @st.composite
 def planned_shapes(draw: st.DrawFn) -> ModelShape:
     """Small models of every architecture that the planner knows, with experts and latent attention."""
@@ -68,15 +58,15 @@ def planned_shapes(draw: st.DrawFn) -> ModelShape:
     mixer = replace(mixer, sinks=bool(known.names.sinks))
     dense = replace(dense, gated=known.names.gated)
     experts, dense_layers = None, set[int]()
-    if architecture in (*MIXED, *LATENT):
-        experts = draw(mixtures(has_shared=architecture in LATENT or known.config.shared_gate))
+    if known.config.has_experts:
+        experts = draw(mixtures(has_shared=known.names.latent or known.config.shared_gate))
         gated = known.config.shared_gate and experts.shared > 0
         corrected = bool(known.names.correction) and draw(st.booleans())
         experts = replace(experts, shared_gate=gated, bias=bool(known.names.stacks), correction=corrected)
         dense_layers = draw(st.sets(st.integers(0, len(shape.layers) - 1), max_size=3))
     norms = known.norms
     layer = LayerSpec(
-        mixer=draw(latent_attention(mixer.heads)) if architecture in LATENT else mixer, ffn=dense, norms=norms
+        mixer=draw(latent_attention(mixer.heads)) if known.names.latent else mixer, ffn=dense, norms=norms
     )
     return replace(
         shape,

@@ -12,7 +12,7 @@ import numpy as np
 
 from weft.architectures.registry import ARCHITECTURES, find_architecture
 from weft.architectures.shape import LatentAttention, ModelShape
-from weft.formats.gguf_names import INTERLEAVED_ARCHITECTURES, layer_modules, outer_modules
+from weft.formats.gguf_names import layer_modules, outer_modules
 from weft.formats.tensor import ENCODINGS
 from weft.formats.tensor_index import expected_tensors
 
@@ -152,6 +152,11 @@ def _latent_metadata(shape: ModelShape, latent: LatentAttention) -> dict[str, An
     return values
 
 
+def is_interleaved(name: str, shape: ModelShape) -> bool:
+    """Return True for a matrix, by Hugging Face's name, whose rows are in ggml's rotary order in a file."""
+    return find_architecture(shape.architecture).gguf_interleaved and (".q_proj." in name or ".k_proj." in name)
+
+
 def interleave(values: np.ndarray, head_dim: int) -> np.ndarray:
     """Rows in ggml's rotary order: in each head, the i-th of the first half, then the i-th of the second."""
     rows = np.arange(len(values)).reshape(-1, head_dim)
@@ -215,7 +220,7 @@ def write_model(
         others = others or {}
         type = others.get(name) or others.get(name.split(".")[-2], usual)
         ggml_type = gguf.GGMLQuantizationType[type]
-        moved = shape.architecture in INTERLEAVED_ARCHITECTURES and (".q_proj." in name or ".k_proj." in name)
+        moved = is_interleaved(name, shape)
         values = rng.standard_normal(dims, dtype=np.float32) * np.float32(std or 1)
         data: np.ndarray | Stored = interleave(values, shape.head_dim) if moved else values
         if len(dims) == 2 and type != "F32":

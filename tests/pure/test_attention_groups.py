@@ -23,10 +23,11 @@ from weft.planner import notes as plan_notes
 from weft.planner.deployment import deploy
 from weft.planner.exchange import TokenExchange, exchanging_ranks, parts_chosen, token_exchange
 from weft.planner.forecast import forecast_plan
+from weft.planner.profiles import engine_profile
 from weft.planner.question import LayoutConstraints, Question
 from weft.planner.replica import build_replicas
 from weft.planner.roofline import experts_touched
-from weft.planner.search import SearchResult, engine_profile, search
+from weft.planner.search import SearchResult, search
 from weft.planner.steps import StepPredictor
 from weft.simulate.deployment import SchedulerLimits, replica_specs
 from weft.simulate.lengths import FixedLength

@@ -16,10 +16,9 @@ from weft.hardware.gpus import find_gpu
 from weft.planner.batch import FULL, KV_SHARE_FOR_STEP, TokenBudget, token_budgets, with_token_budget
 from weft.planner.deployment import Workload
 from weft.planner.footprint import ReplicaMemory, footprint
-from weft.planner.profiles import Constant, Profile, load_profile
+from weft.planner.profiles import Constant, Profile, engine_profile, load_profile
 from weft.planner.question import Question
 from weft.planner.replica import PlannedReplica, build_replicas
-from weft.planner.search import engine_profile
 
 WEFT = load_profile("weft")
 LIMIT_S = WEFT.hold_up_ms.value * 1e-3

@@ -40,10 +40,10 @@ from weft.hardware.cpu import Cpu, CpuSpeed
 from weft.hardware.gpus import GpuSpec, find_gpu
 from weft.hardware.host import Host
 from weft.plan.plan import named_devices
-from weft.planner.profiles import LEAST_ERROR, calibrated, load_profile
+from weft.planner.profiles import LEAST_ERROR, calibrated, engine_profile, load_profile
 from weft.planner.question import Question
 from weft.planner.roofline import Roofline
-from weft.planner.search import engine_profile, search
+from weft.planner.search import search
 from weft.planner.work import MatrixProduct
 from weft.probes import engine_speed, speeds
 from weft.probes.engine_speed import LOADS, CalibrationLoad, CalibrationPoint

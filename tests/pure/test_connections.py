@@ -17,7 +17,8 @@ from tests.pure.servers import PATIENCE_S, weft_server
 from tests.pure.worlds import FakeEngine, World, endless
 from weft.serving import admission
 from weft.serving.admission import Admission, ConnectionLimits
-from weft.serving.connection import Connection, CycleWriter
+from weft.serving.connection import Connection
+from weft.serving.flow import CycleWriter
 
 GET = b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n"
 MODELS = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"

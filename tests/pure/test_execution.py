@@ -24,7 +24,7 @@ from weft.hardware.host import Host
 from weft.hardware.topology import Holder
 from weft.plan.layout import build_plan
 from weft.plan.plan import Plan, named_devices
-from weft.planner import execution, plan_file
+from weft.planner import config_search, execution, plan_file
 from weft.planner.execution import plan_to_run
 from weft.planner.search import search
 from weft.probes.machine import host_cluster
@@ -89,7 +89,7 @@ def test_the_places_are_the_search_s_own(model: str, names: Sequence[str]) -> No
     where, there = rig(*names), checkpoint(model)
     config = EngineConfig(model=there.model)
     numbers = range(len(names))
-    best = search(execution.plan_question(config, there, where, host_cluster(where, NOTHING), numbers)).best
+    best = search(config_search.plan_question(config, there, where, host_cluster(where, NOTHING), numbers)).best
     assert best is not None
     assert run(model, where).places == best.layout.places[: best.layout.replica_size]
 

@@ -19,7 +19,7 @@ from weft.hardware.host import Host
 from weft.plan.layout import build_plan
 from weft.plan.memory import Capacity
 from weft.plan.plan import Plan
-from weft.planner import execution
+from weft.planner import config_search
 from weft.planner.execution import plan_to_run
 from weft.planner.forecast import (
     HINT,
@@ -51,7 +51,7 @@ def on_gpus(model: str, where: Host, **flags: Any) -> tuple[Plan, Forecast]:
 )
 def test_the_forecast_is_weft_plan_s_for_the_same_layout(model: str, names: list[str]) -> None:
     where, there = rig(*names), checkpoint(model)
-    question = execution.plan_question(
+    question = config_search.plan_question(
         EngineConfig(model="m"), there, where, host_cluster(where, NOTHING), range(len(names))
     )
     best = search(question).best

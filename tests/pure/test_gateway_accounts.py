@@ -20,11 +20,15 @@ from tests.pure.servers import PATIENCE_S, Exchange
 from tests.pure.worlds import refused
 from tests.refusals import refuses
 from weft.errors import ConfigError
+from weft.gateway.accounts import WITHOUT_ANSWER
+from weft.gateway.completion import COUNTED
 from weft.gateway.config import make_config
 from weft.gateway.ledger import DAY_HOURS, HOUR_S, KEPT_HOURS, Amount, Ledger
+from weft.gateway.paths import PUBLIC
 from weft.gateway.prices import TOOL_TOKENS
 from weft.gateway.shares import ACTIVE_S, Shares
 from weft.serving.errors import HttpError
+from weft.serving.openapi import OPERATIONS
 
 USAGE = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
 PRICE = {"input": 1.0, "output": 2.0}
@@ -376,6 +380,12 @@ async def test_usage_and_quota_of_a_key(tmp_path: Path, fields: dict[str, Any]) 
         assert [(row["key"], row["requests"], row["prompt_tokens"], row["completion_tokens"]) for row in rows] == [
             ("a", 3, 30, 15)
         ]
+
+
+def test_the_tokens_of_every_endpoint_with_a_body_are_counted_or_it_makes_none() -> None:
+    """Keys with a quota get 403 from the others."""
+    asked = {path for (method, path), operation in OPERATIONS.items() if method == "POST" and operation.request}
+    assert asked & PUBLIC <= {*COUNTED, *WITHOUT_ANSWER}
 
 
 @pytest.mark.parametrize(("path", "status"), [("/v1/moderations", 403), ("/api/chat", 200), ("/tokenize", 200)])

@@ -17,7 +17,7 @@ from tests.pure.servers import weft_server
 from tests.pure.worlds import HI, FakeEngine, World, refused, saying
 from weft.gateway.checks import read_models
 from weft.gateway.ledger import Ledger
-from weft.gateway.proxy import owner_of
+from weft.gateway.request_reader import owner_of
 
 CHAT = {"messages": HI}
 LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "tiny", **CHAT}}

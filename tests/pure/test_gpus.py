@@ -6,12 +6,16 @@ import csv
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.refusals import refuses
 from weft.errors import ConfigError
-from weft.hardware.gpus import find_gpu, gpu_spec, known_gpus
+from weft.hardware.gpus import GpuSpec, find_gpu, gpu_spec, known_gpus
+from weft.hardware.kernel_shares import KernelShares, find_kernel_shares
 from weft.hardware.topology import Clocks, Gpu
+from weft.planner.profiles import WeightsRule, load_profile
+from weft.planner.roofline import weights_rule
 
 TABLE = Path(__file__).parents[1] / "data/gpus.csv"
 
@@ -135,3 +139,29 @@ def test_a_known_gpu_that_is_here_has_the_memory_that_its_driver_reports() -> No
     assert (spec.name, spec.memory_bytes) == ("H100-SXM", 8 << 30)
     with refuses(ConfigError, "unknown-gpu"):
         gpu_spec(here("NVIDIA Unheard-of", (9, 0), None))
+
+
+def has_hbm(gpu: GpuSpec) -> bool:
+    """Return True for the catalogue's cards with HBM; all others have GDDR."""
+    return bool(re.match(r"A100|A30\b|G?[HB]\d|V100|MI\d", gpu.name))
+
+
+def test_no_gpu_with_hbm_is_predicted_as_one_with_gddr() -> None:
+    """Without an entry of its own a GPU gets that of the nearest capability, not the general one for GDDR."""
+    entries: dict[bool, set[KernelShares]] = {True: set(), False: set()}
+    rules: dict[bool, set[WeightsRule | None]] = {True: set(), False: set()}
+    for gpu in known_gpus():
+        entries[has_hbm(gpu)].add(find_kernel_shares(gpu))
+        rules[has_hbm(gpu)].add(weights_rule(load_profile("llama.cpp"), gpu, "bf16"))
+    assert not entries[True] & entries[False]
+    assert not rules[True] & rules[False]
+
+
+@pytest.mark.parametrize(("minor", "like"), [((10, 3), "B200"), ((12, 1), "RTX 5090"), ((8, 7), "RTX 3090")])
+def test_a_new_minor_capability_gets_the_entry_of_the_nearest_one(minor: tuple[int, int], like: str) -> None:
+    known = find_gpu(like)
+    new = msgspec.structs.replace(known, name="Unheard-of", capability=minor)
+    assert find_kernel_shares(new) is find_kernel_shares(known)
+    for engine in ("llama.cpp", "weft"):
+        profile = load_profile(engine)
+        assert weights_rule(profile, new, "int4") is weights_rule(profile, known, "int4")

@@ -15,9 +15,11 @@ from weft.config import EngineConfig
 from weft.errors import PlanError
 from weft.gateway.policy import POLICIES
 from weft.gateway.upstream import UpstreamError
+from weft.hosting import health
 from weft.hosting import keeper as keepers
 from weft.hosting.catalogue import SetFleet
-from weft.hosting.keeper import FAILURES, Keeper
+from weft.hosting.hosted import FAILURES
+from weft.hosting.keeper import Keeper
 from weft.hosting.model_set import ModelEntry
 from weft.hosting.residency import TURN_S, Need, Residency, State
 from weft.hosting.set_plan import ModelPlan
@@ -129,7 +131,7 @@ async def until(check: Any) -> None:
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TICK_S", "GONE_POLL_S"):
         monkeypatch.setattr(keepers, name, 0.01)
-    monkeypatch.setattr(keepers, "CHECK_EVERY_S", 0.0)
+    monkeypatch.setattr(health, "CHECK_EVERY_S", 0.0)
 
 
 async def ask(keeper: Keeper, name: str, **fields: Any) -> None:

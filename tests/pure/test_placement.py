@@ -22,10 +22,11 @@ from weft.plan.plan import named_devices
 from weft.planner.advice import advice
 from weft.planner.deployment import Workload
 from weft.planner.notes import notes
+from weft.planner.profiles import engine_profile
 from weft.planner.question import LayoutConstraints, Question
 from weft.planner.ranking import Candidate
 from weft.planner.replica import build_replicas
-from weft.planner.search import SearchResult, engine_profile, search
+from weft.planner.search import SearchResult, search
 from weft.planner.steps import StepPredictor
 
 LLAMA = catalogue.find("Llama-3.1-8B").shape

@@ -20,14 +20,24 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/batches": {"input_file_id": "file-0", "endpoint": "/v1/completions"},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [1]},
+    "/v1/embeddings": {"model": "tiny", "input": "a"},
+    **{path: {"model": "tiny", "text_1": "a", "text_2": "b"} for path in ("/v1/score", "/score")},
+    **{path: {"model": "tiny", "query": "a", "documents": ["b"]} for path in ("/v1/rerank", "/v2/rerank", "/rerank")},
+    "/api/embed": {"model": "tiny", "input": "a"},
+    "/api/embeddings": {"model": "tiny", "prompt": "a"},
     "/api/show": {"model": "tiny"},
     "/api/chat": CHAT,
     "/api/generate": {"model": "tiny", "prompt": "a"},
 }
+ON_DISK = {"/api/pull", "/api/delete"}  # these would change the machine's models
 VALUES: list[Any] = [None, True, 0, -1, 10**30, 0.5, "", "x", "\u0000\ud7ff", [], ["x"], [[]], [{}], [None], {}]
 VALUES += [{"type": "x"}, {"type": "function"}, {"type": "json_schema"}, [{"type": "function"}], [{"role": "user"}]]
 VALUES += [[{"type": "message", "role": "user", "content": [{"type": "text"}]}], [{"role": "user", "content": [{}]}]]
 ASKED = {path: operation for (_, path), operation in OPERATIONS.items() if operation.request and path in BODIES}
+
+
+def test_every_request_with_a_body_is_tried() -> None:
+    assert BODIES.keys() | ON_DISK == {path for (_, path), operation in OPERATIONS.items() if operation.request}
 
 
 @pytest.mark.parametrize("path", BODIES)

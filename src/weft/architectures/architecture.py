@@ -9,6 +9,9 @@ import msgspec
 
 from weft.architectures.shape import Activation, Norms
 
+# Fields of config.json with the number of experts, of which an architecture has one or none.
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
 
 class Stack(msgspec.Struct, frozen=True, cache_hash=True):
     """A tensor of a checkpoint with some parameters of all experts of a layer: [experts, outputs, inputs], or
@@ -96,7 +99,8 @@ class ConfigFields(msgspec.Struct, frozen=True, kw_only=True):
     - `gain`, `limit`, `up_offset`: of the experts, see `Experts`; a config's `swiglu_alpha` and `swiglu_limit` count.
     - `shared_gate`: the shared experts have one, and their width together is `shared_expert_intermediate_size`.
     - `keys`: this architecture's name of a field -> the usual name.
-    - `values`: the usual name of a field -> its value if the field is missing.
+    - `values`: the usual name of a field -> its value if the field is missing. One of EXPERT_COUNTS makes it a mixture
+      of experts.
     - `logn`: queries get `Attention.logn`, if the config's `use_logn_attn` says so.
     - `ffn_of_hidden`: MLP width as a multiple of the hidden size, if the width is not given.
     - `ffn_parts`: number of MLP widths that `intermediate_size` counts together.
@@ -137,6 +141,11 @@ class ConfigFields(msgspec.Struct, frozen=True, kw_only=True):
     ffn_parts: int = 1
     inner: str = ""
 
+    @property
+    def has_experts(self) -> bool:
+        """True for a mixture of experts."""
+        return any(count in self.values for count in EXPERT_COUNTS)
+
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     """One architecture: its class name in config.json, its config's fields and its tensors' names.
@@ -144,8 +153,12 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     - `norms`: which parts of a layer are normalised, see `LayerSpec`.
     - `runs`: the engine runs it; the planner knows all of them.
     - `gguf`: `general.architecture` in GGUF files; "" if another architecture with that name stands for both.
+    - `gguf_interleaved`: llama.cpp reorders the rows of queries and keys, so that rotary pairs lie side by side.
     - `modules`: substitutions (pattern, replacement) from tensor names to Transformers' module names.
     - `renamed`: substitutions (pattern, replacement) from tensor names that some files have to those of `names`.
+    - `published`: the precisions that it is published in beside 16 bits; () for those that most models are.
+    - `fp8_in_blocks`: it is published with FP8 in blocks of 128 x 128, and is rounded to such groups too.
+    - `attention_kept`: precisions whose published checkpoints leave the matrices of attention in 16 bits.
     - `positions_before`: rows before that of position 0 in a table of position embeddings.
     """
 
@@ -155,6 +168,10 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     norms: Norms = "pre"
     runs: bool = False
     gguf: str = ""
+    gguf_interleaved: bool = False
     modules: tuple[tuple[str, str], ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
+    published: tuple[str, ...] = ()
+    fp8_in_blocks: bool = False
+    attention_kept: tuple[str, ...] = ()
     positions_before: int = 0

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Iterable
 
 from weft.client.messages import FromCore
-from weft.executors.forks import Server
+from weft.executors.fork_client import ForkClient
 from weft.executors.launch import Child, end_children
 
 MODULE = "weft.client.process"
 
 
-async def start_core(files: Iterable[int], forks: Server | None) -> Child[FromCore]:
+async def start_core(files: Iterable[int], forks: ForkClient | None) -> Child[FromCore]:
     """Start the core's process, which inherits `files`. May be cancelled.
 
     `forks`, which no other process uses at this time, forks it if it can: no module is imported again.

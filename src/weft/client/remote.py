@@ -35,7 +35,7 @@ from weft.core.request import Output, Request, Stats
 from weft.errors import CORE, Cause, EngineError, QueueFullError, RequestError, WeftError
 from weft.executors.base import Ready
 from weft.executors.causes import cause_of
-from weft.executors.forks import Server
+from weft.executors.fork_client import ForkClient
 from weft.executors.framing import FrameDecoder, encode_frame
 from weft.executors.launch import FAMILY_EXIT_S, Child, end_children
 from weft.executors.liveness import BEAT_S, Alive, Heartbeat, Silence, idle_beat_s
@@ -92,7 +92,7 @@ class AsyncEngine:
         worker: str = WORKER,
         others: OtherNodes | RayNodes | None = None,
         stall_s: float | None = None,
-        forks: Server | None = None,
+        forks: ForkClient | None = None,
         *,
         forks_core: bool = False,
     ) -> AsyncEngine:

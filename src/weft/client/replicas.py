@@ -23,7 +23,7 @@ from weft.config import EngineConfig
 from weft.core.commands import Command, Replies, ResetPrefixCache, Sleep, SwapWeights, Wake
 from weft.core.request import Request, Stats, sum_stats
 from weft.errors import CORE, Cause, EngineError
-from weft.executors.forks import Server
+from weft.executors.fork_client import ForkClient
 from weft.executors.liveness import SHORTEST_S
 from weft.executors.processes import start_server
 from weft.executors.rank import WORKER
@@ -66,8 +66,8 @@ class ReplicaSet:
         self._requests = HandOver(self._replicas, router, Room.of(config, self.capacity), moves)
         self._keeper = EngineKeeper(self._replicas, self._requests, router, self._launch, self._join)
         self._stall_s: float | None = None
-        self._forks: Server | None = None
-        self._warm_forks: Server | None = None  # the same, once an engine has started with it
+        self._forks: ForkClient | None = None
+        self._warm_forks: ForkClient | None = None  # the same, once an engine has started with it
         self._state: State = (None, None)
         self._turn = asyncio.Lock()  # held while a command runs or an engine joins
         self._calls: set[asyncio.Task[list[tuple[RunningReplica, Replies]]]] = set()
@@ -110,7 +110,7 @@ class ReplicaSet:
         replica.plan, others = await self._nodes.take(replica.number)
         return await AsyncEngine.start(replica.plan, self._config, self._worker, others, stall_s=self._stall_s)
 
-    def _prepare_forks(self, plan: Plan) -> Server | None:
+    def _prepare_forks(self, plan: Plan) -> ForkClient | None:
         """Return a server that forks the processes of the only engine, and outlives it: torch is imported once."""
         kind = self._config.executor or "processes"
         if len(self._replicas) > 1 or self._stall_s is None or not plan.on_cpu or kind != "processes":

@@ -19,9 +19,9 @@ from weft.cluster.messages import HEAD_CLOSED, Dismissed, Facts, FromJoined, Joi
 from weft.cluster.settings import NodeSettings
 from weft.errors import ConfigError, error_reason, printable
 from weft.executors.beats import keep_alive
-from weft.executors.forks import open_sockets
 from weft.executors.framing import Channel, FrameError
 from weft.executors.keys import CertificateError, NotWeftError, WrongKeyError
+from weft.executors.open_sockets import open_sockets
 from weft.executors.secure import Complaints, Greeter, accept_securely
 from weft.hardware.addresses import check_private, interface_of
 from weft.logs import event_fields

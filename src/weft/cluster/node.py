@@ -32,11 +32,11 @@ from weft.cluster.speed import PeerListener, listen_for_peers, measure_network
 from weft.config import EngineConfig
 from weft.errors import Cause, ConfigError, EngineError, ModelError, error_reason
 from weft.executors.beats import keep_alive
-from weft.executors.forks import open_sockets
 from weft.executors.framing import Channel
 from weft.executors.keys import CertificateError, NotWeftError, WrongKeyError
 from weft.executors.node_messages import StartRanks
 from weft.executors.node_ranks import NodeRanks
+from weft.executors.open_sockets import open_sockets
 from weft.executors.secure import connect_securely
 from weft.formats.checkpoint import Checkpoint
 from weft.hardware.host import probe_host

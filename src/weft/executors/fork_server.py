@@ -1,4 +1,4 @@
-"""Process that forks ranks: `python -m weft.executors.fork_server FD LIFELINE`, started by `executors.forks`.
+"""Process that forks ranks: `python -m weft.executors.fork_server FD LIFELINE`, started by `executors.fork_client`.
 
 It imports torch once and then forks a process for each request, which so starts in milliseconds instead of seconds and
 shares the pages of the import. It runs no thread, opens no GPU and draws no random number: a fork is as good as a new

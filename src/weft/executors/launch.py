@@ -24,10 +24,12 @@ from typing import Any, Generic, NoReturn, TypeVar
 import msgspec
 
 from weft.executors.causes import ExitReason, describe_exit
-from weft.executors.forks import Server, open_sockets, start_process
+from weft.executors.fork_client import ForkClient
+from weft.executors.forks import start_process
 from weft.executors.framing import Channel, FrameError, encode_frame
 from weft.executors.lifeline import die_with
 from weft.executors.liveness import Alive, Heartbeat
+from weft.executors.open_sockets import open_sockets
 
 M = TypeVar("M")
 
@@ -51,7 +53,7 @@ class Child(Generic[M]):
         *,
         env: Mapping[str, str] | None = None,
         files: Iterable[int] = (),
-        server: Server | None = None,
+        server: ForkClient | None = None,
     ) -> None:
         """Run `python -m module FD LIFELINE`.
 

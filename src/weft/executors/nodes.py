@@ -12,7 +12,6 @@ import msgspec
 
 from weft.errors import Cause
 from weft.executors.beats import SILENCE_S, STACKS_S, Watch, keep_alive
-from weft.executors.forks import open_sockets
 from weft.executors.framing import Channel, FrameError, encode_frame
 from weft.executors.liveness import Heartbeat
 from weft.executors.messages import FromRank, Launch, Listening, Loaded, ToRank
@@ -31,6 +30,7 @@ from weft.executors.node_messages import (
     RankState,
     StartRanks,
 )
+from weft.executors.open_sockets import open_sockets
 from weft.executors.processes import ProcessExecutor
 from weft.executors.rank import WORKER
 from weft.executors.rank_processes import NodeWirings, network_environment

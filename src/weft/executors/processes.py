@@ -9,7 +9,8 @@ import tempfile
 from collections.abc import Iterable, Sequence
 
 from weft.errors import Cause, EngineError
-from weft.executors.forks import Server, can_fork
+from weft.executors.fork_client import ForkClient
+from weft.executors.forks import can_fork
 from weft.executors.launch import child_environment
 from weft.executors.liveness import Alive
 from weft.executors.messages import Launch, Listening, ToRank
@@ -23,10 +24,10 @@ from weft.plan.wiring import File, Network, Rendezvous, Tcp, Wiring
 LOOPBACK, LOOPBACK_ADDRESS = "lo0" if sys.platform == "darwin" else "lo", "127.0.0.1"
 
 
-def start_server(plan: Plan) -> Server | None:
+def start_server(plan: Plan) -> ForkClient | None:
     """Start a fork server for the ranks of a plan, on this machine; None if it cannot fork."""
     environment = child_environment(rank_environment(plan.threads(0), plan.peer_to_peer, interface=LOOPBACK))
-    return Server(environment) if can_fork(environment) else None
+    return ForkClient(environment) if can_fork(environment) else None
 
 
 class ProcessExecutor(RankExecutor):

@@ -10,7 +10,8 @@ from itertools import chain
 from weft.cache import cache_path, make_private
 from weft.errors import Cause
 from weft.executors.causes import cause_of
-from weft.executors.forks import Server, pool
+from weft.executors.fork_client import ForkClient
+from weft.executors.forks import pool
 from weft.executors.framing import FrameError, encode_frame
 from weft.executors.launch import Child, child_environment, end_children
 from weft.executors.liveness import Alive, Heartbeat, Silence
@@ -37,7 +38,7 @@ class RankProcesses:
         self._children: dict[int, Child[FromRank]] = {}
         self._listeners: list[threading.Thread] = []
         self._lock = threading.Lock()  # guards the next
-        self._server: Server | None = None
+        self._server: ForkClient | None = None
 
     def prepare_forks(self, environment: dict[str, str], count: int) -> None:
         """Have the processes forked, if that is possible and pays."""

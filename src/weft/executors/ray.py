@@ -22,11 +22,11 @@ import msgspec
 
 from weft.errors import CORE, Cause, EngineError, error_reason
 from weft.executors.beats import SILENCE_S, Watch, keep_alive
-from weft.executors.forks import open_sockets
 from weft.executors.framing import Channel, FrameError, encode_frame
 from weft.executors.keys import CertificateError, NotWeftError, WrongKeyError
 from weft.executors.messages import FromRank, Launch, Listening, Loaded, ToRank
 from weft.executors.node_messages import Ping, PrintStacks
+from weft.executors.open_sockets import open_sockets
 from weft.executors.rank import WORKER
 from weft.executors.rank_processes import rank_environment
 from weft.executors.ranks import RankExecutor

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from weft.errors import ConfigError, error_reason
 from weft.executors.beats import keep_alive
-from weft.executors.forks import open_sockets
 from weft.executors.keys import WANTS_NO_TLS, CertificateError, read_private
+from weft.executors.open_sockets import open_sockets
 
 MAKE = "weft cluster cert makes new ones"
 PIECE_BYTES = 1 << 16

@@ -12,9 +12,9 @@ from weft.hardware.topology import DRIVER_BYTES
 from weft.planner.domains import cluster_devices
 from weft.planner.footprint import EngineMemory, RankMemory
 from weft.planner.note import Note
+from weft.planner.profiles import engine_profile
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
-from weft.planner.search import engine_profile
 
 SURE = 0.9  # of the longest planned request: the engine measures its memory, the plan only computes it
 ROUND = 1024  # tokens; a length that memory limits is a multiple of this

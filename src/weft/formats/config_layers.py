@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.architectures.architecture import Architecture, ConfigFields
+from weft.architectures.architecture import EXPERT_COUNTS, Architecture, ConfigFields
 from weft.architectures.compose import compose_layers
 from weft.architectures.shape import Activation, Attention, Dense, Experts, LayerSpec, Rope
 from weft.errors import ModelError
@@ -135,7 +135,7 @@ def _mlp_width(config: Fields, default: ConfigFields) -> int:
 
 def _experts(config: Fields, default: ConfigFields, mlp_width: int, *, bias: bool) -> Experts | None:
     """The mixture of experts, in the fields of Mixtral, Qwen, DeepSeek and others; None if the model has none."""
-    key = next((key for key in ("num_local_experts", "num_experts", "n_routed_experts") if key in config), None)
+    key = next((key for key in EXPERT_COUNTS if key in config), None)
     if key is None:
         return None
     width = config.integer_or("moe_intermediate_size", mlp_width) or mlp_width

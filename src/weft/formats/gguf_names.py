@@ -10,9 +10,8 @@ from functools import lru_cache
 
 from weft.architectures.architecture import Names
 
-# Modules whose rows llama.cpp reorders, so that rotary pairs lie side by side; only in INTERLEAVED_ARCHITECTURES.
+# Modules whose rows llama.cpp reorders in an architecture that is `gguf_interleaved`.
 INTERLEAVED = ("attn_q", "attn_k")
-INTERLEAVED_ARCHITECTURES = ("LlamaForCausalLM", "MixtralForCausalLM")
 UNUSED = ("attn_rot_embd",)  # rotary frequencies that old converters wrote; engines compute them
 # Divisors of the rotary frequencies, which are part of the shape and no weights: llama3's, and longrope's two sets.
 ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
@@ -123,7 +122,7 @@ def ggml_name(name: str, names: Names, layers: int) -> str:
 
 
 def is_interleaved(name: str) -> bool:
-    """Return True if llama.cpp reorders the rows of this tensor in INTERLEAVED_ARCHITECTURES."""
+    """Return True if llama.cpp reorders the rows of this tensor in an architecture that is `gguf_interleaved`."""
     return _layer_module(name) in INTERLEAVED
 
 

@@ -54,19 +54,15 @@ REFUSED = (
     "final_logit_softcapping",
     "rope.scaling.yarn_log_multiplier",
 )
-LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
-MIXTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM")
-# Keys of REFUSED that an architecture computes.
-ALLOWED = dict.fromkeys(MIXTURES, ("expert_count",)) | dict.fromkeys(
-    LATENT, ("expert_count", "attention.key_length_mla", "rope.scaling.yarn_log_multiplier")
-)
+# Keys of REFUSED that mixtures of experts compute, and those of latent attention.
+ALLOWED_WITH_EXPERTS = ("expert_count",)
+ALLOWED_WITH_LATENTS = ("attention.key_length_mla", "rope.scaling.yarn_log_multiplier")
 # Values, of keys about the shares of a token's experts, that stand for what is computed: 0 for an architecture's own, 1
 # for a softmax (or no scale). 3 is a softmax over the chosen experts alone, the same as a normalised one.
 GATING, SCALES = (0, 1, 3), (0, 1)
-# Architectures that llama.cpp knows to leave the weights of a token's experts as they are, and to begin and end YaRN's
-# ramp between whole dims. The files do not say so.
-NOT_NORMALISED = ("Qwen2MoeForCausalLM",)
-NOT_TRUNCATED = ("GptOssForCausalLM",)
+# Values of general.architecture that llama.cpp knows to leave the weights of a token's experts as they are, which the
+# files do not say.
+NOT_NORMALISED = ("qwen2moe",)
 LAYERS_OF_GEMMA3_27B = 62
 GEMMA3_LOCAL_BASE = 1e4  # of the rotary embedding in layers with a window, which older files do not give
 
@@ -154,8 +150,10 @@ def _attention(gguf: Gguf, fields: Fields, known: Architecture, *, run: bool) ->
     rotary = planned_rope(fields)
     if run:
         rotary = rope(gguf, fields, head_dim, _rotated(fields, known, head_dim))
-        if known.name in NOT_TRUNCATED:
-            rotary = replace(rotary, truncate=False)
+        # llama.cpp knows where YaRN's ramp begins and ends; the files do not say so.
+        default = known.config.values.get("rope_parameters")
+        if isinstance(default, dict):
+            rotary = replace(rotary, truncate=default.get("truncate", rotary.truncate))
     if known.names.positions:
         rotary = Rope(kind="none")
     if known.config.stretched:
@@ -188,14 +186,14 @@ def _end_tokens(tokens: Fields) -> tuple[int, ...]:
 
 def _check_fields(fields: Fields, where: str, prefix: str, known: Architecture, *, run: bool) -> None:
     """Raise ModelError for a field per layer; with `run`, also for a field of REFUSED."""
-    allowed = ALLOWED.get(known.name, ())
+    allowed = ALLOWED_WITH_EXPERTS * known.config.has_experts + ALLOWED_WITH_LATENTS * known.names.latent
     for key in REFUSED if run else ():
         if fields.values.get(key) and key not in allowed:
             raise ModelError(
                 f"{where} has {prefix}{key}, which Weft's models do not compute; use another model",
                 code="gguf-feature-not-computed",
             )
-    if run and known.name in MIXTURES:
+    if run and known.config.has_experts and not known.names.latent:
         _check_gating(fields, known)
     for key in PER_LAYER:
         if isinstance(fields.values.get(key), Array):
@@ -207,7 +205,7 @@ def _check_fields(fields: Fields, where: str, prefix: str, known: Architecture, 
 
 def _check_gating(fields: Fields, known: Architecture) -> None:
     """Raise ModelError if the engine computes other shares of a token's experts than the file asks for."""
-    normalised = known.name not in NOT_NORMALISED
+    normalised = known.gguf not in NOT_NORMALISED
     computed = {
         "expert_gating_func": GATING if normalised else GATING[:2],
         "expert_weights_scale": SCALES,
@@ -248,7 +246,8 @@ def experts(fields: Fields, known: Architecture, mlp_width: int, *, bias: bool) 
     shared_width = shared * width
     if default.shared_gate:
         shared, shared_width = 1, fields.integer("expert_shared_feed_forward_length")
-    routing = read_routing(fields, count, top_k, corrected=known.name == LATENT[1]) if known.name in LATENT else {}
+    corrected = default.values.get("topk_method") == "noaux_tc"
+    routing = read_routing(fields, count, top_k, corrected=corrected) if known.names.latent else {}
     return Experts(
         count=count,
         top_k=top_k,
@@ -261,7 +260,7 @@ def experts(fields: Fields, known: Architecture, mlp_width: int, *, bias: bool) 
         limit=default.limit,
         up_offset=default.up_offset,
         bias=bias,
-        **{"normalised": known.name not in NOT_NORMALISED, **routing},
+        **{"normalised": known.gguf not in NOT_NORMALISED, **routing},
     )
 
 

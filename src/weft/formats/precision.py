@@ -23,10 +23,11 @@ from weft.architectures.axes import axis_length, owned
 from weft.architectures.parameters import Parameter, Part, is_held_outside_layers, layer_parameters, outer_parameters
 from weft.architectures.place import Place, Span, whole
 from weft.architectures.published import ORDERED, ROW, PublishedQuantization
+from weft.architectures.registry import find_architecture
 from weft.architectures.shape import DType, LayerSpec, ModelShape
 from weft.errors import ConfigError
 from weft.formats import gguf_types
-from weft.formats.schemes import ALL_SCHEMES, FP8_IN_BLOCKS, UNIT, WIDE_SCHEMES, Scheme, scheme_for_parameter
+from weft.formats.schemes import ALL_SCHEMES, UNIT, WIDE_SCHEMES, Scheme, scheme_for_parameter
 
 
 class NumberFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,10 +88,6 @@ ALIASES = gguf_types.ALIASES | {
     "8-bit": "int8",
     "mxfp4/fp8": "mxfp4",
 }
-# (precision, architecture) whose published checkpoints leave the matrices of attention in 16 bits: gpt-oss in MXFP4
-# (openai/gpt-oss-120b: quantization_config.modules_to_not_convert), DeepSeek in NVFP4 (nvidia/DeepSeek-R1-0528-NVFP4).
-DEEPSEEK = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
-ATTENTION_KEPT = {("mxfp4", "GptOssForCausalLM"), *(("nvfp4", name) for name in DEEPSEEK)}
 LAYER = re.compile(r"\.(\d+)\.")  # a layer's number in the name of a tensor
 
 
@@ -173,9 +170,10 @@ def _usual_format(shape: ModelShape, precision: str, parameter: Parameter, part:
     """Format in a precision of MATRICES."""
     if parameter.role not in ("linear", "expansion", "expert") or part.cols is None:
         return OTHERS.get(precision, BF16)
-    if ".attention." in parameter.name and (precision, shape.architecture) in ATTENTION_KEPT:
+    known = find_architecture(shape.architecture)
+    if ".attention." in parameter.name and precision in known.attention_kept:
         return BF16
-    if precision == "fp8" and shape.architecture in FP8_IN_BLOCKS:
+    if precision == "fp8" and known.fp8_in_blocks:
         return FP8_BLOCKS
     if precision in ("int8", "int4") and axis_length(shape, part.cols) % UNIT:
         return BF16
@@ -212,7 +210,7 @@ def _wide_format(published: PublishedQuantization, scheme: Scheme) -> NumberForm
 def scale_columns(shape: ModelShape, precision: str) -> int:
     """Number of columns of a matrix that share a scale; 1 if there are no such scales."""
     precision = canonical(precision.removesuffix(gguf_types.HELD_SUFFIX))
-    if precision == "fp8" and shape.architecture in FP8_IN_BLOCKS:
+    if precision == "fp8" and find_architecture(shape.architecture).fp8_in_blocks:
         return FP8_BLOCKS.block_cols
     if published := own_quantization(shape, precision):
         return published.group if published.group < ROW and published.scheme in ALL_SCHEMES else 1

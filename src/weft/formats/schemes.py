@@ -23,6 +23,7 @@ from weft.architectures.published import (
     scheme_name,
     wide_scheme_name,
 )
+from weft.architectures.registry import find_architecture
 from weft.architectures.shape import ModelShape
 from weft.formats import gguf_types
 from weft.formats.quantization_config import BITS, FP8_COLUMNS, GROUPS
@@ -123,8 +124,6 @@ WIDE_SCHEMES = {wide_scheme_name("nf4", group): Scheme(bits=4, group=group, lowe
     wide_scheme_name("fp4", group): Scheme(bits=4, group=group, lowest="fp4") for group in TABLE_GROUPS
 }
 WIDE_SCHEMES[wide_scheme_name("signed", ROW)] = Scheme(bits=8, group=ROW, lowest="signed")
-# Architectures that are published with FP8 in blocks of 128 x 128, and are rounded to such groups too.
-FP8_IN_BLOCKS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "MiniMaxM2ForCausalLM")
 # Types that are rounded anew, since no scheme holds them exactly. 8 bits in groups of 32 lose half a percent, as much
 # as rounding the activations to 8 bits does, and add a twentieth to the loss of Q6_K itself (docs/benchmarks.md).
 ROUNDED = dict.fromkeys(("Q2_K", "Q3_K", "Q6_K"), SCHEMES["Q8_0"])
@@ -230,4 +229,4 @@ def scheme_for_parameter(shape: ModelShape, precision: str, parameter: Parameter
 
 def fp8_scheme(shape: ModelShape) -> str:
     """Scheme that weights of this architecture are rounded to by --quantization fp8."""
-    return fp8_scheme_name(128 if shape.architecture in FP8_IN_BLOCKS else ROW)
+    return fp8_scheme_name(128 if find_architecture(shape.architecture).fp8_in_blocks else ROW)

@@ -185,11 +185,10 @@ def find_packed_name(index: Mapping[str, TensorInfo], name: str) -> str | None:
 
 def rename_gguf_tensors(header: gguf.Gguf, shape: ModelShape) -> dict[str, TensorInfo]:
     """A GGUF file's tensors by Hugging Face's names, with their `interleaved` set. Raises ModelError for others."""
-    reordered = shape.architecture in gguf_names.INTERLEAVED_ARCHITECTURES
-    names, index = find_architecture(shape.architecture).names, dict[str, TensorInfo]()
+    known, index = find_architecture(shape.architecture), dict[str, TensorInfo]()
     expected = dict(expected_tensors(shape))
     for ggml_name, info in header.tensors.items():
-        name = gguf_names.hugging_face(ggml_name, names)
+        name = gguf_names.hugging_face(ggml_name, known.names)
         if name is None:
             if gguf_names.is_unused(ggml_name):
                 continue
@@ -198,7 +197,7 @@ def rename_gguf_tensors(header: gguf.Gguf, shape: ModelShape) -> dict[str, Tenso
                 "model",
                 code="foreign-tensor",
             )
-        interleaved = shape.head_dim if reordered and gguf_names.is_interleaved(ggml_name) else 0
+        interleaved = shape.head_dim if known.gguf_interleaved and gguf_names.is_interleaved(ggml_name) else 0
         if "{expert}" in name:
             count = shape.experts.count if shape.experts else 0
             index |= stacks.unstack_one(ggml_name, name, info, count, expected.get(name.format(expert=0), ()))

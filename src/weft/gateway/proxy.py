@@ -7,9 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from hashlib import blake2b
 
-from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
@@ -19,17 +17,16 @@ from weft.gateway.accounts import Accounts
 from weft.gateway.answer import ResumableAnswer, WholeAnswer
 from weft.gateway.bodies import BodyPool
 from weft.gateway.checks import FileWatch, PollWatch
-from weft.gateway.completion import COUNTED, PATHS, Completion, check_counted
+from weft.gateway.client_watches import ClientWatches
 from weft.gateway.config import Objective, Timeouts
 from weft.gateway.dispatch import Dispatcher
 from weft.gateway.endings import EventEnding, error_event
 from weft.gateway.exchange import HOP_BY_HOP, OWNER_HEADER, ClientGoneError, Exchange, without
-from weft.gateway.fingerprint import RoutedFields, fingerprint, model_of, read_fields, read_object
-from weft.gateway.fleet import Fleet, unknown_model
+from weft.gateway.fleet import Fleet
 from weft.gateway.keys import Keys
 from weft.gateway.metrics import GatewayMetrics
-from weft.gateway.paths import BATCHES, DISK, PUBLIC, WITH_FORMS, is_kept, is_public
 from weft.gateway.replica import Attempt
+from weft.gateway.request_reader import RequestReader
 from weft.gateway.upstream import ResponseHead, UpstreamError
 from weft.serving.errors import WHOLE, HttpError, error_response
 from weft.serving.joined import JOINED
@@ -39,9 +36,6 @@ LENGTH = frozenset((b"content-length",))
 BODYLESS = (204, 304)
 # The last tells where a prompt leaves the server's earlier ones, which are those of all keys of the gateway.
 NOT_FOR_CUSTOMERS = HOP_BY_HOP | {OWNER_HEADER, b"x-weft-prefix"}
-WATCH_AFTER_S = 0.02
-LATEST = ":latest"
-MODEL_CHARACTERS = 512  # of a name, which the log and the ledger keep
 
 
 class Proxy:
@@ -74,6 +68,7 @@ class Proxy:
         self._name = secrets.token_hex(8).encode()
         self.bodies = bodies
         self.accounts = accounts
+        self.reader = RequestReader(fleet, keys, bodies, accounts)
         self._watches = ClientWatches()
         self._dispatcher = Dispatcher(fleet, timeouts, metrics, accounts, objective)
 
@@ -131,139 +126,12 @@ class Proxy:
 
     async def _receive(self, exchange: Exchange, receive: Receive) -> None:
         """Receive the request as a whole, with what routing reads. Raises WeftError."""
-        scope = exchange.scope
-        exchange.client = self.keys.identify(scope)
-        self._check_path(exchange)
+        self.reader.identify(exchange)
         if self.draining:
             raise HttpError(503, "the gateway is shutting down", code="shutting-down", retry_after_s=1)
         if exchange.hops and any(self._name in hop for hop in exchange.hops):
             raise HttpError(508, "an upstream of this gateway leads back to it; remove that one", code="gateway-loop")
-        exchange.body = await self.bodies.receive(exchange.announced, receive)
-        exchange.bytes_in = len(exchange.body)
-        fields = self._read_fields(exchange)
-        self._check_privileges(exchange, fields)
-        if scope["method"] == "POST" and scope["path"] in COUNTED:
-            exchange.metered = self.accounts.meters(exchange)
-            if exchange.metered:
-                check_counted(fields)
-            exchange.completion = Completion(fields, scope["path"])
-        exchange.model = self._model_of(fields, scope["path"])
-        policy = self.fleet.policy
-        if policy.reads_prefix or policy.reads_session:
-            headers = Headers(scope=exchange.scope)
-            exchange.fingerprint = fingerprint(fields, headers, reads_prefix=policy.reads_prefix)
-        self._check_model(exchange)
-        self.accounts.enter(exchange)
-
-    def _check_model(self, exchange: Exchange) -> None:
-        """Raise HttpError for a model that the key may not use, or that no replica has."""
-        model, client = exchange.model, exchange.client
-        if len(model) > MODEL_CHARACTERS:
-            raise HttpError(
-                400,
-                f"model has {len(model)} characters; a name has at most {MODEL_CHARACTERS}",
-                code="model-name-too-long",
-                param="model",
-            )
-        if not client.may_use(model) and exchange.scope["method"] not in ("GET", "HEAD"):
-            raise HttpError(
-                403, f"the key {client.name!r} is not allowed to use model {model!r:.200}", code="model-not-allowed"
-            )
-        if self.fleet.replicas and not self.fleet.knows_model(model):
-            raise unknown_model(model)
-
-    @staticmethod
-    def _read_fields(exchange: Exchange) -> RoutedFields:
-        """The fields of a request. Raises HttpError 400 for a body that must be a JSON object, and is none.
-
-        An upstream might find a model in it, or a limit, of which keys and accounts would know nothing.
-        """
-        path, body = exchange.scope["path"], exchange.body
-        if exchange.scope["method"] != "POST" or path not in PUBLIC or path in WITH_FORMS:
-            return read_fields(body)
-        return read_object(body) if body or path in COUNTED else RoutedFields()
-
-    def _model_of(self, fields: RoutedFields, path: str) -> str:
-        """The model that a request asks for; in Ollama's API, NAME and NAME:latest are the same.
-
-        Empty for one about files of models.
-        """
-        if path.startswith(DISK):
-            return ""
-        model = model_of(fields)
-        if not path.startswith("/api/"):
-            return model
-        if not model and isinstance(fields.name, str):
-            model = fields.name
-        if self.fleet.knows_model(model):
-            return model
-        other = model.removesuffix(LATEST) if model.endswith(LATEST) else model + LATEST
-        return other if self.fleet.knows_model(other) else model
-
-    @property
-    def _open_to_all(self) -> bool:
-        """True if neither the gateway nor an upstream has keys: all clients may do what the gateway may."""
-        return not self.keys.required and all(replica.key is None for replica in self.fleet.replicas.values())
-
-    def _check_path(self, exchange: Exchange) -> None:
-        """Raise HttpError 403 for a path by which a client could change an upstream, with the gateway's key for it."""
-        path: str = exchange.scope["path"]
-        raw_path = exchange.raw_path
-        if exchange.client.known and not exchange.client.admin and is_kept(path, raw_path):
-            exchange.owner = owner_of(exchange.client.name or "")
-            self._check_kept(exchange)
-            return
-        if not exchange.client.admin and not is_public(path, raw_path) and not self._open_to_all:
-            raise HttpError(
-                403,
-                f"{path!r:.200} of the upstreams needs an admin key of the gateway; {', '.join(PATHS)} and the like "
-                "are open to all clients",
-                code="path-not-public",
-            )
-
-    def _check_kept(self, exchange: Exchange) -> None:
-        """Raise HttpError 403 for files that no upstream keeps apart, and for work that no limit would count."""
-        if not any(replica.is_weft for replica in self.fleet.replicas.values()):
-            raise HttpError(
-                403, "no upstream keeps the files of keys apart; this needs one of Weft", code="files-not-kept-apart"
-            )
-        client, path = exchange.client, exchange.scope["path"]
-        if exchange.method != b"POST" or path.endswith("/cancel"):
-            return
-        if client.models is not None or self.accounts.limits_tokens(client.name):
-            raise HttpError(
-                403,
-                f"the key {client.name!r} has models, tpm or a quota, which nobody compares with the lines of batches; "
-                "they need a key without",
-                code="batch-not-counted",
-            )
-        if path == BATCHES and self.accounts.counts_requests(client.name):
-            raise HttpError(
-                403,
-                f"the lines of a batch would go by the limits of the key {client.name!r} and the gateway's ledger, "
-                "which count requests; batches need an admin key, or one without rpm and concurrent where there is no "
-                "ledger",
-                code="batch-not-counted",
-            )
-
-    def _check_privileges(self, exchange: Exchange, fields: RoutedFields) -> None:
-        """Raise HttpError 403 for a client that must not say what a model has said, nor unload one.
-
-        Upstreams with keys would let the gateway do it, so it may be done by administrators only.
-        """
-        if fields.continue_token_ids is None and fields.keep_alive is None:
-            return
-        if exchange.client.admin or self._open_to_all:
-            return
-        path = exchange.scope["path"]
-        if fields.continue_token_ids and path in COUNTED:
-            raise HttpError(403, "continue_token_ids needs an admin key of the gateway", code="not-admin")
-        if fields.keep_alive is not None and path.startswith("/api/"):
-            raise HttpError(
-                403,
-                "keep_alive loads and unloads models for all clients; it needs an admin key of the gateway",
-                code="not-admin",
-            )
+        await self.reader.read_request(exchange, receive)
 
     async def _serve(self, exchange: Exchange, receive: Receive, send: Send) -> None:
         """Get a response from a replica and pass it on; without one, an error."""
@@ -393,53 +261,6 @@ class Proxy:
     def _last(exchange: Exchange) -> Attempt:
         assert exchange.attempt is not None
         return exchange.attempt
-
-
-def owner_of(name: str) -> bytes:
-    """The name by which upstreams know the files of a key; it stays if the key itself changes."""
-    return blake2b(name.encode(errors="replace"), digest_size=16).hexdigest().encode()
-
-
-class ClientWatches:
-    """Cancels requests whose clients have closed their connections.
-
-    Short requests end before they are watched: one timer for all looks for those that are older than WATCH_AFTER_S.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: dict[Exchange, Receive] = {}  # in the order of their beginning
-        self._tasks: dict[Exchange, asyncio.Task[None]] = {}
-        self._timer: asyncio.TimerHandle | None = None
-
-    def begin(self, exchange: Exchange, receive: Receive) -> None:
-        self._waiting[exchange] = receive
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._look)
-
-    def end(self, exchange: Exchange) -> None:
-        self._waiting.pop(exchange, None)
-        task = self._tasks.pop(exchange, None)
-        if task is not None:
-            task.cancel()
-
-    def _look(self) -> None:
-        """Watch the clients of all requests that have lasted for WATCH_AFTER_S."""
-        self._timer = None
-        now = time.monotonic()
-        while self._waiting:
-            exchange, receive = next(iter(self._waiting.items()))
-            remaining_s = exchange.began_s + WATCH_AFTER_S - now
-            if remaining_s > 0:
-                self._timer = asyncio.get_running_loop().call_later(remaining_s, self._look)
-                return
-            del self._waiting[exchange]
-            self._tasks[exchange] = asyncio.create_task(self._watch(exchange, receive))
-
-    @staticmethod
-    async def _watch(exchange: Exchange, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        exchange.leave()
 
 
 def _headers_for_client(exchange: Exchange, head: ResponseHead) -> list[tuple[bytes, bytes]]:

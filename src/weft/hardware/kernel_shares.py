@@ -22,8 +22,8 @@ class ProductShares(msgspec.Struct, frozen=True):
 
 
 class KernelShares(msgspec.Struct, frozen=True, kw_only=True):
-    """Shares that kernels reach on GPUs whose name begins with `gpu`, or else that have this compute capability; with
-    `cpu`, on any CPU, as shares of its measured speed.
+    """Shares that kernels reach on GPUs whose name begins with `gpu`, or else that have one of these compute
+    capabilities; with `cpu`, on any CPU, as shares of its measured speed.
 
     `weights` and `decode_attention` are shares of the memory bandwidth, `matmul` and `prefill_attention` of the dense
     FLOPS; `kernel_us` is the time of a matrix product beyond the bytes that it streams. `products` give shares per
@@ -39,7 +39,7 @@ class KernelShares(msgspec.Struct, frozen=True, kw_only=True):
     fp8_weights: float | None = None
     cpu: bool = False
     gpu: str = ""
-    capability: tuple[int, int] | None = None
+    capabilities: tuple[tuple[int, int], ...] = ()
     products: tuple[ProductShares, ...] = ()
     rows: float = 0.8
 
@@ -49,6 +49,20 @@ def kernel_share_entries() -> tuple[KernelShares, ...]:
     """All entries of data/kernels.toml, the general one last."""
     text = (files("weft.hardware") / "data/kernels.toml").read_text()
     return msgspec.convert(tomllib.loads(text)["kernel"], tuple[KernelShares, ...])
+
+
+@cache
+def known_capability(gpu: GpuSpec) -> tuple[int, int]:
+    """Return the capability by which tables are read for a GPU: of those that data/kernels.toml has, the nearest one of
+    the GPU's major generation.
+
+    A generation that the tables do not have, and AMD's GPUs, whose numbers mean something else, keep their own.
+    """
+    major, minor = gpu.capability
+    known = [each for entry in kernel_share_entries() for each in entry.capabilities if each[0] == major]
+    if gpu.gfx or not known:
+        return gpu.capability
+    return min(known, key=lambda each: abs(each[1] - minor))
 
 
 @cache
@@ -64,6 +78,6 @@ def _match(entry: KernelShares, gpu: GpuSpec) -> int:
     """Closeness of an entry to a GPU; the first of the closest entries counts."""
     if entry.gpu and gpu.name.startswith(entry.gpu):
         return 3
-    if entry.capability == gpu.capability and not gpu.gfx:
+    if known_capability(gpu) in entry.capabilities and not gpu.gfx:
         return 2
     return 1 if entry is kernel_share_entries()[-1] else 0

@@ -15,7 +15,8 @@ from weft.errors import ModelError
 from weft.formats import local_models, lookup
 from weft.gateway.fleet import Fleet, unknown_model
 from weft.hardware.cluster import Cluster
-from weft.hosting.keeper import Hosted, Keeper
+from weft.hosting.hosted import Hosted
+from weft.hosting.keeper import Keeper
 from weft.hosting.model_set import ModelEntry, ModelSet
 from weft.hosting.residency import State
 from weft.hosting.set_plan import HOST, ModelPlan, SetPlan, plan_model

@@ -17,6 +17,7 @@ from weft.gateway.fingerprint import RoutedFields, read_fields
 from weft.gateway.keys import Keys
 from weft.gateway.metrics import GatewayMetrics
 from weft.gateway.proxy import Proxy
+from weft.gateway.request_reader import RequestReader
 from weft.hosting.catalogue import Catalogue, SetFleet
 from weft.hosting.keep_alive import parse_keep_alive
 from weft.hosting.keeper import LOAD_TIMEOUT_S, Keeper
@@ -31,6 +32,47 @@ from weft.serving.options import ServeOptions
 LOADING = {"/api/generate": GenerateParts, "/api/chat": ChatParts}  # where clients load and unload models
 KEPT = ("/v1/files", "/v1/batches")
 BODY_BYTES = 2**26  # of a request, as the gateway's default
+
+
+class SetReader(RequestReader):
+    """Reads requests for the models of a set. `keep_alive_s`: the time for which a request asks to keep its model."""
+
+    def __init__(self, fleet: SetFleet, keys: Keys, bodies: BodyPool, accounts: Accounts, catalogue: Catalogue) -> None:
+        super().__init__(fleet, keys, bodies, accounts)
+        self._catalogue = catalogue
+        self.keep_alive_s: WeakKeyDictionary[Exchange, float] = WeakKeyDictionary()
+
+    @property
+    def open_to_all(self) -> bool:
+        """True if clients need no key. The processes of the models have keys of their own, which open nothing more."""
+        return not self.keys.required
+
+    def check_path(self, exchange: Exchange) -> None:
+        path = exchange.scope["path"]
+        if any(path == kept or path.startswith(f"{kept}/") for kept in KEPT):
+            raise HttpError(
+                501,
+                f"{path!r:.200} is not served beside several models; serve one model for batches",
+                code="not-supported",
+            )
+        if exchange.method in (b"GET", b"HEAD"):
+            raise HttpError(404, f"there is nothing at {path!r:.200}", code="unknown-url")
+        super().check_path(exchange)
+
+    def check_privileges(self, exchange: Exchange, fields: RoutedFields) -> None:
+        super().check_privileges(exchange, fields)
+        if fields.keep_alive is not None and exchange.scope["path"].startswith("/api/"):
+            try:
+                self.keep_alive_s[exchange] = parse_keep_alive(fields.keep_alive, "keep_alive")
+            except ConfigError as error:
+                raise RequestError(str(error), param="keep_alive", code=error.code) from None
+
+    def model_of(self, fields: RoutedFields, path: str) -> str:
+        """The model by its own name. Raises HttpError for a request that names none of several."""
+        named = fields.model if isinstance(fields.model, str) else ""
+        if not named and path.startswith("/api/") and isinstance(fields.name, str):
+            named = fields.name
+        return self._catalogue.own_name(named) if named else self._catalogue.only_name()
 
 
 class SetProxy(Proxy):
@@ -59,43 +101,11 @@ class SetProxy(Proxy):
         self.resets = options.reset_on_error
         self._clients = Clients(options)
         self._limit_s = min(LOAD_TIMEOUT_S, options.request_timeout or LOAD_TIMEOUT_S)
-        self._keep_alive_s: WeakKeyDictionary[Exchange, float] = WeakKeyDictionary()
-
-    @property
-    def _open_to_all(self) -> bool:
-        """True if clients need no key. The processes of the models have keys of their own, which open nothing more."""
-        return not self.keys.required
-
-    def _check_path(self, exchange: Exchange) -> None:
-        path = exchange.scope["path"]
-        if any(path == kept or path.startswith(f"{kept}/") for kept in KEPT):
-            raise HttpError(
-                501,
-                f"{path!r:.200} is not served beside several models; serve one model for batches",
-                code="not-supported",
-            )
-        if exchange.method in (b"GET", b"HEAD"):
-            raise HttpError(404, f"there is nothing at {path!r:.200}", code="unknown-url")
-        super()._check_path(exchange)
-
-    def _check_privileges(self, exchange: Exchange, fields: RoutedFields) -> None:
-        super()._check_privileges(exchange, fields)
-        if fields.keep_alive is not None and exchange.scope["path"].startswith("/api/"):
-            try:
-                self._keep_alive_s[exchange] = parse_keep_alive(fields.keep_alive, "keep_alive")
-            except ConfigError as error:
-                raise RequestError(str(error), param="keep_alive", code=error.code) from None
-
-    def _model_of(self, fields: RoutedFields, path: str) -> str:
-        """The model by its own name. Raises HttpError for a request that names none of several."""
-        named = fields.model if isinstance(fields.model, str) else ""
-        if not named and path.startswith("/api/") and isinstance(fields.name, str):
-            named = fields.name
-        return self.catalogue.own_name(named) if named else self.catalogue.only_name()
+        self.reader: SetReader = SetReader(fleet, self.keys, self.bodies, self.accounts, catalogue)
 
     async def _serve(self, exchange: Exchange, receive: Receive, send: Send) -> None:
         """Answer the request once its model is awake."""
-        stays_s = self._keep_alive_s.get(exchange)
+        stays_s = self.reader.keep_alive_s.get(exchange)
         client = self._clients.find(Headers(scope=exchange.scope))
         if client is not None:
             exchange.client_header = header_of(client)

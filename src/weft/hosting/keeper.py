@@ -15,58 +15,20 @@ from weft.errors import WeftError
 from weft.gateway.checks import read_models
 from weft.gateway.config import Timeouts
 from weft.gateway.fleet import Fleet
-from weft.gateway.upstream import UpstreamError
+from weft.hosting.health import HealthChecks
+from weft.hosting.hosted import Hosted
 from weft.hosting.member import Member
-from weft.hosting.options import stall_limit
 from weft.hosting.residency import Residency, Room, State
 from weft.hosting.set_plan import ModelPlan
 from weft.serving.errors import HttpError
 
 log = logging.getLogger("weft.hosting")
 
-FAILURES = 5  # in a row, between which no request was answered: then the model stays down
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0  # before a failed model is started again
 LOAD_TIMEOUT_S = 300.0  # that a request waits for its model; Ollama's OLLAMA_LOAD_TIMEOUT
 TICK_S, LATE_TICK_S = 0.5, 3.0  # between two looks at times; the longest time that counts in full
-CHECK_EVERY_S = 1.0  # between two looks at the health of a model
 SETTLE_POLL_S = 0.02  # between two looks for the end of a model's requests
 GONE_POLL_S = 0.2  # between two looks for a client that has gone
-
-
-class Hosted:
-    """One model of the set: its plan, its process group, the requests that wait for it, and its failures.
-
-    `words`: the flags of its process. `due`: it is to be awake all the time from now on. `ill`: the fault that its
-    process told last. `answered_s`: the time of its last response to a look at its health.
-    """
-
-    def __init__(self, plan: ModelPlan, member: Member, words: Sequence[str]) -> None:
-        self.plan, self.member, self.words = plan, member, tuple(words)
-        self.stall_s = stall_limit(self.words)
-        self.waiters: list[asyncio.Future[None]] = []
-        self.wanted = False  # an administrator, or the start, wants it awake without a request
-        self.due = False
-        self.failures = 0
-        self.fault: HttpError | None = None
-        self.again_s = -math.inf
-        self.load_s: float | None = None
-        self.wake_s: float | None = None
-        self.ill = ""
-        self.answered_s = self.check_s = -math.inf
-        self.check: asyncio.Task[None] | None = None
-        self.watch: asyncio.Task[None] | None = None  # for an end of the process that nobody asked for
-
-    async def stop(self) -> None:
-        """End the process, as somebody asks."""
-        if self.watch is not None and self.watch is not asyncio.current_task():
-            self.watch.cancel()
-        self.watch = None
-        await self.member.stop()
-
-    @property
-    def down(self) -> bool:
-        """True if it is not started again unless somebody asks for it."""
-        return self.failures >= FAILURES
 
 
 class Keeper:
@@ -87,6 +49,7 @@ class Keeper:
         self._tasks: set[asyncio.Task[None]] = set()
         self._order: list[str] = []  # models that are wanted awake, the first one first
         self._closed = False
+        self._checks = HealthChecks(self.models, residency, clock, self._spawn)
         self.started = False  # the models that begin with the set have been loaded
 
     def add(self, plan: ModelPlan) -> Hosted:
@@ -383,51 +346,13 @@ class Keeper:
             began = time.monotonic()
             await asyncio.sleep(TICK_S)
             try:
-                self._leave_pause_out(time.monotonic() - began - LATE_TICK_S)
+                self._checks.leave_pause_out(time.monotonic() - began - LATE_TICK_S)
                 self.pump()
-                self._begin_checks()
+                self._checks.begin()
             except Exception as error:  # a fault of ours: without a look at the times no model would sleep or start
                 if repr(error) != logged:
                     logged = repr(error)
                     log.exception("a look at the models failed; they go on")
-
-    def _leave_pause_out(self, paused_s: float) -> None:
-        """Leave out seconds for which this process has been stopped itself, most likely with all models, as in a
-        container that is paused: responses that came meanwhile are not read yet."""
-        if paused_s > 0:
-            now = self.clock()
-            for hosted in self.models.values():
-                hosted.answered_s = min(now, hosted.answered_s + paused_s)
-
-    def _begin_checks(self) -> None:
-        """Begin the looks at health that are due. One that waits for its response holds up no other."""
-        now = self.clock()
-        for hosted in self.models.values():
-            waits = hosted.check is not None and not hosted.check.done()
-            if hosted.member.runs and now >= hosted.check_s and not waits:
-                hosted.check_s = now + CHECK_EVERY_S
-                hosted.check = self._spawn(self._check(hosted))
-
-    async def _check(self, hosted: Hosted) -> None:
-        """Ask a model for its health. A process that does not respond for `stall_s` is killed, and starts again.
-
-        While it loads it need not respond, but must not be stopped. Faults of its engine are its own to mend.
-        """
-        name, member = hosted.plan.entry.name, hosted.member
-        try:
-            if self.residency.tenants[name].state is not State.LOADING:
-                hosted.ill = await member.ask_health(hosted.stall_s)
-            elif member.stopped:
-                raise UpstreamError("it is stopped", code="process-stopped")
-        except UpstreamError as error:
-            silent_s = self.clock() - hosted.answered_s
-            if silent_s >= hosted.stall_s:
-                reason = f"its process showed no sign of life for {silent_s:.1f} s: {error}"
-                log.error("%s is killed: %s", name, reason)
-                member.kill(reason)
-                hosted.answered_s = self.clock()  # its end is still to be noticed
-            return
-        hosted.answered_s = self.clock()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         # In a context of its own: its log lines are not of the request that has it begun.

@@ -20,8 +20,8 @@ from weft.hosting.residency import Need, Residency, Tenant
 from weft.plan.layout import DTYPES
 from weft.plan.plan import DraftModel, Speculation
 from weft.plan.speculation import resolve_speculation
+from weft.planner.config_search import layout_constraints, part_of
 from weft.planner.deployment import Workload, default_lengths
-from weft.planner.execution import layout_constraints, part_of
 from weft.planner.footprint import RankMemory
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate

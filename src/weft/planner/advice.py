@@ -7,6 +7,7 @@ from functools import cache
 
 import msgspec
 
+from weft.architectures.registry import find_architecture
 from weft.formats import gguf_types
 from weft.formats.precision import weight_bytes
 from weft.formats.schemes import ONLINE_QUANTIZATIONS
@@ -20,9 +21,10 @@ from weft.planner.footprint import Footprint
 from weft.planner.note import Note, create_note
 from weft.planner.objections import computes_in, unsupported_reasons
 from weft.planner.other_clusters import MOST_NODES, grown_cluster, is_limited, unlimited, with_gpu
+from weft.planner.profiles import engine_profile
 from weft.planner.question import LayoutConstraints, Question
 from weft.planner.ranking import Candidate, objective_value
-from weft.planner.search import SearchResult, closest_miss, engine_profile, fitting_layouts, search
+from weft.planner.search import SearchResult, closest_miss, fitting_layouts, search
 
 # Names of checkpoints in another precision, the closest to the original first.
 CHECKPOINTS = {
@@ -30,7 +32,6 @@ CHECKPOINTS = {
     "int8": "a GPTQ int8 checkpoint",
     "int4": "an AWQ or GPTQ int4 checkpoint",
 }
-PUBLISHED = {"GptOssForCausalLM": {"mxfp4": "the published MXFP4 checkpoint"}}
 GGUF_CHECKPOINTS = {"q8_0": "a Q8_0 GGUF checkpoint", "q4_k_m": "a Q4_K_M GGUF checkpoint"}
 # The -q of each precision to which Weft compresses 16-bit weights while it loads them.
 WEFT_SCHEMES = {ONLINE_QUANTIZATIONS[word]: word for word in ("int8", "int4")}
@@ -202,7 +203,8 @@ def _smaller_checkpoints(question: Question) -> Iterator[tuple[str, str]]:
     if in_gguf:
         names = GGUF_CHECKPOINTS
     else:
-        names = PUBLISHED.get(question.shape.architecture, CHECKPOINTS)
+        published = find_architecture(question.shape.architecture).published
+        names = {name: f"the published {name.upper()} checkpoint" for name in published} or CHECKPOINTS
         if question.engine == "weft":
             names = names | GGUF_CHECKPOINTS | WEFT_SCHEMES
     now = min(weight_bytes(question.shape, precision) for precision in question.precisions)

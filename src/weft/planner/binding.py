@@ -13,9 +13,10 @@ from weft.hardware.gpus import GpuSpec
 from weft.planner.cost import predict
 from weft.planner.footprint import footprint
 from weft.planner.note import Note, create_note
+from weft.planner.profiles import engine_profile
 from weft.planner.question import Objective
 from weft.planner.ranking import Candidate, objective_value
-from weft.planner.search import SearchResult, closest_miss, engine_profile
+from weft.planner.search import SearchResult, closest_miss
 
 Resource = Literal["memory", "bandwidth", "compute", "links"]
 RESOURCES: dict[Resource, str] = {

@@ -24,9 +24,8 @@ from weft.planner.batch import TokenBudget
 from weft.planner.cost import Prediction, predict
 from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.footprint import Footprint, footprint
-from weft.planner.profiles import Profile
+from weft.planner.profiles import Profile, engine_profile
 from weft.planner.question import Question
-from weft.planner.search import engine_profile
 from weft.probes.machine import add_cpu, host_cluster, rank_share
 from weft.probes.speeds import Speeds
 

@@ -17,10 +17,10 @@ from weft.plan.backends import ATTENTION_BACKENDS, AttentionSpec, KernelDevice, 
 from weft.plan.memory import CPU_KV_BYTES, CPU_KV_SHARE
 from weft.planner.note import Note, create_note
 from weft.planner.objections import EVEN
+from weft.planner.profiles import engine_profile
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
 from weft.planner.replica import build_replicas
-from weft.planner.search import engine_profile
 
 ROUNDED = 0.05  # of all heads: a share may be off by this much without a note
 MOST_LIMITS = 8  # limits of --max-memory that are listed one by one

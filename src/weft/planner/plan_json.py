@@ -26,10 +26,11 @@ from weft.planner.note import Note, create_note
 from weft.planner.notes import notes
 from weft.planner.objections import unsupported_reasons
 from weft.planner.plan_file import FORMAT
+from weft.planner.profiles import engine_profile
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate, request_s
 from weft.planner.replica import slowest_link
-from weft.planner.search import Rejected, SearchResult, engine_profile
+from weft.planner.search import Rejected, SearchResult
 from weft.planner.summary import choice_reason, choice_reasons, summary_note
 
 # Flags that weft simulate does not have: its load has arrivals of its own.

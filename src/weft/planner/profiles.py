@@ -17,12 +17,14 @@ from weft.errors import ConfigError
 from weft.formats.gguf_types import MIXES
 from weft.formats.precision import OF_DTYPE, held_precision
 from weft.formats.schemes import SCHEMES, scheme_for_types
+from weft.formatting import format_version
 from weft.hardware.calibration import Calibration
 from weft.hardware.cpu import KernelSpeed
 from weft.hardware.gpus import GpuSpec
 from weft.hardware.kernel_shares import KernelShares, ProductShares, find_kernel_shares
 from weft.native.library import CPP_TYPES
 from weft.plan.plan import Speculation
+from weft.planner.question import Question
 
 OURS = "weft"  # the engine that can be calibrated
 # The error band of a calibrated engine is ERRORS times the fit's mean error, since other models differ more than those
@@ -64,10 +66,12 @@ class _Rule(msgspec.Struct, frozen=True, kw_only=True):
 
     engine_names: tuple[str, ...] = ()
     precisions: tuple[str, ...] = ()
-    capability: tuple[int, int] | None = None
+    capabilities: tuple[tuple[int, int], ...] = ()
 
     def fits(self, precision: str, capability: tuple[int, int]) -> bool:
-        return (not self.precisions or precision in self.precisions) and self.capability in (None, capability)
+        """Return True for a precision and a capability as `known_capability` returns it."""
+        wanted = not self.capabilities or capability in self.capabilities
+        return wanted and (not self.precisions or precision in self.precisions)
 
 
 class WeightsRule(_Rule, frozen=True, kw_only=True):
@@ -188,8 +192,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
             elif isinstance(figure, RankCurve):
                 texts[name] = f"{', '.join(f'{value:g}' for value in figure.values)}: {figure.source}"
         for rule in self.weights:
-            capability = [".".join(map(str, rule.capability))] if rule.capability else []
-            scope = " ".join([*rule.precisions, *capability]) or "any"
+            scope = " ".join([*rule.precisions, *map(format_version, rule.capabilities)]) or "any"
             texts[f"weights {scope}"] = f"{rule.share.value:g}: {rule.share.source}"
         for kernels in self.measured:
             texts |= _measured_provenance(kernels)
@@ -341,3 +344,29 @@ def _kernels(gpu: GpuSpec, calibration: Calibration) -> KernelShares:
         prefill_attention=calibration.attention_flops.value / flops,
         source=calibration.source,
     )
+
+
+def engine_profile(question: Question) -> Profile:
+    """The engine's constants, with the limits that the question gives in place of the engine's own."""
+    cluster, given = question.cluster, {}
+    profile = calibrated(load_profile(question.engine, on_cpu=cluster.on_cpu), cluster.gpus)
+    if question.gpu_memory_utilization is not None:
+        share = Constant(question.gpu_memory_utilization, "--gpu-memory-utilization")
+        given = {"utilization": share, "utilization_most": share}
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        most = getattr(question, name)
+        if most is not None:
+            given[name] = Constant(most, f"--{name.replace('_', '-')}")
+            given[name.replace("max", "small", 1)] = given[name]  # on cards of any memory size
+    if "max_num_batched_tokens" in given:
+        given["hold_up_ms"] = Constant(0.0, "--max-num-batched-tokens")
+    profile = msgspec.structs.replace(profile, speculation=question.speculation, **given)
+    if cluster.cpu is None:
+        return profile
+    beside = calibrated(load_profile(question.engine, on_cpu=True), [cluster.cpu])
+    return msgspec.structs.replace(profile, cpu=msgspec.structs.replace(beside, speculation=question.speculation))
+
+
+def kv_cache_dtype(question: Question, precision: str) -> str:
+    """The dtype of the KV cache: the question's, or the engine's own beside weights of this precision."""
+    return question.kv_dtype or engine_profile(question).kv_dtype(precision)

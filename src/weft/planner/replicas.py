@@ -22,14 +22,8 @@ from weft.plan.max_memory import device_caps
 from weft.plan.plan import Plan, Speculation
 from weft.plan.shards import config_of_shards
 from weft.plan.split import split
-from weft.planner.execution import (
-    configs_of_best,
-    is_cut,
-    measured_speeds,
-    plan_of_config,
-    plan_to_run,
-    speculation_of,
-)
+from weft.planner.config_search import configs_of_best, is_cut
+from weft.planner.execution import measured_speeds, plan_of_config, plan_to_run, speculation_of
 
 if TYPE_CHECKING:
     from weft.formats.checkpoint import Checkpoint

@@ -10,7 +10,7 @@ import msgspec
 
 from weft.hardware.cpu import TOKENS
 from weft.hardware.gpus import GpuSpec
-from weft.hardware.kernel_shares import KernelShares
+from weft.hardware.kernel_shares import KernelShares, known_capability
 from weft.planner.profiles import Constant, Profile, WeightsRule
 from weft.planner.work import AttentionWork, ExpertWork, MatrixProduct, RankWork
 
@@ -69,12 +69,18 @@ def experts_touched(count: int, top_k: int, tokens: float) -> float:
     return count * (1 - pow(1 - top_k / count, tokens))
 
 
+def weights_rule(profile: Profile, gpu: GpuSpec, precision: str) -> WeightsRule | None:
+    """Return the rule for streaming weights of a precision on a GPU; None if they stream like 16-bit weights."""
+    capability = known_capability(gpu)
+    return next((rule for rule in profile.weights if rule.fits(precision, capability)), None)
+
+
 class Roofline:
     """One GPU with one engine and one precision; its methods give seconds."""
 
     def __init__(self, gpu: GpuSpec, profile: Profile, precision: str) -> None:
         kernels = profile.kernels(gpu, precision)
-        rule = next((rule for rule in profile.weights if rule.fits(precision, gpu.capability)), None)
+        rule = weights_rule(profile, gpu, precision)
         self._set_streaming(gpu, kernels, profile, rule, precision)
         self._set_multiplying(gpu, kernels, profile, precision)
         own_kernels = rule is not None and rule.of_bandwidth
@@ -103,7 +109,8 @@ class Roofline:
     def _set_multiplying(self, gpu: GpuSpec, kernels: KernelShares, profile: Profile, precision: str) -> None:
         """Seconds per operation: in this precision, in 16 bits, in experts and in the attention of prompts."""
         flops16 = gpu.flops.get("bf16") or gpu.flops["fp16"]
-        rule = next((rule for rule in profile.math if rule.fits(precision, gpu.capability)), None)
+        capability = known_capability(gpu)
+        rule = next((rule for rule in profile.math if rule.fits(precision, capability)), None)
         unit, share = (rule.flops, rule.share) if rule else ("bf16", 1.0)
         flops = gpu.flops.get(unit, flops16) * share
         matmul = kernels.matmul * profile.matmul_scale.value

@@ -17,14 +17,15 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
-from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from weft.serving.admission import Admission
 from weft.serving.errors import WHOLE, ErrorFrame, HttpError, describe_error, error_response, shutting_down_error
+from weft.serving.flow import BoundedFlowControl, CycleWriter
 from weft.serving.joined import JOINED, JoinedTransport, send_whole
 from weft.serving.leaving import LEAVING
+from weft.serving.request_timer import RequestTimer
 from weft.serving.sse import RESET, WRITER
 
 HEAD_END = b"\r\n\r\n"
@@ -70,8 +71,7 @@ class Connection(HttpToolsProtocol):
         self._last_error: HttpError | None = None  # to be sent after all requests before it
         self._early = False  # the response began before the request was complete, and ends the connection
         self._discarding = False  # received bytes are discarded
-        self._timer: asyncio.TimerHandle | None = None
-        self._timed: Literal["", "head", "body"] = ""
+        self._timer = RequestTimer(loop, self._expire)
         self.url = b""
         # Without the reader of proxies' header fields, for requests that have none.
         self._plain_app = self.app.app if isinstance(self.app, ProxyHeadersMiddleware) else self.app
@@ -80,13 +80,13 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
-        self.flow = BoundedFlowControl(self)
+        self.flow = BoundedFlowControl(self, self.transport)
         self._served = self._admission.enter(self)
         self._watch()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._discarding = True
-        self._stop_timer()
+        self._timer.stop()
         self._unset_keepalive_if_required()
         self._pending = b""
         self._admission.leave(self)
@@ -237,7 +237,7 @@ class Connection(HttpToolsProtocol):
                 self._body_left = int(value)
                 break
         self._framing = self._chunks = self._chunked_bytes = 0
-        self._stop_timer()
+        self._timer.stop()
         super().on_headers_complete()
         self._part = "body"
 
@@ -341,7 +341,7 @@ class Connection(HttpToolsProtocol):
             return
         incomplete = self._part == "body"
         self._discarding, self._pending, self._part = True, b"", ""
-        self._stop_timer()
+        self._timer.stop()
         self._admission.hold(self, 0)
         if incomplete and self.pipeline and self.pipeline[0][0] is self.cycle:
             self.pipeline.popleft()  # the incomplete request
@@ -368,14 +368,14 @@ class Connection(HttpToolsProtocol):
         """
         self._discarding, self._pending = True, b""
         self._admission.hold(self, 0)
-        self._stop_timer()
+        self._timer.stop()
         self._unset_keepalive_if_required()
         if self.transport.is_closing():
             return
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.flow.resume_reading()
-        self._timer = self.loop.call_later(self._limits.linger_s, self.transport.close)
+        self._timer.close_later(self._limits.linger_s, self.transport)
 
     # Timeouts
 
@@ -384,24 +384,14 @@ class Connection(HttpToolsProtocol):
         if self._discarding:
             return
         if self._part == "body":
-            self._start_timer("body", self._limits.body_s)
+            self._timer.start("body", self._limits.body_s)
         elif self._part == "head" or not self._busy:
-            if self._timed != "head":
-                self._start_timer("head", self._limits.head_s)
+            if self._timer.part != "head":
+                self._timer.start("head", self._limits.head_s)
         else:
-            self._stop_timer()
-
-    def _start_timer(self, part: Literal["head", "body"], seconds: float) -> None:
-        self._stop_timer()
-        self._timer, self._timed = self.loop.call_later(seconds, self._expire, part, seconds), part
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer, self._timed = None, ""
+            self._timer.stop()
 
     def _expire(self, part: str, seconds: float) -> None:
-        self._timer, self._timed = None, ""
         if self.flow.read_paused:
             self._watch()  # the server itself has paused reading
         elif part == "head" and self._part != "head":
@@ -410,48 +400,6 @@ class Connection(HttpToolsProtocol):
             fault = "its head is not complete" if part == "head" else "no byte of its body came"
             message = f"the request was given up: {fault} after {seconds:g} s"
             self.refuse(HttpError(408, message, code="request-timeout"))
-
-
-class CycleWriter:
-    """The ChunkWriter of `cycle`, uvicorn's response."""
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
-
-    @property
-    def usable(self) -> bool:
-        cycle = self._cycle
-        return cycle.response_started and bool(cycle.chunked_encoding) and cycle.scope["method"] != "HEAD"
-
-    def write_now(self, data: bytes) -> bool:
-        cycle = self._cycle
-        if cycle.disconnected or cycle.response_complete:
-            return True
-        if cycle.flow.write_paused:
-            return False
-        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return True
-
-
-class BoundedFlowControl(FlowControl):
-    """Flow control that resumes reading only while the connection has room for more requests, and notes when the client
-    takes no more bytes."""
-
-    def __init__(self, connection: Connection) -> None:
-        super().__init__(connection.transport)
-        self._connection = connection
-
-    def resume_reading(self) -> None:
-        if self.read_paused and not self._connection.queue_full():
-            super().resume_reading()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._connection.note_unread(True)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._connection.note_unread(False)
 
 
 def is_forwarded(headers: Iterable[tuple[bytes, bytes]]) -> bool:

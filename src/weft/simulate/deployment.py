@@ -7,12 +7,11 @@ import msgspec
 from weft.config import EngineConfig
 from weft.errors import PlanError
 from weft.planner.footprint import ReplicaMemory
-from weft.planner.profiles import Profile
+from weft.planner.profiles import Profile, engine_profile
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
 from weft.planner.replica import build_replicas
 from weft.planner.request_kv import BLOCK
-from weft.planner.search import engine_profile
 from weft.planner.steps import StepPredictor
 from weft.simulate.replica import ReplicaSpec
 

@@ -20,6 +20,8 @@ DEEPSEEK_V2 = Architecture(
     ),
     names=NAMES,
     runs=True,
+    fp8_in_blocks=True,
+    attention_kept=("nvfp4",),  # nvidia/DeepSeek-R1-0528-NVFP4
     gguf="deepseek2",
 )
 DEEPSEEK_V3 = Architecture(
@@ -48,5 +50,7 @@ DEEPSEEK_V3 = Architecture(
     ),
     names=NAMES,
     runs=True,
+    fp8_in_blocks=True,
+    attention_kept=("nvfp4",),  # nvidia/DeepSeek-R1-0528-NVFP4
 )
 FAMILY = (DEEPSEEK_V2, DEEPSEEK_V3)

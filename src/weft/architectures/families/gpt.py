@@ -96,6 +96,8 @@ GPT_OSS = Architecture(
         up_offset=1.0,
         norm_eps=1e-5,
         values={
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
             "sliding_window": 128,
             "rope_theta": 150000.0,
             "rope_parameters": {
@@ -121,5 +123,7 @@ GPT_OSS = Architecture(
     ),
     runs=True,
     gguf="gpt-oss",
+    published=("mxfp4",),
+    attention_kept=("mxfp4",),  # openai/gpt-oss-120b: quantization_config.modules_to_not_convert
 )
 FAMILY = (GPT_OSS, OPT, GPT2)

@@ -10,6 +10,7 @@ LLAMA = Architecture(
     config=ConfigFields(model_type="llama", max_positions=2048, bos=1, eos=(2,), mlp_bias=True),
     runs=True,
     gguf="llama",
+    gguf_interleaved=True,
 )
 MISTRAL = Architecture(
     name="MistralForCausalLM",

@@ -28,6 +28,7 @@ MIXTRAL = Architecture(
     ),
     names=NAMES,
     runs=True,
+    gguf_interleaved=True,
     modules=MODULES,
 )
 MINIMAX_M2 = Architecture(
@@ -41,10 +42,16 @@ MINIMAX_M2 = Architecture(
         eos=(200020,),
         bias="none",
         qk_norm="all",
-        values={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+        values={
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+        },
     ),
     names=replace(NAMES, correction="block_sparse_moe.e_score_correction_bias"),
     gguf="minimax-m2",
+    fp8_in_blocks=True,
     modules=MODULES,
 )
 FAMILY = (MIXTRAL, MINIMAX_M2)

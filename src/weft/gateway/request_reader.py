@@ -1,0 +1,169 @@
+"""RequestReader: receives requests, reads what routing needs of them, and refuses what their clients may not do."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from starlette.datastructures import Headers
+from starlette.types import Receive
+
+from weft.gateway.accounts import Accounts
+from weft.gateway.bodies import BodyPool
+from weft.gateway.completion import COUNTED, PATHS, Completion, check_counted
+from weft.gateway.exchange import Exchange
+from weft.gateway.fingerprint import RoutedFields, fingerprint, model_of, read_fields, read_object
+from weft.gateway.fleet import Fleet, unknown_model
+from weft.gateway.keys import Keys
+from weft.gateway.paths import BATCHES, DISK, PUBLIC, WITH_FORMS, is_kept, is_public
+from weft.serving.errors import HttpError
+
+LATEST = ":latest"
+MODEL_CHARACTERS = 512  # of a name, which the log and the ledger keep
+
+
+class RequestReader:
+    """Fills in an `Exchange`, by the gateway's keys, accounts and models."""
+
+    def __init__(self, fleet: Fleet, keys: Keys, bodies: BodyPool, accounts: Accounts) -> None:
+        self.fleet, self.keys = fleet, keys
+        self._bodies, self._accounts = bodies, accounts
+
+    def identify(self, exchange: Exchange) -> None:
+        """Find who sent a request. Raises HttpError for an unknown key, or a path that it may not use."""
+        exchange.client = self.keys.identify(exchange.scope)
+        self.check_path(exchange)
+
+    async def read_request(self, exchange: Exchange, receive: Receive) -> None:
+        """Receive the body, read what routing needs of it, and count the request. Raises WeftError."""
+        scope = exchange.scope
+        exchange.body = await self._bodies.receive(exchange.announced, receive)
+        exchange.bytes_in = len(exchange.body)
+        fields = self._read_fields(exchange)
+        self.check_privileges(exchange, fields)
+        if scope["method"] == "POST" and scope["path"] in COUNTED:
+            exchange.metered = self._accounts.meters(exchange)
+            if exchange.metered:
+                check_counted(fields)
+            exchange.completion = Completion(fields, scope["path"])
+        exchange.model = self.model_of(fields, scope["path"])
+        policy = self.fleet.policy
+        if policy.reads_prefix or policy.reads_session:
+            headers = Headers(scope=exchange.scope)
+            exchange.fingerprint = fingerprint(fields, headers, reads_prefix=policy.reads_prefix)
+        self._check_model(exchange)
+        self._accounts.enter(exchange)
+
+    def _check_model(self, exchange: Exchange) -> None:
+        """Raise HttpError for a model that the key may not use, or that no replica has."""
+        model, client = exchange.model, exchange.client
+        if len(model) > MODEL_CHARACTERS:
+            raise HttpError(
+                400,
+                f"model has {len(model)} characters; a name has at most {MODEL_CHARACTERS}",
+                code="model-name-too-long",
+                param="model",
+            )
+        if not client.may_use(model) and exchange.scope["method"] not in ("GET", "HEAD"):
+            raise HttpError(
+                403, f"the key {client.name!r} is not allowed to use model {model!r:.200}", code="model-not-allowed"
+            )
+        if self.fleet.replicas and not self.fleet.knows_model(model):
+            raise unknown_model(model)
+
+    @staticmethod
+    def _read_fields(exchange: Exchange) -> RoutedFields:
+        """The fields of a request. Raises HttpError 400 for a body that must be a JSON object, and is none.
+
+        An upstream might find a model in it, or a limit, of which keys and accounts would know nothing.
+        """
+        path, body = exchange.scope["path"], exchange.body
+        if exchange.scope["method"] != "POST" or path not in PUBLIC or path in WITH_FORMS:
+            return read_fields(body)
+        return read_object(body) if body or path in COUNTED else RoutedFields()
+
+    def model_of(self, fields: RoutedFields, path: str) -> str:
+        """The model that a request asks for; in Ollama's API, NAME and NAME:latest are the same.
+
+        Empty for one about files of models.
+        """
+        if path.startswith(DISK):
+            return ""
+        model = model_of(fields)
+        if not path.startswith("/api/"):
+            return model
+        if not model and isinstance(fields.name, str):
+            model = fields.name
+        if self.fleet.knows_model(model):
+            return model
+        other = model.removesuffix(LATEST) if model.endswith(LATEST) else model + LATEST
+        return other if self.fleet.knows_model(other) else model
+
+    @property
+    def open_to_all(self) -> bool:
+        """True if neither the gateway nor an upstream has keys: all clients may do what the gateway may."""
+        return not self.keys.required and all(replica.key is None for replica in self.fleet.replicas.values())
+
+    def check_path(self, exchange: Exchange) -> None:
+        """Raise HttpError 403 for a path by which a client could change an upstream, with the gateway's key for it."""
+        path: str = exchange.scope["path"]
+        raw_path = exchange.raw_path
+        if exchange.client.known and not exchange.client.admin and is_kept(path, raw_path):
+            exchange.owner = owner_of(exchange.client.name or "")
+            self._check_kept(exchange)
+            return
+        if not exchange.client.admin and not is_public(path, raw_path) and not self.open_to_all:
+            raise HttpError(
+                403,
+                f"{path!r:.200} of the upstreams needs an admin key of the gateway; {', '.join(PATHS)} and the like "
+                "are open to all clients",
+                code="path-not-public",
+            )
+
+    def _check_kept(self, exchange: Exchange) -> None:
+        """Raise HttpError 403 for files that no upstream keeps apart, and for work that no limit would count."""
+        if not any(replica.is_weft for replica in self.fleet.replicas.values()):
+            raise HttpError(
+                403, "no upstream keeps the files of keys apart; this needs one of Weft", code="files-not-kept-apart"
+            )
+        client, path = exchange.client, exchange.scope["path"]
+        if exchange.method != b"POST" or path.endswith("/cancel"):
+            return
+        if client.models is not None or self._accounts.limits_tokens(client.name):
+            raise HttpError(
+                403,
+                f"the key {client.name!r} has models, tpm or a quota, which nobody compares with the lines of batches; "
+                "they need a key without",
+                code="batch-not-counted",
+            )
+        if path == BATCHES and self._accounts.counts_requests(client.name):
+            raise HttpError(
+                403,
+                f"the lines of a batch would go by the limits of the key {client.name!r} and the gateway's ledger, "
+                "which count requests; batches need an admin key, or one without rpm and concurrent where there is no "
+                "ledger",
+                code="batch-not-counted",
+            )
+
+    def check_privileges(self, exchange: Exchange, fields: RoutedFields) -> None:
+        """Raise HttpError 403 for a client that must not say what a model has said, nor unload one.
+
+        Upstreams with keys would let the gateway do it, so it may be done by administrators only.
+        """
+        if fields.continue_token_ids is None and fields.keep_alive is None:
+            return
+        if exchange.client.admin or self.open_to_all:
+            return
+        path = exchange.scope["path"]
+        if fields.continue_token_ids and path in COUNTED:
+            raise HttpError(403, "continue_token_ids needs an admin key of the gateway", code="not-admin")
+        if fields.keep_alive is not None and path.startswith("/api/"):
+            raise HttpError(
+                403,
+                "keep_alive loads and unloads models for all clients; it needs an admin key of the gateway",
+                code="not-admin",
+            )
+
+
+def owner_of(name: str) -> bytes:
+    """The name by which upstreams know the files of a key; it stays if the key itself changes."""
+    return blake2b(name.encode(errors="replace"), digest_size=16).hexdigest().encode()

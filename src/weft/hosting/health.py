@@ -1,0 +1,67 @@
+"""Health checks of a set's models: a process that does not respond is killed, so that its keeper starts it again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from weft.gateway.upstream import UpstreamError
+from weft.hosting.hosted import Hosted
+from weft.hosting.residency import Residency, State
+
+log = logging.getLogger("weft.hosting")
+
+CHECK_EVERY_S = 1.0  # between two looks at the health of a model
+
+
+class HealthChecks:
+    """Looks at the health of all models; `spawn` begins each look as a task."""
+
+    def __init__(
+        self,
+        models: Mapping[str, Hosted],
+        residency: Residency,
+        clock: Callable[[], float],
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:
+        self._models, self._residency, self._clock, self._spawn = models, residency, clock, spawn
+
+    def leave_pause_out(self, paused_s: float) -> None:
+        """Leave out seconds for which this process has been stopped itself, most likely with all models, as in a
+        container that is paused: responses that came meanwhile are not read yet."""
+        if paused_s > 0:
+            now = self._clock()
+            for hosted in self._models.values():
+                hosted.answered_s = min(now, hosted.answered_s + paused_s)
+
+    def begin(self) -> None:
+        """Begin the looks at health that are due. One that waits for its response holds up no other."""
+        now = self._clock()
+        for hosted in self._models.values():
+            waits = hosted.check is not None and not hosted.check.done()
+            if hosted.member.runs and now >= hosted.check_s and not waits:
+                hosted.check_s = now + CHECK_EVERY_S
+                hosted.check = self._spawn(self._check(hosted))
+
+    async def _check(self, hosted: Hosted) -> None:
+        """Ask a model for its health. A process that does not respond for `stall_s` is killed, and starts again.
+
+        While it loads it need not respond, but must not be stopped. Faults of its engine are its own to mend.
+        """
+        name, member = hosted.plan.entry.name, hosted.member
+        try:
+            if self._residency.tenants[name].state is not State.LOADING:
+                hosted.ill = await member.ask_health(hosted.stall_s)
+            elif member.stopped:
+                raise UpstreamError("it is stopped", code="process-stopped")
+        except UpstreamError as error:
+            silent_s = self._clock() - hosted.answered_s
+            if silent_s >= hosted.stall_s:
+                reason = f"its process showed no sign of life for {silent_s:.1f} s: {error}"
+                log.error("%s is killed: %s", name, reason)
+                member.kill(reason)
+                hosted.answered_s = self._clock()  # its end is still to be noticed
+            return
+        hosted.answered_s = self._clock()
