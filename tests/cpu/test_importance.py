@@ -129,7 +129,7 @@ def test_a_column_that_is_no_number_counts_as_others() -> None:
     squares[0], squares[1, 3], squares[2, 5] = 0, torch.nan, torch.inf
     found = relative_importance(squares.flatten()).view(3, 32)
     assert (found[0] == 1).all()
-    assert found.isfinite().all() and found.min() >= importance.LEAST
+    assert found.isfinite().all() and found.min() >= importance.MIN_IMPORTANCE
 
 
 # --- the real model ---

@@ -40,7 +40,7 @@ from weft.hardware.cpu import Cpu, CpuSpeed
 from weft.hardware.gpus import GpuSpec, find_gpu
 from weft.hardware.host import Host
 from weft.plan.plan import named_devices
-from weft.planner.profiles import LEAST_ERROR, calibrated, load_profile
+from weft.planner.profiles import MIN_ERROR, calibrated, load_profile
 from weft.planner.question import Question
 from weft.planner.roofline import Roofline
 from weft.planner.search import engine_profile, search
@@ -407,7 +407,7 @@ def test_the_planner_reckons_with_what_was_measured_here() -> None:
     has_values(told["kernels on AMD EPYC (2 cores)"], "2026-11-20", "weft bench calibrate")
     # The error that is told is the fit's, with something for other models.
     assert engine_profile(ask(machine(made(error=0.1)))).error.value == pytest.approx(0.2)
-    assert engine_profile(ask(machine(made(error=0.01)))).error.value == LEAST_ERROR
+    assert engine_profile(ask(machine(made(error=0.01)))).error.value == MIN_ERROR
 
 
 def test_quantised_weights_have_rates_of_their_own() -> None:

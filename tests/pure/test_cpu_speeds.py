@@ -297,7 +297,7 @@ def test_kernels_that_do_not_run_are_no_reason_to_stop(
 ) -> None:
     (tmp_path / "broken.so").write_text("no library")
     monkeypatch.setattr(library, "built_library", lambda: str(tmp_path / "broken.so"))
-    monkeypatch.setattr(speeds, "LEAST_BYTES", 1 << 20)
+    monkeypatch.setattr(speeds, "MIN_READ_BYTES", 1 << 20)
     found = speeds.measure_cpu(msgspec.structs.replace(probe_host(), memory_free_bytes=4 << 20))
     assert found.kernels is None and found.bandwidth_Bps > 0 and found.library == "broken.so"
     assert f"{tmp_path}/broken.so" in caplog.text

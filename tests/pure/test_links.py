@@ -107,7 +107,7 @@ def test_a_gpu_that_fails_by_itself_says_nothing_of_its_links(
 def test_after_many_faults_the_rest_stays_unknown(measure: Measure) -> None:
     deeds = ",".join(f"{a}-{b} die" for a in range(4) for b in range(a + 1, 4))
     pairs = measure(host(4), deeds)[1]
-    assert len(pairs) == links.MOST_FAULTS < 6 and {pair.verdict for pair in pairs.values()} == {"broken"}
+    assert len(pairs) == links.MAX_FAULTS < 6 and {pair.verdict for pair in pairs.values()} == {"broken"}
 
 
 def test_a_measurement_that_cannot_begin_says_why(measure: Measure) -> None:

@@ -32,7 +32,7 @@ from weft.plan.plan import Plan
 from weft.probes import engine_speed, speeds
 from weft.probes.engine_speed import (
     BATCHED_TOKENS,
-    MOST_REPEATS,
+    MAX_REPEATS,
     UNRELIABLE_ERROR,
     CalibrationLoad,
     CalibrationPoint,
@@ -244,7 +244,7 @@ class DeviceMeasurements:
             with LLM.from_config(config) as llm:
                 self.runtime_bytes.append(engine_speed.runtime_bytes(llm, before))
                 self.plans[name] = llm.plan
-                with Progress(len(loads) * MOST_REPEATS, True, name, animated=False) as progress:
+                with Progress(len(loads) * MAX_REPEATS, True, name, animated=False) as progress:
                     return engine_speed.measure_loads(llm, name, loads, print_point, progress.advance)
 
 

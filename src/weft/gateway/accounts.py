@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from weft.gateway.answer import ResumableAnswer
-from weft.gateway.completion import COUNTED, MOST_TOKENS
+from weft.gateway.completion import COUNTED, MAX_TOKENS
 from weft.gateway.exchange import Exchange
 from weft.gateway.ledger import DAY_HOURS, Amount, Ledger
 from weft.gateway.prices import TOOL_TOKENS, price_of
@@ -21,7 +21,7 @@ log = logging.getLogger("weft.gateway")
 
 DEFAULT_ANSWER = 4096  # tokens that an overflow upstream may answer if the client sets no limit
 WITHOUT_ANSWER = ("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/api/show")
-MOST_USAGE = 2**53  # an upstream that reports as many tokens is not believed; JSON's numbers are exact below it
+MAX_USAGE_TOKENS = 2**53  # more reported tokens are not believed: beyond, JSON's numbers are no longer exact
 
 
 class Accounts:
@@ -169,7 +169,7 @@ class Accounts:
         assert completion is not None
         answer = 0
         if completion.answers:
-            answer = min(completion.choices * (completion.max_tokens or DEFAULT_ANSWER), MOST_TOKENS)
+            answer = min(completion.choices * (completion.max_tokens or DEFAULT_ANSWER), MAX_TOKENS)
         prompt = exchange.bytes_in + (TOOL_TOKENS if completion.has_tools else 0)
         dollars = price_of(replica.config, replica.own_name(exchange.model), prompt, answer)
         return Amount(exchange.prompt_tokens, answer, dollars)
@@ -204,6 +204,6 @@ def usage_of(exchange: Exchange) -> Amount | None:
         completion = 0
     if type(prompt) is not int or type(completion) is not int:
         return None
-    if not (0 <= prompt < MOST_USAGE and 0 <= completion < MOST_USAGE):
+    if not (0 <= prompt < MAX_USAGE_TOKENS and 0 <= completion < MAX_USAGE_TOKENS):
         return None
     return Amount(prompt, completion)

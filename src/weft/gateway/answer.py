@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from weft.gateway.completion import MOST_IDS, is_id_list
+from weft.gateway.completion import MAX_HELD_IDS, is_id_list
 from weft.gateway.events import DONE, EVENT_BYTES, EventSplitter, event_data
 from weft.gateway.stream_apis import StreamApi
 from weft.gateway.upstream import ResponseHead, UpstreamError
@@ -236,7 +236,7 @@ class StreamedAnswer(ResumableAnswer):
     def _add_ids(self, ids: list[int]) -> None:
         self.token_ids += ids
         self.tokens += len(ids)
-        if len(self.token_ids) > MOST_IDS:
+        if len(self.token_ids) > MAX_HELD_IDS:
             self._give_up()
 
     def _give_up(self) -> None:

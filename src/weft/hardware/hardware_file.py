@@ -25,7 +25,7 @@ from weft.hardware.gpus import PCIE_BPS, GpuSpec, find_gpu
 from weft.hardware.quantities import Bytes, Capability, Rate, six_digits
 
 SUFFIXES = (".yaml", ".yml")
-MOST_FILE_BYTES = 1 << 18  # a hardware file is a page; YAML of megabytes takes minutes to read
+MAX_FILE_BYTES = 1 << 18  # a hardware file is a page; YAML of megabytes takes minutes to read
 
 Count = Annotated[int, Meta(ge=1, le=MAX_GPUS)]
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "int8", "fp4"]
@@ -265,10 +265,10 @@ def read_hardware_file(path: str) -> Cluster:
     """Read a hardware file. Raises ConfigError of one line if it cannot be read or describes something impossible."""
     try:
         with Path(path).expanduser().open("rb") as file:
-            content = file.read(MOST_FILE_BYTES + 1)
-        if len(content) > MOST_FILE_BYTES:
+            content = file.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
             raise ConfigError(
-                f"{path} has more than {MOST_FILE_BYTES >> 10} KiB; a hardware file has at most that",
+                f"{path} has more than {MAX_FILE_BYTES >> 10} KiB; a hardware file has at most that",
                 code="hardware-file-too-large",
             )
         text = content.decode()

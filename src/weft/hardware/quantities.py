@@ -8,7 +8,7 @@ from typing import Any
 from weft.errors import ConfigError
 from weft.hardware.cluster import MAX_BPS, network_bytes
 
-MOST_BYTES = 1e15  # of memory
+MAX_MEMORY_BYTES = 1e15
 MAX_QUOTED = 60  # characters of a wrong value that an error quotes
 UNITS = {"b": 1}
 UNITS |= {unit: 10 ** (3 * power) for power, unit in enumerate(("kb", "mb", "gb", "tb"), start=1)}
@@ -56,10 +56,10 @@ def _parse_rate(value: Any) -> Rate:
 def _parse_size(value: Any) -> Bytes:
     size = parse_bytes(value)
     without_unit = re.fullmatch(r"[\d.\s]*", str(value))
-    if size is None or without_unit or not 1 <= size <= MOST_BYTES:
+    if size is None or without_unit or not 1 <= size <= MAX_MEMORY_BYTES:
         raise ValueError(
             f"{repr(value)[:MAX_QUOTED]} is not a size with a unit; write it as 24GB or 22.5GiB, above 0 and at most "
-            f"{MOST_BYTES / 1e12:.0f}TB"
+            f"{MAX_MEMORY_BYTES / 1e12:.0f}TB"
         )
     return Bytes(size)
 

@@ -26,7 +26,7 @@ logger = logging.getLogger("weft")
 
 VERSION = 2  # of the measurements: raised when their meaning changes
 CPU_DEADLINE_S = 20.0  # for a measurement of one second; other processes may be busy
-LEAST_BYTES = 256 << 20  # of memory to read: far more than caches hold
+MIN_READ_BYTES = 256 << 20  # lower bound of the array that is read
 CACHES = 8  # and at least this multiple of the last-level cache
 MEASURED_AGAIN = "this machine is measured again"
 BUSY = 0.25  # load, as a share of the cores, above which the machine counts as busy
@@ -181,7 +181,7 @@ def measure_cpu(host: Host) -> CpuSpeed:
 
 def _measure_in_child(host: Host, kernels: str | None) -> CpuSpeed:
     """Measure in a process of its own, since the kernels' library may crash it. Raises OSError on failure."""
-    size = max(LEAST_BYTES, CACHES * cpu.last_cache_bytes())
+    size = max(MIN_READ_BYTES, CACHES * cpu.last_cache_bytes())
     size = min(size, host.memory_free_bytes // 4)
     command = [sys.executable, "-P", "-m", "weft.probes.cpu_speed", ",".join(map(str, host.compute_cores)), str(size)]
     command += [kernels] if kernels else []

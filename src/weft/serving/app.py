@@ -46,7 +46,7 @@ KEYLESS_PATHS = ("/", "/health/live", "/health/ready", *(route.path for route in
 
 log = logging.getLogger("weft.serving")
 
-MOST_ID = 256  # characters of an X-Request-Id
+MAX_ID_CHARACTERS = 256  # characters of an X-Request-Id
 
 ROUTES = (
     Route("/v1/chat/completions", chat, methods=["POST"]),
@@ -190,7 +190,7 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
-        id = given if 0 < len(given) <= MOST_ID and given.isprintable() else uuid.uuid4().hex
+        id = given if 0 < len(given) <= MAX_ID_CHARACTERS and given.isprintable() else uuid.uuid4().hex
         began, status = time.monotonic(), 0
 
         async def send_with_id(message: Message) -> None:

@@ -23,7 +23,7 @@ from weft.serving.ollama.types import PullRequest, PullStatus
 from weft.serving.service import Service
 from weft.serving.sse import send_reply
 
-MOST = 2  # downloads at once
+MAX_DOWNLOADS = 2  # downloads at once
 STATUS_S = 0.2  # between two lines about one file
 
 Tell = Callable[[PullStatus], None]
@@ -62,10 +62,13 @@ class Download:
     """One download, in a thread of its own, and its states."""
 
     def __init__(self, service: Service, name: str) -> None:
-        """Raises HttpError 429 while MOST others run."""
-        if len(service.downloads) >= MOST:
+        """Raises HttpError 429 while MAX_DOWNLOADS others run."""
+        if len(service.downloads) >= MAX_DOWNLOADS:
             raise HttpError(
-                429, f"{MOST} models are being fetched already; wait for one", code="too-many-pulls", retry_after_s=60
+                429,
+                f"{MAX_DOWNLOADS} models are being fetched already; wait for one",
+                code="too-many-pulls",
+                retry_after_s=60,
             )
         self._service, self._name = service, name
         self._states: asyncio.Queue[PullStatus | Exception | None] = asyncio.Queue()
