@@ -557,8 +557,8 @@ void quantised_tiles(const Packed &panel, const char *x, int64_t tokens, float *
 template <class C>
 void tiles(const Packed &panel, const char *x, int64_t tokens, float *sums, const char *after, bool fetch) {
     // A single tile prefetches its own panel; several tiles prefetch what is read `after` it.
-    constexpr int64_t MOST = 8 / SLICES;  // tokens of a tile that reads the panel once
-    bool alone = tokens <= MOST && !(tokens & (tokens - 1));
+    constexpr int64_t MAX_TOKENS = 8 / SLICES;  // tokens of a tile that reads the panel once
+    bool alone = tokens <= MAX_TOKENS && !(tokens & (tokens - 1));
     const char *next = alone ? panel.values + AHEAD : after;
     int64_t all = fetch ? tokens : 0;
 #ifdef __AVX512VNNI__
