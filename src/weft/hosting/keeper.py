@@ -34,7 +34,7 @@ GONE_POLL_S = 0.2  # between two looks for a client that has gone
 
 
 class Hosted:
-    """One model of the set: its plan, its process group, the requests that wait for it, and its failures.
+    """One model of the set: its plan, its process, the requests that wait for it, and its failures.
 
     `words`: the flags of its process. `due`: it is to be awake all the time from now on. `ill`: the fault that its
     process told last. `answered_s`: the time of its last response to a look at its health.
@@ -288,15 +288,15 @@ class Keeper:
         hosted.answered_s, hosted.ill = began, ""
         try:
             if load:
-                await hosted.member.start(entry.config.model, entry.names, hosted.words)
+                await hosted.member.start(entry.config.model, hosted.words)
                 hosted.load_s = self.clock() - began
                 await read_models(hosted.member.replica, Timeouts())
                 hosted.watch = self._spawn(self._watch(hosted))
             else:
-                await hosted.member.command("/wake_up")
+                await hosted.member.post_admin("/wake_up")
                 hosted.wake_s = self.clock() - began
         except Exception as error:
-            if load or hosted.member.runs:
+            if load or hosted.member.is_running:
                 await self._fail(hosted, _as_refusal(entry.name, error))
             return
         now = self.clock()
@@ -320,9 +320,9 @@ class Keeper:
             if unload:
                 await hosted.stop()
             else:
-                await hosted.member.command("/sleep?level=1")
+                await hosted.member.post_admin("/sleep?level=1")
         except Exception as error:
-            if unload or hosted.member.runs:
+            if unload or hosted.member.is_running:
                 await self._fail(hosted, _as_refusal(name, error))
             return  # `_watch` sees to a process that has ended
         tenant.state = State.UNLOADED if unload else State.ASLEEP
@@ -331,9 +331,9 @@ class Keeper:
 
     async def _watch(self, hosted: Hosted) -> None:
         """Wait for the end of a model's process: nobody has asked for it, so the model has failed."""
-        await hosted.member.ended()
+        await hosted.member.wait_ended()
         if not self._closed:
-            await self._fail(hosted, hosted.member.failure())
+            await self._fail(hosted, hosted.member.exit_error())
 
     async def _fail(self, hosted: Hosted, error: HttpError) -> None:
         """Note a failure. The model starts again after a pause, unless it has failed FAILURES times in a row."""
@@ -404,7 +404,7 @@ class Keeper:
         now = self.clock()
         for hosted in self.models.values():
             waits = hosted.check is not None and not hosted.check.done()
-            if hosted.member.runs and now >= hosted.check_s and not waits:
+            if hosted.member.is_running and now >= hosted.check_s and not waits:
                 hosted.check_s = now + CHECK_EVERY_S
                 hosted.check = self._spawn(self._check(hosted))
 
@@ -417,7 +417,7 @@ class Keeper:
         try:
             if self.residency.tenants[name].state is not State.LOADING:
                 hosted.ill = await member.ask_health(hosted.stall_s)
-            elif member.stopped:
+            elif member.is_suspended:
                 raise UpstreamError("it is stopped", code="process-stopped")
         except UpstreamError as error:
             silent_s = self.clock() - hosted.answered_s
