@@ -45,10 +45,10 @@ from weft.planner.question import Question
 from weft.planner.roofline import Roofline
 from weft.planner.search import engine_profile, search
 from weft.planner.work import MatrixProduct
-from weft.probes import engine_speed, speeds
+from weft.probes import engine_speed, stored_speeds
 from weft.probes.engine_speed import LOADS, CalibrationLoad, CalibrationPoint
 from weft.probes.machine import host_cluster
-from weft.probes.speeds import Speeds
+from weft.probes.stored_speeds import Speeds
 from weft.probes.synthetic import LONGEST, SyntheticModel, synthetic_of_size
 from weft.probes.tuning import RaceResult, TunedSizes
 
@@ -336,29 +336,31 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_stored_calibrations_are_known(cache: Path) -> None:
-    machine = speeds.calibrated_machine(HOST)
+    machine = stored_speeds.calibration_fingerprint(HOST)
     assert calibration.load_calibrations(machine) == ()
     one, other = made(), made("RTX 4090")
     for entry in (made(layer_us=1.0), other, one):  # the last of a device counts
         path = calibration.store_calibration(machine, entry)
     assert path.parent == cache and calibration.load_calibrations(machine) == (other, one)
-    assert speeds.load_speeds(HOST).calibrations == (other, one)
-    assert calibration.load_calibrations(speeds.calibrated_machine(msgspec.structs.replace(HOST, cores=(0,)))) == ()
+    assert stored_speeds.load_speeds(HOST).calibrations == (other, one)
+    smaller = msgspec.structs.replace(HOST, cores=(0,))
+    assert calibration.load_calibrations(stored_speeds.calibration_fingerprint(smaller)) == ()
     assert list(cache.glob("*.part")) == []
     # Speeds have a file of their own.
-    speeds.store_speeds(HOST, Speeds(machine=speeds.load_speeds(HOST).machine, cpu=SPEED, calibrations=(one,)))
-    assert "weights_Bps" not in speeds.speeds_path(HOST).read_text()
-    assert speeds.load_speeds(HOST).cpu == SPEED and speeds.load_speeds(HOST).calibrations == (other, one)
+    machine_now = stored_speeds.load_speeds(HOST).machine
+    stored_speeds.store_speeds(HOST, Speeds(machine=machine_now, cpu=SPEED, calibrations=(one,)))
+    assert "weights_Bps" not in stored_speeds.speeds_path(HOST).read_text()
+    assert stored_speeds.load_speeds(HOST).cpu == SPEED and stored_speeds.load_speeds(HOST).calibrations == (other, one)
 
 
 def test_other_versions_are_left_alone(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = speeds.calibrated_machine(HOST)
+    machine = stored_speeds.calibration_fingerprint(HOST)
     calibration.store_calibration(machine, made())
     monkeypatch.setattr("weft.__version__", "9.9")
     assert calibration.load_calibrations(machine) == ()
     monkeypatch.undo()
     monkeypatch.setattr(calibration, "version", lambda name: "9.9")
-    assert speeds.calibrated_machine(HOST) != machine
+    assert stored_speeds.calibration_fingerprint(HOST) != machine
 
 
 @pytest.mark.parametrize(
@@ -374,7 +376,7 @@ def test_other_versions_are_left_alone(cache: Path, monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_a_damaged_file_is_ignored_with_one_warning(cache: Path, caplog: pytest.LogCaptureFixture, text: Any) -> None:
-    machine = speeds.calibrated_machine(HOST)
+    machine = stored_speeds.calibration_fingerprint(HOST)
     path = calibration.store_calibration(machine, made())
     path.write_text(text if isinstance(text, str) else text(path.read_text()))
     assert calibration.load_calibrations(machine) == calibration.load_calibrations(machine) == ()
@@ -476,7 +478,7 @@ def test_the_command_prints_keeps_and_doubts(
     golden: Callable[[str, str], None],
 ) -> None:
     monkeypatch.setattr(host, "probe_host", lambda: HOST)
-    monkeypatch.setattr(speeds, "known_cpu_speed", lambda *_: SPEED)
+    monkeypatch.setattr(stored_speeds, "cpu_speed_of", lambda *_: SPEED)
     there = points(cpu(), TRUE)
     worst = 0.02
 
@@ -492,16 +494,16 @@ def test_the_command_prints_keeps_and_doubts(
     assert "weft plan" in captured.err
     figures = captured.out.index("mean error")  # below the table of measurements
     golden("bench_calibrate.txt", captured.out[figures:])
-    assert calibration.load_calibrations(speeds.calibrated_machine(HOST)) == (made(error=0.02),)
+    assert calibration.load_calibrations(stored_speeds.calibration_fingerprint(HOST)) == (made(error=0.02),)
     worst = 0.6
     assert main.main(["bench", "calibrate", "--json"]) == 1
     captured = capsys.readouterr()
     (told,) = json.loads(captured.out)
     assert told["task"] == "calibrate" and len(told["measurements"]) == len(there)
     assert "was the machine busy" in captured.err and "No figures are kept" in captured.err
-    assert calibration.load_calibrations(speeds.calibrated_machine(HOST)) == (made(error=0.02),)
+    assert calibration.load_calibrations(stored_speeds.calibration_fingerprint(HOST)) == (made(error=0.02),)
     assert main.main(["bench", "calibrate", "--save"]) == 0
-    assert calibration.load_calibrations(speeds.calibrated_machine(HOST)) == (made(error=0.6),)
+    assert calibration.load_calibrations(stored_speeds.calibration_fingerprint(HOST)) == (made(error=0.6),)
 
 
 @pytest.mark.parametrize(
@@ -582,7 +584,7 @@ def test_one_of_each_kind_of_device(cache: Path, monkeypatch: pytest.MonkeyPatch
     from tests.pure.machines import gpu
     from tests.pure.machines import host as with_gpus
 
-    monkeypatch.setattr(speeds, "known_cpu_speed", lambda *_: SPEED)
+    monkeypatch.setattr(stored_speeds, "cpu_speed_of", lambda *_: SPEED)
     config = bench_calibrate.measured_config(said(""))
     ((index, spec),) = bench_calibrate.devices(HOST, config)
     assert index is None and spec.kind == "cpu"

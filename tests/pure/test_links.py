@@ -19,8 +19,8 @@ from weft.hardware.topology import Gpu
 from weft.plan.places import cut_places
 from weft.plan.plan import Plan, named_devices
 from weft.planner import execution
-from weft.probes import links, speeds
-from weft.probes.speeds import GpuSpeed, PairSpeed, Verdict
+from weft.probes import links, stored_speeds
+from weft.probes.stored_speeds import GpuSpeed, PairSpeed, Verdict
 
 Measure = Callable[..., tuple[tuple[GpuSpeed, ...], dict[str, PairSpeed]]]
 
@@ -126,7 +126,7 @@ def test_ranks_go_through_the_host_s_memory_where_a_link_fails(
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
     here = host(3)
     pair = PairSpeed(first="GPU-0", second="GPU-2", verdict=verdict, peer=True, Bps=1e10)
-    speeds.store_speeds(here, msgspec.structs.replace(speeds.load_speeds(here), pairs=(pair,)))
+    stored_speeds.store_speeds(here, msgspec.structs.replace(stored_speeds.load_speeds(here), pairs=(pair,)))
     plan = Plan(
         model="m",
         checkpoint="",

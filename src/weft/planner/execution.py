@@ -27,11 +27,10 @@ from weft.planner.profiles import OURS, load_profile
 
 if TYPE_CHECKING:
     from weft.formats.checkpoint import Checkpoint
-    from weft.hardware.cpu import CpuSpeed
     from weft.planner.question import LayoutConstraints, Question
     from weft.planner.ranking import Candidate
     from weft.planner.search import SearchResult
-    from weft.probes.speeds import Speeds
+    from weft.probes.stored_speeds import Speeds
 
 logger = logging.getLogger("weft")
 
@@ -101,7 +100,7 @@ def plan_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Pla
     if device_kind(config, host) == "cpu" or (is_cut(config, host) and not leaves_shares_open(config, host)):
         return plan_of_config(config, checkpoint, host, speculative)
     from weft.probes.machine import host_cluster
-    from weft.probes.speeds import load_speeds
+    from weft.probes.stored_speeds import load_speeds
 
     try:
         config = config_of_best(config, checkpoint, host, host_cluster(host, load_speeds(host)), speculative)
@@ -140,7 +139,7 @@ def with_step_tokens(plan: Plan, config: EngineConfig, host: Host) -> Plan:
     else:
         from weft.hardware.cpus import TYPICAL
         from weft.planner.forecast import step_token_budget
-        from weft.probes.speeds import load_speeds
+        from weft.probes.stored_speeds import load_speeds
 
         known = load_speeds(host)
         if plan.uses_cpu and known.cpu is None:
@@ -157,7 +156,7 @@ def with_peer_to_peer(plan: Plan, host: Host) -> Plan:
     """The plan, without peer-to-peer if a measurement (`weft hardware`) found that it does not work here."""
     if plan.on_cpu or len(set(plan.devices)) < 2:
         return plan
-    from weft.probes.speeds import load_speeds
+    from weft.probes.stored_speeds import load_speeds
 
     faults = [pair for pair in load_speeds(host).pairs if pair.verdict != "works"]
     if not faults:
@@ -174,17 +173,10 @@ def measured_speeds(plan: Plan, host: Host) -> Speeds:
     A CPU that ranks run on is measured now if it was not yet, which takes a second and an idle machine. Raises
     ConfigError if that is not possible.
     """
-    from weft.probes import speeds
+    from weft.probes import stored_speeds
 
-    known = speeds.load_speeds(host)
-    return msgspec.structs.replace(known, cpu=known_cpu_speed(host)) if plan.uses_cpu else known
-
-
-def known_cpu_speed(host: Host) -> CpuSpeed:
-    """The speed of this machine's CPU. Raises as `measured_speeds`."""
-    from weft.probes import speeds
-
-    return speeds.known_cpu_speed(host)
+    known = stored_speeds.load_speeds(host)
+    return msgspec.structs.replace(known, cpu=stored_speeds.cpu_speed_of(host)) if plan.uses_cpu else known
 
 
 def is_cut(config: EngineConfig, host: Host) -> bool:
@@ -253,10 +245,10 @@ def configs_of_best(
     result = search_on(cluster)
     if result.best is None and caps is not None and caps.cpu:
         # Only now: the CPU is measured for it, which takes a second.
+        from weft.probes import stored_speeds
         from weft.probes.machine import add_cpu
-        from weft.probes.speeds import load_speeds
 
-        known = msgspec.structs.replace(load_speeds(host), cpu=known_cpu_speed(host))
+        known = msgspec.structs.replace(stored_speeds.load_speeds(host), cpu=stored_speeds.cpu_speed_of(host))
         result = search_on(add_cpu(cluster, host, known))
     best = result.best
     if best is None:

@@ -28,7 +28,7 @@ from weft.planner.profiles import Profile
 from weft.planner.question import Question
 from weft.planner.search import engine_profile
 from weft.probes.machine import add_cpu, host_cluster, rank_share
-from weft.probes.speeds import Speeds
+from weft.probes.stored_speeds import Speeds
 
 SPECULATIVE = " (with speculative decoding, whose gain is not predicted)"
 HINT = "weft bench calibrate measures what this machine really does"

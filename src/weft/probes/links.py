@@ -20,7 +20,7 @@ from weft.executors.framing import FrameError
 from weft.executors.launch import Child, end_children
 from weft.hardware import cuda
 from weft.hardware.host import Host
-from weft.probes.speeds import GpuSpeed, PairSpeed, Verdict
+from weft.probes.stored_speeds import GpuSpeed, PairSpeed, Verdict
 
 logger = logging.getLogger("weft")
 
