@@ -16,11 +16,11 @@ from weft.errors import ConfigError, PlanError
 from weft.planner.deployment import default_lengths
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
-from weft.simulate.deployment import SchedulerLimits, replica_specs
 from weft.simulate.lengths import FixedLength, Lengths, UniformLength, parse_lengths
 from weft.simulate.load import RequestDistribution, SimulatedLoad, trace_rate
 from weft.simulate.objective import parse_duration, parse_objective
 from weft.simulate.replica import ReplicaSpec
+from weft.simulate.replica_specs import SchedulerLimits, replica_specs
 from weft.simulate.study import MeasurementWindow, Study
 from weft.simulate.trace import TraceRow, read_trace
 
