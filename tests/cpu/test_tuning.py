@@ -254,7 +254,7 @@ def test_without_a_measurement_nothing_is_kept(tmp_path: Path) -> None:
     short = msgspec.structs.replace(make_plan(), max_num_seqs=1, max_model_len=4, attention_backend="triton")
     races: list[RaceResult] = []
     with refuses(ConfigError, "cannot-measure-attention") as error:
-        tune_attention(short, (1,), keep=True, tell=races.append)
+        tune_attention(short, (1,), keep=True, report=races.append)
     assert "CUDA" in str(error.value) or "NVIDIA" in str(error.value)
     assert [it.title.partition(", ")[2] for it in races] == ["decode of 1 row over 4 tokens", *trials.PROMPTS]
     assert not any(it.seconds for it in races) and not list(tmp_path.rglob("*.json"))

@@ -266,7 +266,7 @@ def tune_on_gpu(plan: Plan, gpus: int, *, keep: bool) -> list[TunedSizes]:
     powers = (2**n for n in range(gpus.bit_length()))
     ranks = takewhile(lambda count: count <= gpus and heads % count == 0, powers)
     try:
-        return tune_attention(plan, tuple(ranks), keep=keep, tell=print_race)
+        return tune_attention(plan, tuple(ranks), keep=keep, report=print_race)
     except ConfigError as error:
         logger.warning("%s; engines use the default sizes", error)
         return []

@@ -295,7 +295,7 @@ class AsyncEngine:
             reply.set_exception(RequestError(message.message, param=message.param, code=message.code))
 
     def connection_ended(self, error: Exception | None) -> None:
-        """Handle the end of the connection. If the core has not sent a cause, its exit tells the cause.
+        """Handle the end of the connection. If the core has not sent a cause, its exit status shows the cause.
 
         That takes up to two seconds, in which the engine takes nothing. Its requests fail with the cause.
         """

@@ -27,7 +27,7 @@ NEWCOMER_S = 60.0
 class Limited(Protocol):
     """A scheduler: its limit on prompt tokens beside answers, and under the policy "fair" on all tokens of a step.
 
-    Under that policy it tells the tokens of the shortest prompt of a newcomer that the last step has admitted.
+    Under that policy it reports the tokens of the shortest prompt of a newcomer that the last step has admitted.
     """
 
     prompt_limit: int

@@ -53,7 +53,7 @@ class Watch:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Have the system notice a machine that is gone, also while nothing is sent; send small messages at once.
+    """Have the system notice a machine that is gone, even while nothing is sent; send small messages at once.
 
     Without effect on a plain socket in place of a connection with TLS, which has this done itself.
     """

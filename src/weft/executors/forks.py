@@ -264,7 +264,7 @@ class Server:
             self._lock.release()
 
     def end(self) -> None:
-        """End the server, also while it imports. May be called twice."""
+        """End the server, even while it imports. May be called twice."""
         self._hang_up()
         try:
             self.process.wait(END_S if self._ready else 0)
@@ -330,7 +330,7 @@ class ForkedProcess:
             os.close(watched)
         with self._lock:
             if self._pidfd is not None:
-                # The server reports the end at once, unless it is gone, or has told a process before this one.
+                # The server reports the end at once, unless it is gone, or has reported it before.
                 self.returncode = self._server.wait_status(self.pid, time.monotonic() + END_S)
                 os.close(self._pidfd)
                 self._pidfd = None
@@ -371,7 +371,7 @@ class ServerPool:
             return server
 
     def adopt(self, descriptor: int, pid: int) -> None:
-        """Use a server that the parent of this process has started, also for a single process."""
+        """Use a server that the parent of this process has started, even for a single process."""
         with self._lock:
             self._server = AdoptedServer(descriptor, pid)
 

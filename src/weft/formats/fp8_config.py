@@ -47,7 +47,7 @@ def parse_config(config: Fields) -> PublishedQuantization:
 
 
 def is_floating(weights: Fields) -> bool:
-    """Return True if a group of compressed-tensors has floating-point weights of 8 bits."""
+    """Return True if a group of compressed-tensors has 8-bit floating-point weights."""
     return weights.text_or("type", "int") == "float" and weights.integer_or("num_bits", None) == 8
 
 

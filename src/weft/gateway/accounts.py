@@ -192,12 +192,12 @@ class Accounts:
 
 
 def tokens_of(exchange: Exchange) -> int:
-    """Tokens of a stream that have come, which its client may have left before its usage was told."""
+    """Tokens of a stream that have come, which its client may have left before its usage was reported."""
     return exchange.answer.tokens if isinstance(exchange.answer, ResumableAnswer) else 0
 
 
 def usage_of(exchange: Exchange) -> Amount | None:
-    """Tokens of a request by the usage that its upstream told; None if it told none, or none that can be."""
+    """Tokens of a request by the usage that its upstream reported; None if it reported none, or an impossible one."""
     usage: dict[str, Any] = (exchange.answer.usage if exchange.answer is not None else None) or {}
     prompt, completion = (usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
     if completion is None and exchange.completion is not None and not exchange.completion.answers:

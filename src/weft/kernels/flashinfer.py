@@ -176,7 +176,7 @@ class FlashInferAttention:
 
     def _create_wrapper(self, kind: str, group: int, size: int | None) -> Any:
         if kind == PREFILL:
-            # Its kernels for Hopper do not combine an FP8 cache with queries of 16 bits.
+            # Its kernels for Hopper do not combine an FP8 cache with 16-bit queries.
             backend = "auto" if self._shape.cache_dtype == self._shape.dtype else "fa2"
             return self._prefiller(self._workspace, "NHD", backend=backend)
         # Nor do those split a context. Its kernel for tensor cores takes any number of query heads per KV head; its

@@ -41,7 +41,7 @@ compiling = threading.Event()  # set while this process compiles, or waits for a
 def build_library(dtype: str, narrow: bool = False) -> Path:
     """Path of the library for activations of a dtype of CPP_TYPES: prebuilt, from the cache, or compiled now.
 
-    A `narrow` one keeps to vectors of 256 bits.
+    A `narrow` one keeps to 256-bit vectors.
 
     One process compiles while others wait. A process that waits for longer than PATIENCE_S compiles as well. In
     whatever order they finish, the file is always a whole one. A damaged file is built again.
@@ -207,7 +207,7 @@ def _run_all(commands: list[list[str]]) -> None:
 
 
 def _wait_for(compiler: str, process: subprocess.Popen[str]) -> None:
-    """Wait for a compiler. Raises subprocess.SubprocessError, with the line that tells the cause, if it fails."""
+    """Wait for a compiler. Raises subprocess.SubprocessError, with the line that names the cause, if it fails."""
     try:
         output = process.communicate(timeout=COMPILER_S)[0]
     except subprocess.TimeoutExpired:

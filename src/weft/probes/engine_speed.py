@@ -125,10 +125,10 @@ def measure_loads(
     llm: LLM,
     name: str,
     loads: Sequence[CalibrationLoad],
-    tell: Callable[[CalibrationPoint], object],
+    report: Callable[[CalibrationPoint], object],
     advance: Callable[[], object] = lambda: None,
 ) -> list[CalibrationPoint]:
-    """Measure the loads that the engine has room for; `tell` gets each result, `advance` is called after every run of
+    """Measure the loads that the engine has room for; `report` gets each result, `advance` is called after every run of
     MAX_REPEATS for each of `loads`.
 
     The loads take turns, so that a disturbance of a second or two affects one run of each and not all runs of one.
@@ -152,7 +152,7 @@ def measure_loads(
         for load, runs in times.items()
     ]
     for point in points:
-        tell(point)
+        report(point)
     return points
 
 

@@ -32,7 +32,7 @@ class NativeRounding:
     def _native(self) -> Rounding:
         try:
             entries = load_entries(self._dtype)
-        except (OSError, subprocess.SubprocessError):  # whose reason is told when the kernels are created
+        except (OSError, subprocess.SubprocessError):  # whose reason is reported when the kernels are created
             return round_into
 
         def rounding(weight: torch.Tensor, into: QuantisedWeight, importance: torch.Tensor | None) -> None:

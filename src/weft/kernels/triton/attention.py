@@ -72,7 +72,7 @@ def _mix(
     columns = tl.arange(0, HEAD)
     inside = columns < head_dim
     if keys.dtype.element_ty == tl.float8e4nv and query.dtype == tl.bfloat16:
-        # Two keys of 8 bits become float16 in one instruction, but bfloat16 only by way of float32.
+        # Two 8-bit keys become float16 in one instruction, but bfloat16 only by way of float32.
         query = query.to(tl.float16)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -179,7 +179,7 @@ def splits_of(tuning: Tuning, processors: int, rows: int, kv_heads: int) -> int:
 
 
 def tile_of(tuning: Tuning, part: int, cache: KVCache) -> int:
-    """Number of keys in a tile, with `part` of `tiles`. Keys of 8 bits are twice as many, in as many bytes."""
+    """Number of keys in a tile, with `part` of `tiles`. 8-bit keys are twice as many, in as many bytes."""
     return max(MIN_PRODUCT, tuning.tile * (2 if cache.keys.itemsize == 1 else 1) // part)
 
 

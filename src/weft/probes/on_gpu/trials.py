@@ -119,9 +119,9 @@ def measure_tunings(
     shape: AttentionShape,
     device: torch.device,
     clock: Clock = graph_seconds,
-    tell: Callable[[str, Times, Obstacles], object] = lambda title, times, obstacles: None,
+    report: Callable[[str, Times, Obstacles], object] = lambda title, times, obstacles: None,
 ) -> Tunings:
-    """Find the fastest sizes for decode and prefill; `tell` gets the result of every race.
+    """Find the fastest sizes for decode and prefill; `report` gets the result of every race.
 
     A race that does not fit into memory keeps the default. Raises RuntimeError with the reason if no race can run.
     """
@@ -134,7 +134,7 @@ def measure_tunings(
         except torch.OutOfMemoryError as error:
             times, obstacles = {}, {"all": str(error).splitlines()[0]}
         results.append((times, obstacles))
-        tell(title, times, obstacles)
+        report(title, times, obstacles)
         return times
 
     decode_tunings = {}

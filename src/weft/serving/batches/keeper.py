@@ -125,7 +125,7 @@ class BatchKeeper:
                 continue
 
     async def _answer_all(self, key: str) -> None:
-        """Answer the batches of a key, also those that come meanwhile."""
+        """Answer the batches of a key, even those that come meanwhile."""
         seen = -1
         while seen != self._arrivals:
             seen = self._arrivals

@@ -29,7 +29,7 @@ def refused(problem: str, code: str = "invalid-grammar") -> RequestError:
 
 
 def checked(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A tool's schema in which all references name definitions, also those to the whole of it.
+    """A tool's schema in which all references name definitions, even those to the whole of it.
 
     Raises RequestError, with the place, for a schema that the compiler of JSON grammars refuses.
     """
