@@ -29,7 +29,7 @@ from weft.probes.synthetic import TINY
 if TYPE_CHECKING:
     from weft.plan.plan import Plan
 
-QUIET_S = 0.3  # between two runs, until threads that spin for work have gone to sleep
+QUIET_S = 0.3  # seconds between two runs, until threads that spin for work have gone to sleep
 WARM_UPS = 2
 RATE, REQUESTS = 4.0, 32  # of the open loop; requests per second
 TINY_TOKENS = 128  # output of each request when Python is timed

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 MAX_DRAWN_GPUS = 8  # GPUs drawn one by one; more are folded
-PARTS = ("weight", "kv", "other", "held", "free")  # of a GPU's memory, as `ranks` of the JSON names them
+PARTS = ("weight", "kv", "other", "held", "free")  # parts of a GPU's memory, as `ranks` of the JSON names them
 NAMES = {"weight": "weights", "kv": "KV", "other": "other", "held": "in use", "free": "free"}
 LINKS = {"nvlink": "NVLink", "pcie": "PCIe", "memory": "shared memory", "network": "the network"}
 

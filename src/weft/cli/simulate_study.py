@@ -28,7 +28,7 @@ DURATION_S = 600.0  # seconds of virtual time if nothing is slow; longer for MIN
 MIN_ANSWERS = 20  # answers, one after the other, that the time has room for
 MIN_REQUESTS = 300  # requests that arrive at the lowest rate
 WARMUP = 0.1  # share of the duration
-SHARES = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0)  # of the predicted capacity: the rates if no load is given
+SHARES = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0)  # shares of the predicted capacity: the rates if no load is given
 FINDING_RUNS = 8  # about as many runs as a search makes
 
 

@@ -35,7 +35,7 @@ from weft.monitor.server_logs import file_tail, process_log, without_prompts
 from weft.probes import stored_speeds
 from weft.serving.run_files import RunningServer, running_servers
 
-ANSWER_S = 5.0  # for one answer of a server
+ANSWER_S = 5.0  # seconds for one answer of a server
 PACKAGES = ("torch", "triton", "numpy", "flashinfer", "nvidia", "ray", "uvicorn", "starlette", "msgspec", "tokenizers")
 # Variables that change what Weft does; others are nobody's business.
 VARIABLES = ("WEFT_", "VLLM_", "CUDA_", "NCCL_", "GLOO_", "HF_", "RAY_", "OMP_", "TORCH_", "PYTORCH_", "TRITON_")

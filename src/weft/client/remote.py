@@ -48,7 +48,7 @@ from weft.plan.plan import Plan
 LOST = Cause(
     rank=CORE, phase="step", code="connection-closed", cause="its connection has closed, and the cause is not known yet"
 )
-SILENT_S = 1.5  # without a sign of life, after which a core that is to end gets no time for it
+SILENT_S = 1.5  # seconds without a sign of life, after which a core that is to end gets no time for it
 
 
 class AsyncEngine:

@@ -9,7 +9,7 @@ from weft.planner.replicas import ReplicaPlan
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0  # before a start that follows a failed one
 LIVED_S = 60.0  # an engine that has run that long starts again without a pause,
-HEALTHY_S = 600.0  # and after that time its end is no part of a row of failures
+HEALTHY_S = 600.0  # seconds after which its end is no part of a row of failures
 
 
 class Replica:

@@ -48,9 +48,9 @@ from weft.executors.keys import KEY_MODE, VARIABLE
 from weft.logs import VARIABLE as LOG_LEVEL
 from weft.monitor.check import Check
 
-LOOK_S = 0.2  # between two looks at the server
-SAY_S = 10.0  # between two lines about its progress
-END_S = 10.0  # for a server whose start is given up
+LOOK_S = 0.2  # seconds between two looks at the server
+SAY_S = 10.0  # seconds between two lines about its progress
+END_S = 10.0  # seconds for a server whose start is given up
 MAX_TASK_BYTES = 1 << 20
 TAIL_BYTES = 8192
 

@@ -21,7 +21,7 @@ from weft.cluster.ssh import Node
 from weft.executors.ray_nodes import NODE_LABEL
 from weft.monitor.check import Check, Status
 
-DOCTOR_S = 120.0  # for the doctor of a Ray node, which may measure
+DOCTOR_S = 120.0  # seconds for the doctor of a Ray node, which may measure
 
 
 class NodeCheck(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ from weft.errors import ConfigError, error_reason
 
 VARIABLE = "WEFT_CLUSTER_KEY"
 MIN_KEY_CHARACTERS = 32
-KEY_MODE = 0o600  # of files with a key
+KEY_MODE = 0o600  # mode of files with a key
 MAKE = "(umask 077; openssl rand -hex 32 > cluster.key)"
 
 MAGIC = b"weft/1\r\n"

@@ -20,9 +20,9 @@ from weft.executors.keys import (
 )
 from weft.executors.tls import start_tls
 
-FIRST_BYTE = b"\x16"  # of a TLS connection: a record of its handshake
+FIRST_BYTE = b"\x16"  # first byte of a TLS connection: a record of its handshake
 MAX_GREETED = 64  # connections that prove their key at the same time
-QUIET_S = 10.0  # between two lines about refused connections from one address
+QUIET_S = 10.0  # seconds between two lines about refused connections from one address
 MAX_PEERS = 1024  # addresses remembered for QUIET_S
 AGAIN_S = 0.1  # after a connection that could not be accepted
 

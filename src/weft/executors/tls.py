@@ -29,7 +29,7 @@ from weft.executors.keys import WANTS_NO_TLS, CertificateError, read_private
 MAKE = "weft cluster cert makes new ones"
 PIECE_BYTES = 1 << 16
 MAX_HELD_BYTES = 1 << 20  # bytes held for a side that does not take them
-FLUSH_S = 2.0  # for the last bytes after the end
+FLUSH_S = 2.0  # seconds for the last bytes after the end
 BLOCK = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----\n?", re.DOTALL)
 # Codes of OpenSSL's verification, and names of the alerts by which the other side refuses.
 FAULTS = {9: "is not valid yet: set the clocks", 10: f"has expired: {MAKE}"}

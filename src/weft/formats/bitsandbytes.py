@@ -28,7 +28,7 @@ from weft.errors import ModelError, error_reason
 from weft.formats.packed import Packed
 from weft.formats.tensor import TensorInfo
 
-BLOCKS = tuple(32 << i for i in range(8))  # that bitsandbytes has: 32 to 4,096
+BLOCKS = tuple(32 << i for i in range(8))  # block sizes that bitsandbytes has: 32 to 4,096
 STATE = ".quant_state.bitsandbytes__"
 PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
 LARGEST_STATE = 1 << 16  # bytes; published ones have about 200

@@ -14,8 +14,8 @@ from weft.gateway.stream_apis import StreamApi
 from weft.gateway.upstream import ResponseHead, UpstreamError
 
 FRUITLESS = 4  # replicas in a row that may break an answer without a token of it
-WHOLE_BYTES = 2**24  # of a JSON object that is read
-HEAD_FIELDS = ("id", "created", "model")  # of every chunk; a client sees those of the first
+WHOLE_BYTES = 2**24  # bytes of a JSON object that is read
+HEAD_FIELDS = ("id", "created", "model")  # fields of every chunk; a client sees those of the first
 
 
 class ResumableAnswer(ABC):

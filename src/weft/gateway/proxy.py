@@ -41,7 +41,7 @@ BODYLESS = (204, 304)
 NOT_FOR_CUSTOMERS = HOP_BY_HOP | {OWNER_HEADER, b"x-weft-prefix"}
 WATCH_AFTER_S = 0.02
 LATEST = ":latest"
-MODEL_CHARACTERS = 512  # of a name, which the log and the ledger keep
+MODEL_CHARACTERS = 512  # characters of a name, which the log and the ledger keep
 
 
 class Proxy:

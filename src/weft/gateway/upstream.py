@@ -9,7 +9,7 @@ import httptools
 
 from weft.errors import WeftError
 
-HEAD_BYTES = 2**16  # of a response's head, or of the framing between two pieces of its body
+HEAD_BYTES = 2**16  # bytes of a response's head, or of the framing between two pieces of its body
 HEADER_FIELDS = 256
 FRAMING = (b"content-length", b"transfer-encoding")
 MAX_STATUS = 599  # RFC 9110, section 15

@@ -28,7 +28,7 @@ logger = logging.getLogger("weft")
 # The workspace holds partial results of contexts that are split among programs, two of which run on each
 # multiprocessor. Rows of their tiles are queries times heads of a group (its scheduler.cuh, PrefillPlan).
 WORKSPACE_BYTES, TILE_ROWS, TILES_PER_PROCESSOR = 128 << 20, (16, 64, 128), 2
-PLAN_BYTES = 8 << 20  # of a plan on the device, as much as its wrappers allocate by themselves
+PLAN_BYTES = 8 << 20  # bytes of a plan on the device, as much as its wrappers allocate by themselves
 DECODE, PREFILL = "decode", "prefill"
 
 

@@ -27,8 +27,8 @@ from weft.native import library
 from weft.native.library import SOURCES, BuildRecipe
 from weft.native.prebuilt import find_prebuilt
 
-TELL_AFTER_S = 10.0  # of waiting for another process's compiler
-PATIENCE_S = 60.0  # with another process's compiler: if it was stopped, it would never end
+REPORT_AFTER_S = 10.0  # seconds of waiting for another process's compiler
+PATIENCE_S = 60.0  # seconds with another process's compiler: if it was stopped, it would never end
 COMPILER_S = 600.0  # time limit of our own compiler
 POLL_S = 0.02
 
@@ -152,7 +152,7 @@ def _wait_for_lock(lock: int, path: Path, awaited: Path) -> bool:
             return False
         if library.is_intact(awaited):
             return False
-        if waited > TELL_AFTER_S and not warned:
+        if waited > REPORT_AFTER_S and not warned:
             warned = True
             logger.warning(
                 "Waiting for the CPU kernels, which %s compiles (it holds %s); end that process if it hangs, or wait: "

@@ -22,7 +22,7 @@ from weft.planner.profiles import OURS, Profile
 from weft.planner.roofline import Roofline, Seconds
 from weft.planner.work import RankWork, rank_work
 
-FP32_BYTES = 4  # of a number that passes between ranks that compute in 32 bits
+FP32_BYTES = 4  # bytes of a number that passes between ranks that compute in 32 bits
 NEGLIGIBLE = 1e-6  # share of steps below which it does not matter that they have this many prompts
 
 T = TypeVar("T", float, Seconds)

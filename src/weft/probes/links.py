@@ -25,8 +25,8 @@ from weft.probes.stored_speeds import GpuSpeed, PairSpeed, Verdict
 logger = logging.getLogger("weft")
 
 EXAMINER = "weft.probes.on_gpu.examiner"
-START_S = 90.0  # to import torch and create a CUDA context
-TASK_S = 15.0  # for one GPU, or one pair
+START_S = 90.0  # seconds to import torch and create a CUDA context
+TASK_S = 15.0  # seconds for one GPU, or one pair
 MAX_FAULTS = 4  # children that hang or die; then the remaining tasks stay unmeasured
 
 Task = tuple[int, ...]  # one GPU or two, by their index

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 HEADER = "X-Weft-Prefix"
 PER_KEY = 16  # prompts of one key that are remembered
 MAX_KEYS = 1000  # keys whose prompts are remembered
-ENTRY_BYTES = 200  # of memory that a prompt takes beside its tokens, at least
+ENTRY_BYTES = 200  # bytes of memory that a prompt takes beside its tokens, at least
 MAX_BYTES = 2**25  # bytes of all prompts that are remembered: 8 million tokens
 TOKEN_BYTES = 4
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # a header has no text of a client

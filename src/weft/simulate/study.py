@@ -17,7 +17,7 @@ from weft.simulate.report import Report, create_report, request_waits
 from weft.simulate.simulation import simulate
 from weft.simulate.tally import Tally
 
-REQUESTS = 200_000  # of all runs of a study together; with more, only a sample of equal replicas is simulated
+REQUESTS = 200_000  # requests of all runs of a study together; with more, only a sample of equal replicas is simulated
 MIN_SAMPLE = 16  # replicas that are simulated
 # Limits of one run, which then takes minutes: each request is an event, and the policy looks at every replica.
 MAX_REQUESTS, MAX_REPLICAS = 10_000_000, 10_000

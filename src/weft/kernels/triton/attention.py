@@ -23,7 +23,7 @@ from weft.kernels.warm import KernelLaunch, first_of_variants
 LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
 MIN_PRODUCT = 16  # rows or columns of the smallest matrix product
-HEAD_BYTES = 256  # of the widest head whose tiles fit the 99 KiB of any GPU since Ampere; half as wide for 64 KiB
+HEAD_BYTES = 256  # bytes of the widest head whose tiles fit the 99 KiB of any GPU since Ampere; half as wide for 64 KiB
 MAX_SPLITS = 32
 AT_ONCE = tl.constexpr(4)  # parts that the program that joins them loads at once
 

@@ -21,10 +21,10 @@ from weft.kernels.usable import AMPERE_SHARED_BYTES
 from weft.kernels.warm import KernelLaunch, first_of_variants
 
 HEADS = 16  # query heads of a program that decodes
-QUERIES = 32  # of a program of a row of several tokens, tokens times heads
-QUERY_BYTES = 1 << 10  # of the widest query of which so many fit beside the latents; of wider ones half as many
+QUERIES = 32  # queries of a program of a row of several tokens, tokens times heads
+QUERY_BYTES = 1 << 10  # bytes of the widest query of which so many fit beside the latents; of wider ones half as many
 PROGRAMS = 2  # per multiprocessor, until which contexts are split
-TILE_BYTES = 32 << 10  # of the latents that a program works on at once
+TILE_BYTES = 32 << 10  # bytes of the latents that a program works on at once
 ROTATED = 8  # heads of queries that a program rotates
 
 

@@ -15,9 +15,9 @@ from weft.architectures.shape import Experts
 from weft.kernels.experts import MIN_SUM, is_plain_choice
 
 NOBODY = -1  # number of the expert that a padding row chooses; owner of a block without rows; row that does not exist
-PAIRS = 1024  # of token and choice, which one program of _sort reads in one pass
+PAIRS = 1024  # pairs of token and choice, which one program of _sort reads in one pass
 MIN_BINS = 32  # bins of a histogram
-COLUMNS = 1024  # of the hidden dim that one program of _sum computes
+COLUMNS = 1024  # columns of the hidden dim that one program of _sum computes
 UNAVAILABLE = tl.constexpr(-(2**31))  # below the place of every score
 
 

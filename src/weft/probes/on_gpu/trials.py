@@ -24,7 +24,7 @@ from weft.kernels.triton.tuning import (
 )
 from weft.kernels.usable import multiprocessor_count, shared_memory_bytes
 
-ROWS = (1, 8, 64, 256)  # of decode steps; other numbers use the nearest
+ROWS = (1, 8, 64, 256)  # rows of decode steps; other numbers use the nearest
 SHORTEST, LONGEST = 100, 2048  # contexts of decode steps, in tokens
 PROMPTS = {"4 prompts of 512": ([512] * 4, [512] * 4), "2,048 tokens after 6,144": ([2048], [8192])}  # counts, contexts
 # A race takes keys and values from several caches in turn: more bytes in all than the L2 of any GPU holds, but at most

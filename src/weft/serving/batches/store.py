@@ -23,10 +23,10 @@ from weft.serving.batches import results
 from weft.serving.batches.types import BATCH, FILE, BatchObject, FileObject
 from weft.serving.errors import HttpError
 
-BUSY_S = 30.0  # to wait for another server's transaction
-PIECE_BYTES = 2**20  # of a file that are read at once
+BUSY_S = 30.0  # seconds to wait for another server's transaction
+PIECE_BYTES = 2**20  # bytes of a file that are read at once
 MAX_STORED_BYTES = 20 * 2**30  # bytes of all files
-PART_S = 24 * 3600.0  # after which an upload without a name is nobody's any more
+PART_S = 24 * 3600.0  # seconds after which an upload without a name is nobody's any more
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (id TEXT PRIMARY KEY, owner TEXT NOT NULL, row BLOB NOT NULL);

@@ -16,7 +16,7 @@ from weft.errors import RequestError
 from weft.serving.errors import HttpError
 
 MAX_FILE_BYTES = 200 * 2**20  # bytes of one file, as in OpenAI's API
-FORM_BYTES = 2**16  # of the other fields and the parts' heads
+FORM_BYTES = 2**16  # bytes of the other fields and the parts' heads
 HEAD_BYTES = 2**13
 MAX_PARTS = 32
 WINDOW = 2**18  # bytes that are searched at once: mmap.find holds Python's lock, here for about 1 ms

@@ -24,7 +24,7 @@ from weft.serving.service import Service
 from weft.serving.sse import send_reply
 
 MAX_DOWNLOADS = 2  # downloads at once
-STATUS_INTERVAL_S = 0.2  # between two reports about one file
+STATUS_INTERVAL_S = 0.2  # seconds between two reports about one file
 
 Report = Callable[[PullStatus], None]
 
