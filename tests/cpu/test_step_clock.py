@@ -28,7 +28,7 @@ class Passing:
 
 
 def test_exchanges_outside_of_steps_are_no_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of the rehearsals at the start, which last longer than many steps."""
+    """Such exchanges are those of the rehearsals at the start, which last longer than many steps."""
     links, passing = Links(), Passing(monkeypatch)
     clock = HostClock(links)
     passing.exchange(links, waits_s=7.0, sends_s=1.0)

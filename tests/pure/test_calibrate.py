@@ -298,7 +298,7 @@ def test_a_hiccup_becomes_no_constant(monkeypatch: pytest.MonkeyPatch, capsys: p
             assert (config.skip_tokenizer_init, config.device, config.load_format) == (True, "cpu", "dummy")
             return cls()
 
-    def measure(llm: object, name: str, loads: Any, tell: Any, advance: Any) -> list[CalibrationPoint]:
+    def measure(llm: object, name: str, loads: Any, report: Any, advance: Any) -> list[CalibrationPoint]:
         times = 4 if name == "wide q8_0" and name not in dict(asked) else 1
         asked.append((name, len(loads)))
         found = [true[name, load] for load in loads]
@@ -517,7 +517,7 @@ def test_sizes_of_attention_are_kept_if_the_figures_are(
     plan = msgspec.structs.replace(FakeLLM().plan, devices=named_devices("cuda:0"))
     asked: list[tuple[tuple[int, ...], bool]] = []
 
-    def tune(plan: object, ranks: tuple[int, ...], *, keep: bool, tell: object) -> list[TunedSizes]:
+    def tune(plan: object, ranks: tuple[int, ...], *, keep: bool, report: object) -> list[TunedSizes]:
         asked.append((ranks, keep))
         return []
 
@@ -544,9 +544,11 @@ def test_attention_is_tuned_for_a_model_s_heads_and_their_even_cuts(
     wide = msgspec.structs.replace(plan, places=(msgspec.structs.replace(plan.places[0], kv_heads=Span(0, 4)),))
     asked: list[tuple[tuple[int, ...], bool]] = []
 
-    def tune(plan: object, ranks: tuple[int, ...], *, keep: bool, tell: Any) -> list[TunedSizes]:
+    def tune(plan: object, ranks: tuple[int, ...], *, keep: bool, report: Any) -> list[TunedSizes]:
         asked.append((ranks, keep))
-        tell(RaceResult("decode of 8 rows", {"slow": 2e-5, "fast": 1e-5}, {"large": "out of resource: shared memory"}))
+        report(
+            RaceResult("decode of 8 rows", {"slow": 2e-5, "fast": 1e-5}, {"large": "out of resource: shared memory"})
+        )
         return [
             TunedSizes(q_heads=9, kv_heads=3, decode={1: "tile 64", 8: "fast"}, prefill="tile 128", path="/c/t.json")
         ]
