@@ -8,39 +8,6 @@ from __future__ import annotations
 
 from weft.architectures.architecture import Architecture, ConfigFields, Names
 
-QWEN1 = Architecture(
-    name="QWenLMHeadModel",
-    config=ConfigFields(
-        model_type="qwen",
-        max_positions=8192,
-        bias="qkv",
-        ffn_parts=2,  # intermediate_size is twice the MLP's width
-        norm_eps_field="layer_norm_epsilon",
-        keys={
-            "kv_channels": "head_dim",
-            # The trained length is `seq_length`; `max_position_embeddings` is the length after NTK scaling.
-            "seq_length": "max_position_embeddings",
-            "max_position_embeddings": "stretched_positions",
-            "rotary_emb_base": "rope_theta",
-            "rotary_pct": "partial_rotary_factor",
-        },
-        values={"use_dynamic_ntk": True, "use_logn_attn": True},
-        logn=True,
-    ),
-    names=Names(
-        embed="transformer.wte",
-        layer="transformer.h.{layer}.",
-        attention_norm="ln_1",
-        qkv=("attn.c_attn",) * 3,
-        out="attn.c_proj",
-        mlp_norm="ln_2",
-        gate_up=("mlp.w2", "mlp.w1"),  # w2 is the gate
-        down="mlp.c_proj",
-        norm="transformer.ln_f",
-    ),
-    runs=True,
-    gguf="qwen",
-)
 QWEN2 = Architecture(
     name="Qwen2ForCausalLM",
     config=ConfigFields(model_type="qwen2", max_positions=32768, kv_heads=32, bias="qkv", window="some"),
@@ -90,4 +57,37 @@ QWEN3_MOE = Architecture(
     runs=True,
     gguf="qwen3moe",
 )
-FAMILY = (QWEN1, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE)
+QWEN1 = Architecture(
+    name="QWenLMHeadModel",
+    config=ConfigFields(
+        model_type="qwen",
+        max_positions=8192,
+        bias="qkv",
+        ffn_parts=2,  # intermediate_size is twice the MLP's width
+        norm_eps_field="layer_norm_epsilon",
+        keys={
+            "kv_channels": "head_dim",
+            # The trained length is `seq_length`; `max_position_embeddings` is the length after NTK scaling.
+            "seq_length": "max_position_embeddings",
+            "max_position_embeddings": "stretched_positions",
+            "rotary_emb_base": "rope_theta",
+            "rotary_pct": "partial_rotary_factor",
+        },
+        values={"use_dynamic_ntk": True, "use_logn_attn": True},
+        logn=True,
+    ),
+    names=Names(
+        embed="transformer.wte",
+        layer="transformer.h.{layer}.",
+        attention_norm="ln_1",
+        qkv=("attn.c_attn",) * 3,
+        out="attn.c_proj",
+        mlp_norm="ln_2",
+        gate_up=("mlp.w2", "mlp.w1"),  # w2 is the gate
+        down="mlp.c_proj",
+        norm="transformer.ln_f",
+    ),
+    runs=True,
+    gguf="qwen",
+)
+FAMILY = (QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, QWEN1)
