@@ -10,8 +10,8 @@ from scripts.abusing.case import Attack, Served
 from scripts.abusing.target import CLOSED, TIMEOUT, Target
 
 MODELS = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"
-MOST_UNREAD_BYTES = 32 * 2**20  # that a server and the kernels between may take from a client that reads nothing
-MOST_HELD_BYTES = 160 * 2**20  # of unfinished requests: 128 MiB, and what malloc adds
+MAX_UNREAD_BYTES = 32 * 2**20  # bytes that a server and the kernels between may take from a client that reads nothing
+MAX_HELD_BYTES = 160 * 2**20  # bytes of unfinished requests: 128 MiB, and what malloc adds
 FILES = 128
 GARBAGE = (
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
@@ -29,9 +29,9 @@ async def pipeline_unread(target: Target) -> None:
         client.stop_reading()
         block, taken = (MODELS + b"\r\n") * 1000, 0
         end = time.monotonic() + target.size.flood_s
-        while (left := end - time.monotonic()) > 0 and taken <= MOST_UNREAD_BYTES:
+        while (left := end - time.monotonic()) > 0 and taken <= MAX_UNREAD_BYTES:
             taken += await client.pour(block, left)
-        target.check(taken <= MOST_UNREAD_BYTES, f"{taken:,} bytes were taken from a client that reads nothing")
+        target.check(taken <= MAX_UNREAD_BYTES, f"{taken:,} bytes were taken from a client that reads nothing")
 
 
 async def pipeline_read(target: Target) -> None:
@@ -103,7 +103,7 @@ async def unfinished_bodies(target: Target) -> None:
     now = target.server.memory_bytes()
     await asyncio.gather(*running)
     if before is not None and now is not None:
-        target.check(now - before <= MOST_HELD_BYTES, f"unfinished bodies take {now - before:,} bytes")
+        target.check(now - before <= MAX_HELD_BYTES, f"unfinished bodies take {now - before:,} bytes")
     async with target.connection() as client:
         await client.pour(target.head("/v1/completions", 9 * 2**20) + b"a" * 2**20, 5)
         target.record("a body over the limit", await client.answer(), ("413 body_too_large",))

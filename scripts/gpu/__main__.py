@@ -20,7 +20,7 @@ from scripts.gpu.results import Results, Row, exit_status
 from scripts.gpu.tasks import Setup, Task
 
 PART_S = 530.0  # of a part, after which no task begins and the one under way is ended
-LEAST_S = 5.0  # with less left no task begins
+MIN_LEFT_S = 5.0  # seconds left that a task needs to begin
 FAILED, REFUSED, UNFINISHED = 1, 2, 3
 
 
@@ -134,7 +134,7 @@ def measure(part: Part, children: Children, facts: dict[str, object], arguments:
 def run_task(task: Task, setup: Setup, deadline: float) -> bool:
     """True if `task` ran to its end, also to a failed one. False if the part's time was up."""
     left = deadline - time.monotonic()
-    if left < LEAST_S:
+    if left < MIN_LEFT_S:
         print(f"  {task.name}: no time left; run the part again to go on")
         return False
     setup.results.begin(task.name)

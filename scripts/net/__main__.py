@@ -25,7 +25,7 @@ from scripts.net.links import ADDRESSES, SlowLink, remove_leftovers
 from scripts.net.program import Program
 from scripts.net.sums import measure_sums, sums_table
 from weft.hardware.host import probe_host
-from weft.probes.speeds import known_cpu_speed
+from weft.probes.stored_speeds import cpu_speed_of
 
 HERE = Path(__file__).parent
 CORES = (0, 1)
@@ -129,7 +129,7 @@ def main() -> int:
     if arguments.faults:
         return print_faults()
     # Before the engines compute: they read the figures, and would measure a busy machine.
-    speed = known_cpu_speed(probe_host(), refresh=True)
+    speed = cpu_speed_of(probe_host(), refresh=True)
     works = [{"requests": 16, "input": 32, "output": 48}, {"requests": 1, "input": 32, "output": 48}]
     results: dict[str, list[dict[str, Any]]] = {}
     remove_leftovers()

@@ -21,7 +21,7 @@ from contextlib import suppress
 
 SET_INTERFACE, TUN, NO_HEADER = 0x400454CA, 0x0001, 0x1000  # TUNSETIFF, IFF_TUN and IFF_NO_PI of linux/if_tun.h
 PACKET_BYTES = 65536
-MOST_PACKETS = 16  # that are read at once, so that none is held much longer than the latency
+MAX_PACKETS = 16  # packets read at once, so that none is held much longer than the latency
 MTU = 9000  # bytes, as of jumbo frames: Python relays no more than some 30,000 packets per second
 ADDRESSES = ("10.231.78.1", "10.231.78.2")
 DEVICE = "cable"
@@ -99,7 +99,7 @@ class SlowLink:
                 return
             due_s = time.monotonic() + self._latency_s
             for end in ready:
-                for _ in range(MOST_PACKETS):
+                for _ in range(MAX_PACKETS):
                     packet = _read_packet(end)
                     if packet is None:
                         break

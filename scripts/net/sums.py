@@ -21,7 +21,7 @@ from weft.comm.gloo import GlooGroup
 
 SIZES = tuple(1 << exponent for exponent in range(10, 21, 2))  # bytes
 ROUNDS = 7  # in which the two take turns; the best counts
-ROUND_BYTES, MOST_CALLS = 4 << 20, 20  # of a size in each round
+ROUND_BYTES, MAX_CALLS = 4 << 20, 20  # bytes and calls of one size in each round
 PINGS = 50
 LIMIT_S = 150
 
@@ -58,7 +58,7 @@ def sums_table(figures: dict[str, Any]) -> str:
 def best_times(size: int, ways: list[Callable[[torch.Tensor], object]]) -> list[float]:
     """Least mean microseconds of each way to sum vectors of `size` bytes; the ways take turns."""
     x = torch.ones(size // 4)
-    calls, best = min(MOST_CALLS, max(4, ROUND_BYTES // size)), [float("inf")] * len(ways)
+    calls, best = min(MAX_CALLS, max(4, ROUND_BYTES // size)), [float("inf")] * len(ways)
     for _ in range(ROUNDS):
         for number, way in enumerate(ways):
             dist.barrier()

@@ -12,7 +12,7 @@ import torch
 from weft.comm import Group
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
-MOST_RANKS = 4
+MAX_RANKS = 4
 HUGE = 2**40 + 1  # factor of integers, which no float carries
 
 

@@ -3,12 +3,12 @@ need no hypothesis, which takes half a second."""
 
 from __future__ import annotations
 
-from collectives import DTYPES, MOST_RANKS, Case
+from collectives import DTYPES, MAX_RANKS, Case
 from hypothesis import strategies as st
 
 
 @st.composite
-def cases(draw: st.DrawFn, operation: int, most: int = MOST_RANKS) -> Case:
+def cases(draw: st.DrawFn, operation: int, most: int = MAX_RANKS) -> Case:
     """Cases of one operation among up to `most` ranks; sizes are uneven, and may be zero."""
     ranks = draw(st.integers(1, most))
     numbers = st.tuples(*[st.integers(0, 9)] * ranks)

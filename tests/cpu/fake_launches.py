@@ -21,7 +21,7 @@ from weft.quant.rounding import round_into
 from weft.worker.sample_arrays import SampleArrays
 
 LOG2_E = 1.4426950408889634
-MOST = (2**31 - 1, 65535, 65535)  # programs, by the dims of a grid
+MAX_PROGRAMS = (2**31 - 1, 65535, 65535)  # programs, by the dims of a grid
 PLAIN = create_plain_kernels()
 NO_PICKS = np.zeros(0, dtype=np.int64)
 
@@ -34,7 +34,7 @@ def launch(real: Callable[..., None]) -> Callable[..., None]:
         if len({isinstance(x, OnCard) for x in tensors}) == 2:
             raise CardError(f"{executor.fn.__name__}: a pointer that the card cannot read")
         grid = executor.grid(constants) if callable(executor.grid) else executor.grid
-        if any(limit < side for limit, side in zip(MOST, grid, strict=False)):
+        if any(limit < side for limit, side in zip(MAX_PROGRAMS, grid, strict=False)):
             raise CardError(f"{executor.fn.__name__}: a grid of {grid}")
         card.launches += 1
         given = tuple(x.held if isinstance(x, OnCard) else x for x in given)

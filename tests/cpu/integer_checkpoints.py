@@ -29,7 +29,7 @@ NESTED_BLOCK = 256
 @dataclass(frozen=True)
 class Recipe:
     """Quantised weights. `table`: "nf4" or "fp4" in blocks of `block` numbers, whose scales may be `nested`; "" for 8
-    bits, by `method`, of which `dims` are those of a matrix' scales. `left` are parts of the names of other layers."""
+    bits, by `method`, of which `dims` are those of a matrix's scales. `left` are parts of the names of other layers."""
 
     method: str = "bitsandbytes"
     table: str = ""

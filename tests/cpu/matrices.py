@@ -17,7 +17,7 @@ from weft.weights.quantised import quantise
 
 CPU = torch.device("cpu")
 MXFP4 = "MXFP4"
-# Those that kernels tell apart, but for MXFP4; published ones with zero points of 4 bits, and with rows of one group.
+# Those that kernels tell apart, but for MXFP4; published ones with 4-bit zero points, and with rows of one group.
 KINDS = (*SCHEMES, "INT4_128", "INT8_ROW_SYM", "FP8_128")
 # One with each width and each kind of minimum or scale: these are tested with every cut, the others with some.
 TYPICAL_KINDS = ("Q4_1", "Q4_K", "INT8", MXFP4)

@@ -32,7 +32,7 @@ void each_once(int threads, int64_t count) {
 
 // More pieces than are counted for a thread's range: larger ones, and all of them.
 void many(int threads) {
-    const int64_t count = Board::MOST * threads * 2 + 5;
+    const int64_t count = Board::MAX_PIECES * threads * 2 + 5;
     std::atomic<int64_t> all{0};
     together(threads, true, [&](Team &team) {
         team.each(count, 1, [&](int64_t first, int64_t last) { all += last - first; }, nothing);

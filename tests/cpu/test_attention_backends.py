@@ -150,7 +150,7 @@ def test_torch_2_11_has_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_batches_beyond_the_gathering_memory_are_triton_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "MOST_GATHERED", 169)
+    monkeypatch.setattr(varlen, "MAX_GATHERED_TOKENS", 169)
     calls: list[int] = []
 
     def counted(*given: object, **more: object) -> torch.Tensor:

@@ -14,7 +14,7 @@ from weft.cache import cache_dir
 from weft.cli import main
 from weft.hardware import calibration, host
 from weft.llm import LLM
-from weft.probes import engine_speed, speeds
+from weft.probes import engine_speed, stored_speeds
 from weft.probes.engine_speed import CalibrationLoad, Subject
 from weft.probes.synthetic import TINY, synthetic_of_size
 
@@ -68,7 +68,7 @@ def test_calibrate_then_plan(
     assert told["points"] == len(told["measurements"]) == 2 + 4 + 4 + 3 and told["precision"] == "bf16"
     assert told["quantised"].keys() == {"q4_1+q8_0"}
     assert {it["kind"] for it in told["measurements"]} == {"decode", "prefill"}
-    (kept,) = calibration.load_calibrations(speeds.calibrated_machine(host.probe_host()))
+    (kept,) = calibration.load_calibrations(stored_speeds.calibration_fingerprint(host.probe_host()))
     assert kept.device == told["device"] and 0 < kept.runtime_MiB.value < 4096
     assert main.main(["plan", "SmolLM2-135M", "--json"]) == 0
     assert "measured here on" in capsys.readouterr().out

@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 import pytest
 import torch
-from collectives import MOST_RANKS, OPERATIONS, check_case
+from collectives import MAX_RANKS, OPERATIONS, check_case
 from comm_worker import BETWEEN_STAGES, WITHIN_STAGES
 from drawn_collectives import cases
 from fake_worker import make_plan, make_step
@@ -84,7 +84,7 @@ def collectives() -> Iterator[Executor]:
     executor = ProcessExecutor("comm_worker:CollectivesWorker", network=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent))
-        executor.start(make_plan(tensor=MOST_RANKS))
+        executor.start(make_plan(tensor=MAX_RANKS))
     yield executor
     executor.close()
 

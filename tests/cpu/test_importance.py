@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A checkpoint of 32 bits whose matrices have columns in whole groups."""
+    """A 32-bit checkpoint whose matrices have columns in whole groups."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(checkpoints.RECIPES, "wide", WIDE)
         yield make("wide", tmp_path_factory.mktemp("importance"))
@@ -129,7 +129,7 @@ def test_a_column_that_is_no_number_counts_as_others() -> None:
     squares[0], squares[1, 3], squares[2, 5] = 0, torch.nan, torch.inf
     found = relative_importance(squares.flatten()).view(3, 32)
     assert (found[0] == 1).all()
-    assert found.isfinite().all() and found.min() >= importance.LEAST
+    assert found.isfinite().all() and found.min() >= importance.MIN_IMPORTANCE
 
 
 # --- the real model ---
@@ -138,7 +138,7 @@ def test_a_column_that_is_no_number_counts_as_others() -> None:
 @pytest.fixture(scope="module")
 def shuffled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo with its channels in another order, in 16 bits: the same model to the last bit, but no group of 32 lies
-    on the grid of 4 bits that its file has."""
+    on the 4-bit grid that its file has."""
     path, demo = tmp_path_factory.mktemp("shuffled"), resolve("demo")
     shape, source = demo.shape, StoredWeights(locate_tensors(demo.path, demo.format, demo.shape))
     generator = torch.Generator().manual_seed(1)

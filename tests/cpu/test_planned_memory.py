@@ -28,7 +28,7 @@ from weft.planner.execution import plan_to_run
 from weft.planner.footprint import footprint
 from weft.planner.forecast import forecast_plan
 from weft.planner.profiles import load_profile
-from weft.probes.speeds import Speeds
+from weft.probes.stored_speeds import Speeds
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "whole": {},

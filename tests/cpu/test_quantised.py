@@ -258,7 +258,7 @@ def test_products(type: str, dtype: torch.dtype, rows: int, cols: Span, width: i
 def test_a_row_has_the_same_bits_beside_others_as_alone(type: str, dtype: torch.dtype) -> None:
     """Else an answer would depend on other requests, and on the machine that goes on with it.
 
-    That holds for vectors of 256 bits without --deterministic too. A CPU with wider ones has a library for these.
+    That holds for 256-bit vectors without --deterministic too. A CPU with wider ones has a library for these.
     """
     generator = torch.Generator().manual_seed(2)
     weight: torch.Tensor | QuantisedWeight = torch.randn(96, 576, generator=generator).to(dtype)
@@ -316,7 +316,7 @@ def kept_perplexity() -> float:
 
 def test_perplexity_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 5 % of the file's own, for what is kept and for what is made anew from its dequantised numbers. These lie
-    on a grid of 4 bits, which has to be found again; what others lose is in test_importance.py."""
+    on a 4-bit grid, which has to be found again; what others lose is in test_importance.py."""
     truth = true_perplexity()
     assert 5 < truth < 50
     assert kept_perplexity() < 1.02 * truth

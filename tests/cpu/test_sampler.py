@@ -285,7 +285,7 @@ def test_a_slot_keeps_nothing_of_who_was_there_before() -> None:
 
 
 def test_wishes_with_nothing_to_do_leave_the_logits_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A min_tokens that is reached, bad words that have not begun: logits of 16 bits are not widened for them."""
+    """A min_tokens that is reached, bad words that have not begun: 16-bit logits are not widened for them."""
 
     def refuse(*_: object) -> NoReturn:
         raise AssertionError("the logits are changed")

@@ -81,7 +81,7 @@ def card(name: str) -> Card:
     [
         ("H200-SXM", 680, 4, (32 << 10, 0), 0.38),  # decode attention as Triton 3.6 compiled it
         ("RTX 4090", 680, 4, (32 << 10, 0), 0.06),
-        ("H200-SXM", 456, 2, (2560, 0), 1.64),  # a product of 4 bits
+        ("H200-SXM", 456, 2, (2560, 0), 1.64),  # a 4-bit product
         ("RTX 4090", 456, 2, (2560, 0), 0.26),
         ("H200-SXM", 749, 8, (0, 4 * 128 * 64 * 128), 1 / 0.68),  # prefill attention
     ],

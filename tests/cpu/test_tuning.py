@@ -83,11 +83,11 @@ class Clock:
 def test_the_fastest_of_each_number_of_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
-    def tell(what: str, times: trials.Times, obstacles: trials.Obstacles) -> None:
+    def report(what: str, times: trials.Times, obstacles: trials.Obstacles) -> None:
         told.append(what)
         assert not obstacles and len(times) == len(DECODE_CANDIDATES if "decode" in what else PREFILL_CANDIDATES)
 
-    found = trials.measure_tunings(SHAPE, CPU, Clock({1: FEW, 4: MANY}, monkeypatch), tell)
+    found = trials.measure_tunings(SHAPE, CPU, Clock({1: FEW, 4: MANY}, monkeypatch), report)
     assert found == FOUND
     assert told == ["decode of 1 row over 40 tokens", "decode of 4 rows over 40 tokens", *trials.PROMPTS]
 
@@ -215,8 +215,8 @@ def test_a_note_that_is_broken_or_foreign_is_ignored(
 def test_found_sizes_are_kept_for_every_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[msgspec.Struct] = []
 
-    def measured(shape: AttentionShape, device: torch.device, tell: Callable[..., object]) -> Tunings:
-        tell("decode of 1 row", {DECODE: 2e-6, FEW: 1e-6}, {MANY: "no room"})
+    def measured(shape: AttentionShape, device: torch.device, report: Callable[..., object]) -> Tunings:
+        report("decode of 1 row", {DECODE: 2e-6, FEW: 1e-6}, {MANY: "no room"})
         return FOUND
 
     monkeypatch.setattr(trials, "measure_tunings", measured)
@@ -254,7 +254,7 @@ def test_without_a_measurement_nothing_is_kept(tmp_path: Path) -> None:
     short = msgspec.structs.replace(make_plan(), max_num_seqs=1, max_model_len=4, attention_backend="triton")
     races: list[RaceResult] = []
     with refuses(ConfigError, "cannot-measure-attention") as error:
-        tune_attention(short, (1,), keep=True, tell=races.append)
+        tune_attention(short, (1,), keep=True, report=races.append)
     assert "CUDA" in str(error.value) or "NVIDIA" in str(error.value)
     assert [it.title.partition(", ")[2] for it in races] == ["decode of 1 row over 4 tokens", *trials.PROMPTS]
     assert not any(it.seconds for it in races) and not list(tmp_path.rglob("*.json"))

@@ -1,4 +1,4 @@
-"""Products with numbers that have scales of 32 bits: x is multiplied as it is, in C++ and in Triton's interpreter."""
+"""Products with numbers that have 32-bit scales: x is multiplied as it is, in C++ and in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from weft.kernels.experts import choose_experts
 from weft.kernels.fused import FusedMLP
 from weft.kernels.plain import create_plain_kernels
 from weft.kernels.triton import routing
-from weft.kernels.triton.experts import MOST_SHARED, TritonExperts
+from weft.kernels.triton.experts import MAX_SHARED_TOKENS, TritonExperts
 from weft.kernels.triton.kernels import TritonMatrices
 from weft.kernels.triton.pointwise import silu_mul
 from weft.kernels.usable import multiprocessor_count
@@ -158,7 +158,7 @@ def test_choice_as_deepseek_has_it(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("tokens", [1, 16, MOST_SHARED])
+@pytest.mark.parametrize("tokens", [1, 16, MAX_SHARED_TOKENS])
 @pytest.mark.parametrize("type", [None, "Q4_1", MXFP4])
 def test_shared_experts_beside_the_routed_ones(type: str | None, tokens: int, gated: bool) -> None:
     """Captured too: in one pass, what both give apart."""

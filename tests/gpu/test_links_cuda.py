@@ -8,7 +8,7 @@ import torch
 from weft.hardware.host import probe_host
 from weft.probes import links
 from weft.probes.machine import host_cluster
-from weft.probes.speeds import Speeds, is_plausible
+from weft.probes.stored_speeds import Speeds, is_plausible
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
 

@@ -68,14 +68,14 @@ def test_sizes_are_measured_kept_and_used(
     shape = shaped(torch.bfloat16, 128, 16, 8, rows=64, length=2048, tokens=2048)
     ran = []
 
-    def tell(what: str, times: trials.Times, obstacles: trials.Obstacles) -> None:
+    def report(what: str, times: trials.Times, obstacles: trials.Obstacles) -> None:
         ran.append(len(times))
         with capsys.disabled():
             print("\n" + what, *(f"{1e6 * took:9.1f} us  {name}" for name, took in times.items()), sep="\n  ")
             print("".join(f"  passed over: {name}: {why}\n" for name, why in obstacles.items()), end="")
         assert trials.OTHER_NUMBERS not in obstacles.values()
 
-    found = trials.measure_tunings(shape, CUDA, tell=tell)
+    found = trials.measure_tunings(shape, CUDA, report=report)
     assert len(ran) == 5 and min(ran) >= 3 and [*found.decode] == [1, 8, 64]
     saved_tunings.save_tunings(CUDA, shape, found)
     with caplog.at_level(logging.INFO, "weft"):

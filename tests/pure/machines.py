@@ -15,7 +15,7 @@ from weft.hardware.topology import Gpu
 from weft.plan.layout import build_plan
 from weft.plan.plan import Plan
 from weft.planner.forecast import Forecast, forecast_plan
-from weft.probes.speeds import Speeds
+from weft.probes.stored_speeds import Speeds
 
 CARDS = {  # memory in MiB, compute capability
     "NVIDIA GeForce RTX 4090": (24564, (8, 9)),

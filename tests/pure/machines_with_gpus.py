@@ -12,8 +12,8 @@ from tests.pure.fake_nvml import GIB, FakeNvml
 from weft.hardware import host, nvml
 from weft.hardware.cpu import Cpu, CpuSpeed, NumaNode
 from weft.hardware.host import Host
-from weft.probes import links, speeds
-from weft.probes.speeds import GpuSpeed, PairSpeed
+from weft.probes import links, stored_speeds
+from weft.probes.stored_speeds import GpuSpeed, PairSpeed
 
 Run = Callable[..., tuple[int, str, str]]
 CPU = Cpu(
@@ -30,7 +30,7 @@ CPU = Cpu(
 def on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Run]:
     """weft WORDS on a machine with these GPUs, of which all pairs work but those that `faults` names."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(speeds, "measure_cpu", lambda _: CpuSpeed(50e9, 1e12))
+    monkeypatch.setattr(stored_speeds, "measure_cpu", lambda _: CpuSpeed(50e9, 1e12))
 
     def place(machine: FakeNvml | None = None, **faults: str) -> Run:
         driver = nvml.DriverReport()

@@ -52,7 +52,7 @@ def spec(costs: StepPredictor = STEPS, **limits: Any) -> ReplicaSpec:
         "max_model_len": 8192,
         "stages": 1,
     }
-    return ReplicaSpec(steps=(costs,), **{**usual, **limits})
+    return ReplicaSpec(predictors=(costs,), **{**usual, **limits})
 
 
 def load(input_len: Lengths = PROMPT, output_len: Lengths = ANSWER, **said: Any) -> SimulatedLoad:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.pure.worlds import PLAN, World, error_codes, refused
 from weft.core.commands import Profile, RankStats, ResetPrefixCache, Sleep, TraceFile, Wake
-from weft.serving.admin import ADMIN_ROUTES, MOST_STEPS
+from weft.serving.admin import ADMIN_ROUTES, MAX_TRACED_STEPS
 
 KEY = {"Authorization": "Bearer secret"}
 ENDPOINTS = [(method, route.path) for route in ADMIN_ROUTES for method in sorted((route.methods or set()) - {"HEAD"})]
@@ -130,7 +130,7 @@ async def test_sleep_and_wake_up() -> None:
         ("/sleep?level=", "no-whole-number", "level"),
         ("/wake_up", "awake-already", None),
         ("/start_profile?steps=1.5", "no-whole-number", "steps"),
-        (f"/start_profile?steps={MOST_STEPS + 1}", "profile-steps", "steps"),
+        (f"/start_profile?steps={MAX_TRACED_STEPS + 1}", "profile-steps", "steps"),
     ],
 )
 async def test_an_invalid_parameter_or_state_is_a_400(path: str, code: str, param: str | None) -> None:
@@ -182,7 +182,7 @@ async def test_traces_begin_and_end(tmp_path: Path) -> None:
     folder = tmp_path / "traces"
     world = World(admin_key="secret", profile_directory=str(folder))
     world.engine.reply = TraceFile("/traces/rank0.json.gz")
-    for path, steps in (("/start_profile", MOST_STEPS), ("/start_profile?steps=4", 4), ("/stop_profile", 0)):
+    for path, steps in (("/start_profile", MAX_TRACED_STEPS), ("/start_profile?steps=4", 4), ("/stop_profile", 0)):
         files = (await ask(world, "POST", path)).json()["files"]
         assert files == ["/traces/rank0.json.gz"] * 2
         assert world.engine.called[-1] == Profile(steps, str(folder))

@@ -21,7 +21,7 @@ from weft.plan.memory import Capacity, kv_blocks
 from weft.plan.plan import DraftModel, Speculation
 from weft.planner import notes as plan_notes
 from weft.planner.deployment import deploy
-from weft.planner.exchange import TokenExchange, exchanging_ranks, parts_chosen, token_exchange
+from weft.planner.exchange import ExchangeCost, exchange_cost, exchanging_ranks, parts_chosen
 from weft.planner.forecast import forecast_plan
 from weft.planner.profiles import engine_profile
 from weft.planner.question import LayoutConstraints, Question
@@ -29,8 +29,8 @@ from weft.planner.replica import build_replicas
 from weft.planner.roofline import experts_touched
 from weft.planner.search import SearchResult, search
 from weft.planner.steps import StepPredictor
-from weft.simulate.deployment import SchedulerLimits, replica_specs
 from weft.simulate.lengths import FixedLength
+from weft.simulate.replica_specs import SchedulerLimits, replica_specs
 
 QWEN, MIX = find("Qwen3-30B-A3B").shape, find("Mixtral-8x7B").shape  # 8 of 128 experts, 2 of 8
 
@@ -84,20 +84,20 @@ def test_parts_that_a_token_is_sent_to() -> None:
 def test_the_bytes_of_an_exchange() -> None:
     link = LinkCost(latency_s=0.0, s_per_byte=1.0)
     row, result = 2 * MIX.hidden + 2 * 8, 2 * MIX.hidden
-    gather = token_exchange(MIX, shared(MIX, 2), link)
-    assert gather == TokenExchange(link, row, result)
+    gather = exchange_cost(MIX, shared(MIX, 2), link)
+    assert gather == ExchangeCost(link, row, result)
     assert gather.seconds(5, 12) == pytest.approx(12 * (row + result) / 2)  # of all groups, each half of an all-reduce
-    dispatch = token_exchange(MIX, shared(MIX, 4, tensor=2), link)
+    dispatch = exchange_cost(MIX, shared(MIX, 4, tensor=2), link)
     assert dispatch is not None
     # Two ranks of a group divide its tokens, each of which goes to the ranks of its two experts.
     counts = 8
     assert dispatch.seconds(6, 20) == pytest.approx(counts + 3 * 2 * (row + result) / 2)
     assert dispatch.seconds(0, 20) == pytest.approx(counts + 20 / 8 * 2 * (row + result) / 2)  # it only receives
     # In a graph all groups gather what all of them pad to.
-    in_graphs = token_exchange(MIX, shared(MIX, 4, tensor=2), link, graphs=True)
+    in_graphs = exchange_cost(MIX, shared(MIX, 4, tensor=2), link, graphs=True)
     assert in_graphs is not None and in_graphs.seconds(6, 20) == pytest.approx(20 * (row + result) / 2)
     assert in_graphs.seconds(600, 2400) == dispatch.seconds(600, 2400), "a prompt"
-    assert token_exchange(MIX, cut(MIX, range(2), tensor=2, experts=True), link) is None
+    assert exchange_cost(MIX, cut(MIX, range(2), tensor=2, experts=True), link) is None
 
 
 def test_the_ranks_that_exchange_tokens_are_those_of_one_stage() -> None:
@@ -230,7 +230,7 @@ def groups_of(gpus: str = "2xH100", **constraints: Any) -> Any:
 
 def test_groups_are_one_engine_that_steps_together() -> None:
     (spec,) = groups_of(data_parallel=2)
-    assert len(spec.steps) == 2
+    assert len(spec.predictors) == 2
     result = run([spec], load(FixedLength(64), FixedLength(16), rate=20.0), warmup_s=0.0, end_s=20.0)
     arrived = len(result.tally.arrivals)
     assert arrived > 300 and sum(result.tally.output_len) == 16 * arrived
@@ -243,11 +243,14 @@ def test_a_request_alone_waits_for_the_slowest_group() -> None:
     (spec,) = groups_of(data_parallel=2)
     result = run([spec], load(FixedLength(64), FixedLength(4), rate=0.05), warmup_s=0.0, end_s=60.0)
     first = max(
-        spec.steps[0].step_s([], [(0, 64)], ends=1, routed=(0, 64)).latency_s,
-        spec.steps[1].step_s([], routed=(0, 64)).latency_s,
+        spec.predictors[0].step_s([], [(0, 64)], ends=1, routed=(0, 64)).latency_s,
+        spec.predictors[1].step_s([], routed=(0, 64)).latency_s,
     )
     decoded = [
-        max(spec.steps[0].step_s([at], routed=(1, 0)).latency_s, spec.steps[1].step_s([], routed=(1, 0)).latency_s)
+        max(
+            spec.predictors[0].step_s([at], routed=(1, 0)).latency_s,
+            spec.predictors[1].step_s([], routed=(1, 0)).latency_s,
+        )
         for at in (65, 66, 67)
     ]
     assert result.tally.ttft[0] == pytest.approx(first)

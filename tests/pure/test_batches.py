@@ -301,7 +301,7 @@ def test_a_file_and_the_batch_that_reads_it(tmp_path: Path) -> None:
 
 
 async def test_a_full_store_takes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.serving.batches.store.MOST_STORED", 10)
+    monkeypatch.setattr("weft.serving.batches.store.MAX_STORED_BYTES", 10)
     async with client(World(storage_directory=str(tmp_path))) as api:
         first = await api.files.create(file=("f", b"12345"), purpose="batch")
         with pytest.raises(openai.APIStatusError) as caught:
@@ -318,7 +318,7 @@ def add_bytes(store: Store, owner: str, size: int, id: str = "") -> None:
 
 
 def test_no_owner_fills_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.serving.batches.store.MOST_STORED", 100)
+    monkeypatch.setattr("weft.serving.batches.store.MAX_STORED_BYTES", 100)
     store = Store(tmp_path)
     add_bytes(store, "a", 50)
     for size in (1, 60):
@@ -606,7 +606,7 @@ def test_a_boundary_is_found_wherever_a_window_ends(size: int, tmp_path: Path, m
 
 
 def test_a_file_of_blank_lines_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "MOST_LINES", 10)
+    monkeypatch.setattr(lines, "MAX_LINES", 10)
     path = tmp_path / "lines"
     path.write_bytes(jsonl([line("a")]) + b"\n" * 11 + jsonl([line("b")]))
     total, _, errors = lines.check_lines(path, URL, lines.LineLimits(1000, 1000))

@@ -28,7 +28,7 @@ from weft.errors import ConfigError, WeftError
 from weft.executors.base import Ready
 from weft.hardware.cpu import CpuSpeed
 from weft.planner.forecast import Forecast, forecast_plan
-from weft.probes.speeds import Speeds
+from weft.probes.stored_speeds import Speeds
 
 
 @given(seed=st.integers(0, 2**32), low=st.integers(1, 40), more=st.integers(0, 40), count=st.integers(1, 9))

@@ -40,15 +40,15 @@ from weft.hardware.cpu import Cpu, CpuSpeed
 from weft.hardware.gpus import GpuSpec, find_gpu
 from weft.hardware.host import Host
 from weft.plan.plan import named_devices
-from weft.planner.profiles import LEAST_ERROR, calibrated, engine_profile, load_profile
+from weft.planner.profiles import MIN_ERROR, calibrated, engine_profile, load_profile
 from weft.planner.question import Question
 from weft.planner.roofline import Roofline
 from weft.planner.search import search
 from weft.planner.work import MatrixProduct
-from weft.probes import engine_speed, speeds
+from weft.probes import engine_speed, stored_speeds
 from weft.probes.engine_speed import LOADS, CalibrationLoad, CalibrationPoint
 from weft.probes.machine import host_cluster
-from weft.probes.speeds import Speeds
+from weft.probes.stored_speeds import Speeds
 from weft.probes.synthetic import LONGEST, SyntheticModel, synthetic_of_size
 from weft.probes.tuning import RaceResult, TunedSizes
 
@@ -298,7 +298,7 @@ def test_a_hiccup_becomes_no_constant(monkeypatch: pytest.MonkeyPatch, capsys: p
             assert (config.skip_tokenizer_init, config.device, config.load_format) == (True, "cpu", "dummy")
             return cls()
 
-    def measure(llm: object, name: str, loads: Any, tell: Any, advance: Any) -> list[CalibrationPoint]:
+    def measure(llm: object, name: str, loads: Any, report: Any, advance: Any) -> list[CalibrationPoint]:
         times = 4 if name == "wide q8_0" and name not in dict(asked) else 1
         asked.append((name, len(loads)))
         found = [true[name, load] for load in loads]
@@ -336,29 +336,31 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_stored_calibrations_are_known(cache: Path) -> None:
-    machine = speeds.calibrated_machine(HOST)
+    machine = stored_speeds.calibration_fingerprint(HOST)
     assert calibration.load_calibrations(machine) == ()
     one, other = made(), made("RTX 4090")
     for entry in (made(layer_us=1.0), other, one):  # the last of a device counts
         path = calibration.store_calibration(machine, entry)
     assert path.parent == cache and calibration.load_calibrations(machine) == (other, one)
-    assert speeds.load_speeds(HOST).calibrations == (other, one)
-    assert calibration.load_calibrations(speeds.calibrated_machine(msgspec.structs.replace(HOST, cores=(0,)))) == ()
+    assert stored_speeds.load_speeds(HOST).calibrations == (other, one)
+    smaller = msgspec.structs.replace(HOST, cores=(0,))
+    assert calibration.load_calibrations(stored_speeds.calibration_fingerprint(smaller)) == ()
     assert list(cache.glob("*.part")) == []
     # Speeds have a file of their own.
-    speeds.store_speeds(HOST, Speeds(machine=speeds.load_speeds(HOST).machine, cpu=SPEED, calibrations=(one,)))
-    assert "weights_Bps" not in speeds.speeds_path(HOST).read_text()
-    assert speeds.load_speeds(HOST).cpu == SPEED and speeds.load_speeds(HOST).calibrations == (other, one)
+    machine_now = stored_speeds.load_speeds(HOST).machine
+    stored_speeds.store_speeds(HOST, Speeds(machine=machine_now, cpu=SPEED, calibrations=(one,)))
+    assert "weights_Bps" not in stored_speeds.speeds_path(HOST).read_text()
+    assert stored_speeds.load_speeds(HOST).cpu == SPEED and stored_speeds.load_speeds(HOST).calibrations == (other, one)
 
 
 def test_other_versions_are_left_alone(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = speeds.calibrated_machine(HOST)
+    machine = stored_speeds.calibration_fingerprint(HOST)
     calibration.store_calibration(machine, made())
     monkeypatch.setattr("weft.__version__", "9.9")
     assert calibration.load_calibrations(machine) == ()
     monkeypatch.undo()
     monkeypatch.setattr(calibration, "version", lambda name: "9.9")
-    assert speeds.calibrated_machine(HOST) != machine
+    assert stored_speeds.calibration_fingerprint(HOST) != machine
 
 
 @pytest.mark.parametrize(
@@ -374,7 +376,7 @@ def test_other_versions_are_left_alone(cache: Path, monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_a_damaged_file_is_ignored_with_one_warning(cache: Path, caplog: pytest.LogCaptureFixture, text: Any) -> None:
-    machine = speeds.calibrated_machine(HOST)
+    machine = stored_speeds.calibration_fingerprint(HOST)
     path = calibration.store_calibration(machine, made())
     path.write_text(text if isinstance(text, str) else text(path.read_text()))
     assert calibration.load_calibrations(machine) == calibration.load_calibrations(machine) == ()
@@ -407,7 +409,7 @@ def test_the_planner_reckons_with_what_was_measured_here() -> None:
     has_values(told["kernels on AMD EPYC (2 cores)"], "2026-11-20", "weft bench calibrate")
     # The error that is told is the fit's, with something for other models.
     assert engine_profile(ask(machine(made(error=0.1)))).error.value == pytest.approx(0.2)
-    assert engine_profile(ask(machine(made(error=0.01)))).error.value == LEAST_ERROR
+    assert engine_profile(ask(machine(made(error=0.01)))).error.value == MIN_ERROR
 
 
 def test_quantised_weights_have_rates_of_their_own() -> None:
@@ -476,7 +478,7 @@ def test_the_command_prints_keeps_and_doubts(
     golden: Callable[[str, str], None],
 ) -> None:
     monkeypatch.setattr(host, "probe_host", lambda: HOST)
-    monkeypatch.setattr(speeds, "known_cpu_speed", lambda *_: SPEED)
+    monkeypatch.setattr(stored_speeds, "cpu_speed_of", lambda *_: SPEED)
     there = points(cpu(), TRUE)
     worst = 0.02
 
@@ -492,16 +494,16 @@ def test_the_command_prints_keeps_and_doubts(
     assert "weft plan" in captured.err
     figures = captured.out.index("mean error")  # below the table of measurements
     golden("bench_calibrate.txt", captured.out[figures:])
-    assert calibration.load_calibrations(speeds.calibrated_machine(HOST)) == (made(error=0.02),)
+    assert calibration.load_calibrations(stored_speeds.calibration_fingerprint(HOST)) == (made(error=0.02),)
     worst = 0.6
     assert main.main(["bench", "calibrate", "--json"]) == 1
     captured = capsys.readouterr()
     (told,) = json.loads(captured.out)
     assert told["task"] == "calibrate" and len(told["measurements"]) == len(there)
     has_values(captured.err, "60 %", "--save")
-    assert calibration.load_calibrations(speeds.calibrated_machine(HOST)) == (made(error=0.02),)
+    assert calibration.load_calibrations(stored_speeds.calibration_fingerprint(HOST)) == (made(error=0.02),)
     assert main.main(["bench", "calibrate", "--save"]) == 0
-    assert calibration.load_calibrations(speeds.calibrated_machine(HOST)) == (made(error=0.6),)
+    assert calibration.load_calibrations(stored_speeds.calibration_fingerprint(HOST)) == (made(error=0.6),)
 
 
 @pytest.mark.parametrize(
@@ -515,7 +517,7 @@ def test_sizes_of_attention_are_kept_if_the_figures_are(
     plan = msgspec.structs.replace(FakeLLM().plan, devices=named_devices("cuda:0"))
     asked: list[tuple[tuple[int, ...], bool]] = []
 
-    def tune(plan: object, ranks: tuple[int, ...], *, keep: bool, tell: object) -> list[TunedSizes]:
+    def tune(plan: object, ranks: tuple[int, ...], *, keep: bool, report: object) -> list[TunedSizes]:
         asked.append((ranks, keep))
         return []
 
@@ -542,9 +544,11 @@ def test_attention_is_tuned_for_a_model_s_heads_and_their_even_cuts(
     wide = msgspec.structs.replace(plan, places=(msgspec.structs.replace(plan.places[0], kv_heads=Span(0, 4)),))
     asked: list[tuple[tuple[int, ...], bool]] = []
 
-    def tune(plan: object, ranks: tuple[int, ...], *, keep: bool, tell: Any) -> list[TunedSizes]:
+    def tune(plan: object, ranks: tuple[int, ...], *, keep: bool, report: Any) -> list[TunedSizes]:
         asked.append((ranks, keep))
-        tell(RaceResult("decode of 8 rows", {"slow": 2e-5, "fast": 1e-5}, {"large": "out of resource: shared memory"}))
+        report(
+            RaceResult("decode of 8 rows", {"slow": 2e-5, "fast": 1e-5}, {"large": "out of resource: shared memory"})
+        )
         return [
             TunedSizes(q_heads=9, kv_heads=3, decode={1: "tile 64", 8: "fast"}, prefill="tile 128", path="/c/t.json")
         ]
@@ -582,7 +586,7 @@ def test_one_of_each_kind_of_device(cache: Path, monkeypatch: pytest.MonkeyPatch
     from tests.pure.machines import gpu
     from tests.pure.machines import host as with_gpus
 
-    monkeypatch.setattr(speeds, "known_cpu_speed", lambda *_: SPEED)
+    monkeypatch.setattr(stored_speeds, "cpu_speed_of", lambda *_: SPEED)
     config = bench_calibrate.measured_config(said(""))
     ((index, spec),) = bench_calibrate.devices(HOST, config)
     assert index is None and spec.kind == "cpu"

@@ -56,7 +56,7 @@ def test_silent_connections_keep_nobody_waiting() -> None:
 
 
 def test_connections_beyond_the_limit_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secure, "MOST_GREETED", 2)
+    monkeypatch.setattr(secure, "MAX_GREETED", 2)
     listener = PeerListener("127.0.0.1", KEY)
     try:
         silent = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(2)]
@@ -312,7 +312,7 @@ def test_a_stranger_does_not_fill_the_log(caplog: pytest.LogCaptureFixture, monk
     assert logged(caplog, "peer-refused") == [{"peer": "127.0.0.1"}]
     clock = [0.0]
     monkeypatch.setattr(secure, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(secure, "MOST_PEERS", 2)
+    monkeypatch.setattr(secure, "MAX_PEERS", 2)
     complaints = secure.Complaints()
     assert [complaints.is_due(peer) for peer in "abab"] == [True, True, False, False]
     clock[0] = 10.0

@@ -129,7 +129,7 @@ BUILD = """
 import logging, sys
 from weft.native import build
 logging.basicConfig(format="%(message)s")
-build.TELL_AFTER_S, build.PATIENCE_S = map(float, sys.argv[1:])
+build.REPORT_AFTER_S, build.PATIENCE_S = map(float, sys.argv[1:])
 print(build.build_library("bfloat16"))
 """
 

@@ -34,9 +34,9 @@ from weft.planner.forecast import Forecast, forecast_plan
 from weft.planner.profiles import MEASURED_ERROR, calibrated, load_profile
 from weft.planner.roofline import Roofline, interpolate
 from weft.planner.work import MatrixProduct
-from weft.probes import kernel_speed, speeds
+from weft.probes import kernel_speed, stored_speeds
 from weft.probes.machine import cpu_spec, rank_share
-from weft.probes.speeds import Speeds
+from weft.probes.stored_speeds import Speeds
 
 TABLE = json.loads((Path(__file__).parents[1] / "data/cpu_speeds.json").read_text())["cases"]
 FAR = 0.25
@@ -297,8 +297,8 @@ def test_kernels_that_do_not_run_are_no_reason_to_stop(
 ) -> None:
     (tmp_path / "broken.so").write_text("no library")
     monkeypatch.setattr(library, "built_library", lambda: str(tmp_path / "broken.so"))
-    monkeypatch.setattr(speeds, "LEAST_BYTES", 1 << 20)
-    found = speeds.measure_cpu(msgspec.structs.replace(probe_host(), memory_free_bytes=4 << 20))
+    monkeypatch.setattr(stored_speeds, "MIN_READ_BYTES", 1 << 20)
+    found = stored_speeds.measure_cpu(msgspec.structs.replace(probe_host(), memory_free_bytes=4 << 20))
     assert found.kernels is None and found.bandwidth_Bps > 0 and found.library == "broken.so"
     assert f"{tmp_path}/broken.so" in caplog.text
     # And so others run, of which nothing is known but the usual.
@@ -319,5 +319,5 @@ def test_an_instruction_that_a_cpu_lacks_is_no_reason_to_stop(
 
     monkeypatch.setattr(library, "built_library", lambda: "/cache/other.so")
     monkeypatch.setattr(subprocess, "run", run)
-    assert speeds.measure_cpu(HOST) == msgspec.structs.replace(SPEED, library="other.so")
+    assert stored_speeds.measure_cpu(HOST) == msgspec.structs.replace(SPEED, library="other.so")
     assert asked == [True, False] and str(signal.strsignal(signal.SIGILL)) in caplog.text

@@ -22,7 +22,6 @@ from weft.hardware.cpus import typical_cpu
 from weft.hardware.hardware_file import read_hardware_file
 from weft.hardware.host import Host
 from weft.plan.plan import Plan, named_devices
-from weft.planner import config_search
 from weft.planner.execution import plan_to_run
 from weft.planner.forecast import forecast_plan
 
@@ -123,7 +122,7 @@ def test_the_plan_of_an_engine() -> None:
 
 
 def test_an_engine_takes_the_cpu_only_if_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config_search, "known_cpu_speed", lambda host: MEASURED.cpu)
+    monkeypatch.setattr("weft.probes.stored_speeds.cpu_speed_of", lambda *_: MEASURED.cpu)
     host, caps = rig(FOUR), {0: "3500MB"}
     with refuses(PlanError, "nothing-fits"):
         planned(host, max_memory=caps)
@@ -137,7 +136,7 @@ def test_an_engine_takes_the_cpu_only_if_it_is_named(monkeypatch: pytest.MonkeyP
 
 def test_published_weights_stay_quantised_beside_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPTQ checkpoints say float16, in which the CPU kernels do not multiply them."""
-    monkeypatch.setattr(config_search, "known_cpu_speed", lambda host: MEASURED.cpu)
+    monkeypatch.setattr("weft.probes.stored_speeds.cpu_speed_of", lambda *_: MEASURED.cpu)
     gptq = PublishedQuantization(method="gptq", bits=4, group=128, symmetric=True)
     stored = checkpoint(LLAMA)
     shape = msgspec.structs.replace(stored.shape, dtype="float16", published=gptq)

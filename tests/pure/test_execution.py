@@ -38,14 +38,14 @@ def run(model: str, where: Host, **flags: Any) -> Plan:
 def told(model: str, where: Host, monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str, Any]:
     """JSON of weft plan MODEL WORDS on that machine."""
     monkeypatch.setattr("weft.hardware.host.probe_host", lambda *_: where)
-    monkeypatch.setattr("weft.probes.speeds.load_speeds", lambda _: NOTHING)
-    monkeypatch.setattr("weft.probes.speeds.known_cpu_speed", lambda *_, **__: CpuSpeed(40e9, 0.3e12))
+    monkeypatch.setattr("weft.probes.stored_speeds.load_speeds", lambda _: NOTHING)
+    monkeypatch.setattr("weft.probes.stored_speeds.cpu_speed_of", lambda *_, **__: CpuSpeed(40e9, 0.3e12))
     return weft_json("plan", model, *words)[1]
 
 
 @pytest.fixture(autouse=True)
 def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.probes.speeds.load_speeds", lambda _: NOTHING)
+    monkeypatch.setattr("weft.probes.stored_speeds.load_speeds", lambda _: NOTHING)
 
 
 # --- by itself ---

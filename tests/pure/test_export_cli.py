@@ -25,7 +25,7 @@ from weft.hardware.cluster import Cluster, Node, parse_gpus
 from weft.hardware.gpus import GpuSpec
 from weft.hardware.host import probe_host
 from weft.probes.machine import host_cluster
-from weft.probes.speeds import Speeds
+from weft.probes.stored_speeds import Speeds
 
 SMALL = "Qwen3-8B --gpus 1xRTX4090"
 BOOK = {

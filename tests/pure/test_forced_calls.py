@@ -58,7 +58,7 @@ SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in 
 END = "<end of the answer>"
 # Ends of texts, values and calls.
 CLOSINGS = ["\n</parameter>\n", "</arg_value>", "<escape>", '<|"|>', "<|end|>", *"\"'}])"]
-MOST = 3000  # tokens of an answer
+MAX_ANSWER_TOKENS = 3000  # tokens of an answer
 WALKS = 2
 
 
@@ -99,9 +99,9 @@ def walk(matcher: Matcher, words: Vocabulary, draw: random.Random) -> str:
     """The text of an answer that a model without sense would give, which begins to close what is open after a while."""
     tokenizer, ids = words.tokenizer, list[int]()
     closings = [tokenizer.encode(text, add_special_tokens=False) for text in CLOSINGS]
-    while not matcher.ended and len(ids) < MOST and tokenizer.eos_id not in ids:
+    while not matcher.ended and len(ids) < MAX_ANSWER_TOKENS and tokenizer.eos_id not in ids:
         closing = [run for run in closings if matcher.count_valid(run) == len(run)]
-        if closing and draw.random() < 0.15 + len(ids) / MOST:
+        if closing and draw.random() < 0.15 + len(ids) / MAX_ANSWER_TOKENS:
             run = draw.choice(closing)
         else:
             free = allowed(matcher, words)
@@ -111,7 +111,7 @@ def walk(matcher: Matcher, words: Vocabulary, draw: random.Random) -> str:
             matcher.accept(id)
             assert matcher.error is None
         ids += run
-    assert len(ids) < MOST, tokenizer.decode(ids)[-300:]
+    assert len(ids) < MAX_ANSWER_TOKENS, tokenizer.decode(ids)[-300:]
     return tokenizer.decode([id for id in ids if id != tokenizer.eos_id], skip_special_tokens=False)
 
 
@@ -134,7 +134,7 @@ def test_a_random_model_calls_tools(family: str, special: bool) -> None:
     draw = random.Random(family)
     for number in range(WALKS):
         matcher = begin(chosen, ToolUse(TOOLS, "required"), words)
-        check_calls(chosen, walk(matcher, words, draw), set(SCHEMAS), MOST)
+        check_calls(chosen, walk(matcher, words, draw), set(SCHEMAS), MAX_ANSWER_TOKENS)
         matcher = begin(chosen, ToolUse(TOOLS, "required"), words, several=False)
         check_calls(chosen, walk(matcher, words, draw), set(SCHEMAS), 1)
         named = list(SCHEMAS)[number % len(SCHEMAS)]

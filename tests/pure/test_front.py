@@ -50,32 +50,32 @@ class Front:
 
     def __init__(self, url: str, **options: Any) -> None:
         class FakeMember:
-            stopped = False
+            is_suspended = False
 
             def __init__(self, name: str, names: Sequence[str]) -> None:
                 self.replica = Replica(UpstreamConfig(url=f"{url}/{name}", models=list(names)))
-                self.replica.draining, self.runs, self.pid, self.commands = True, False, 7, list[str]()
+                self.replica.draining, self.is_running, self.pid, self.commands = True, False, 7, list[str]()
                 self.end = asyncio.Event()
 
             def terminate(self) -> None:
                 pass
 
-            async def start(self, model: str, names: Sequence[str], words: Sequence[str]) -> None:
-                self.runs, self.end = True, asyncio.Event()
+            async def start(self, model: str, arguments: Sequence[str]) -> None:
+                self.is_running, self.end = True, asyncio.Event()
 
-            async def command(self, path: str) -> None:
+            async def post_admin(self, path: str) -> None:
                 self.commands.append(path)
 
-            async def ended(self) -> None:
+            async def wait_ended(self) -> None:
                 await self.end.wait()
 
             async def stop(self) -> None:
-                self.runs = False
+                self.is_running = False
                 self.end.set()
 
             close = stop
 
-            def failure(self) -> HttpError:
+            def exit_error(self) -> HttpError:
                 return HttpError(503, "no cause", code="model-down")
 
         fleet = SetFleet([], POLICIES["least_conn"](), asyncio.get_running_loop().time)

@@ -102,7 +102,7 @@ def test_choices_that_are_none_pass(choices: Any) -> None:
 
 
 def test_a_long_answer_holds_no_more_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "MOST_IDS", 10)
+    monkeypatch.setattr(answers, "MAX_HELD_IDS", 10)
     answer = StreamedAnswer(continuable=True)
     shown = b"".join(answer.push(event(chunk("ab", [1, 2]))) for _ in range(20))
     assert texts(shown) == ["ab"] * 20

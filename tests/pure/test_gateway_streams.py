@@ -251,7 +251,7 @@ def test_parts_without_a_mark_take_bounded_memory() -> None:
 
 @pytest.mark.parametrize("keeps_marks", [False, True])
 def test_marks_are_the_gateway_s_though_nobody_can_go_on(keeps_marks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.gateway.marked.MOST_IDS", 3)
+    monkeypatch.setattr("weft.gateway.marked.MAX_HELD_IDS", 3)
     answer = MarkedAnswer(APIS["/api/generate"], continuable=True, keeps_marks=keeps_marks)
     mark, parts = b'{"weft":{"token_ids":[1,2]}}\n', [b'{"response":"%d"}\n' % number for number in range(3)]
     sent = [mark, parts[0], mark, parts[1], mark, parts[2], mark]

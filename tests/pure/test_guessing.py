@@ -35,7 +35,7 @@ def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
         return DraftModel(model=model, checkpoint="", load_format="dummy", shape=checkpoint(model).shape)
 
     monkeypatch.setattr(execution, "fetch_draft", fetched)
-    monkeypatch.setattr("weft.probes.speeds.load_speeds", lambda _: NOTHING)
+    monkeypatch.setattr("weft.probes.stored_speeds.load_speeds", lambda _: NOTHING)
 
 
 def ranks(*words: str) -> list[dict[str, Any]]:

@@ -17,8 +17,8 @@ from weft.errors import ConfigError
 from weft.hardware.cpu import CpuSpeed
 from weft.hardware.hardware_file import read_hardware_file
 from weft.hardware.host import Host
-from weft.probes import links, speeds
-from weft.probes.speeds import GpuSpeed, PairSpeed
+from weft.probes import links, stored_speeds
+from weft.probes.stored_speeds import GpuSpeed, PairSpeed
 
 PAIR_SPEED = " 12 GB/s"  # of two GPUs, as measured
 
@@ -181,7 +181,7 @@ def test_bad_words(on: Callable[..., Run], golden: Callable[[str, str], None]) -
 
 def test_refresh_measures_the_cpu_again(on: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     run, calls = on(), []
-    monkeypatch.setattr(speeds, "measure_cpu", lambda it: calls.append(it) or CpuSpeed(50e9, 1e12))
+    monkeypatch.setattr(stored_speeds, "measure_cpu", lambda it: calls.append(it) or CpuSpeed(50e9, 1e12))
     run("plan", "Qwen2.5-0.5B")
     run("plan", "Qwen2.5-0.5B")
     assert len(calls) == 1

@@ -240,6 +240,7 @@ WRONG = [
     ("nodes: [{gpus: [{name: H100, tflops: {bf16: .nan}}]}]", "bad-hardware-file", "nodes[0].gpus[0].tflops[...]"),
     ("nodes: [{gpus: [{name: H100, tflops: {bf16: .inf}}]}]", "bad-hardware-file", "nodes[0].gpus[0].tflops[...]"),
     ("nodes: [{gpus: [{name: H100, capability: ada}]}]", "bad-hardware-file", "nodes[0].gpus[0].capability: 'ada'"),
+    (f"nodes: [{{gpus: [{{name: H100, capability: {'9' * 99}}}]}}]", "bad-hardware-file", f"{'9' * 60} is not a comp"),
     ("nodes: [{gpus: [{name: L4, held: 30GB}]}]", "held-exceeds-memory", "nodes[0].gpus[0]"),
     ("nodes: [{gpus: [{name: L4, count: 17}]}]", "too-many-gpus-in-machine", "nodes[0]"),
     ("nodes: [{gpus: [{name: L4, count: 2}], link: nvlink}]", "gpu-without-nvlink", "nodes[0]"),

@@ -1,4 +1,4 @@
-"""The rooms above the ranks run without torch: not by accident, not through a library."""
+"""The packages above the ranks run without torch: not by accident, not through a library."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ assert not loaded, f"imported on the way: {loaded}"
 
 
 def torch_free_modules() -> list[str]:
-    """Every module of the torch-free rooms, by its dotted name."""
+    """Every module of the torch-free packages, by its dotted name."""
     modules = []
     for path in sorted((ROOT / "src/weft").rglob("*.py")):
         name = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
         on_gpu = name.startswith("weft.probes.on_gpu.")  # processes of their own, which the contract leaves out too
-        if not on_gpu and any(name == room or name.startswith(room + ".") for room in FREE):
+        if not on_gpu and any(name == package or name.startswith(package + ".") for package in FREE):
             modules.append(name)
     return modules
 

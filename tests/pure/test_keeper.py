@@ -33,36 +33,36 @@ class FakeMember:
     """A process that starts, obeys and ends at once; `told` is what it was told."""
 
     def __init__(self, name: str, names: Sequence[str]) -> None:
-        self.name, self.told, self.runs, self.broken = name, list[str](), False, False
+        self.name, self.told, self.is_running, self.broken = name, list[str](), False, False
         self.logged_as = "nobody"
         self.fault: Exception | None = None  # of the next start
-        self.health, self.responds, self.stopped = "", asyncio.Event(), False
+        self.health, self.responds, self.is_suspended = "", asyncio.Event(), False
         self.responds.set()
         self.replica = SimpleNamespace(name=name, draining=True, listed=None)
         self.gate = asyncio.Event()
         self.gate.set()
         self._ended = asyncio.Event()
 
-    async def start(self, model: str, names: Sequence[str], words: Sequence[str]) -> None:
+    async def start(self, model: str, arguments: Sequence[str]) -> None:
         self.told.append("start")
         self.logged_as = request_id.get()
-        self.runs, self._ended = True, asyncio.Event()
+        self.is_running, self._ended = True, asyncio.Event()
         either = [asyncio.create_task(event.wait()) for event in (self.gate, self._ended)]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if self.fault is not None:
             fault, self.fault = self.fault, None
             raise fault
-        if self.broken or not self.runs:
+        if self.broken or not self.is_running:
             self.kill()
-            raise self.failure()
+            raise self.exit_error()
 
-    async def command(self, path: str) -> None:
+    async def post_admin(self, path: str) -> None:
         self.told.append(path)
 
-    async def ended(self) -> None:
+    async def wait_ended(self) -> None:
         await self._ended.wait()
 
-    def failure(self) -> HttpError:
+    def exit_error(self) -> HttpError:
         return HttpError(503, f"{self.name!r} does not run: {self.reason}", code="model-down")
 
     async def ask_health(self, limit_s: float) -> str:
@@ -74,7 +74,7 @@ class FakeMember:
     reason = "no cause"
 
     def kill(self, reason: str = "no cause") -> None:
-        self.runs, self.reason, self.stopped = False, reason, False
+        self.is_running, self.reason, self.is_suspended = False, reason, False
         self.responds.set()
         self._ended.set()
 
@@ -315,11 +315,11 @@ async def test_a_process_that_does_not_respond_is_killed_after_its_limit(monkeyp
             member.responds.clear()
         clock.now += 2.5
         await asyncio.sleep(0.05)
-        assert members["one"].runs
+        assert members["one"].is_running
         clock.now += 1
         await until(lambda: keeper.models["one"].failures)
         assert "3.5 s" in keeper.fault_of("one")
-        assert members["two"].runs, "its limit is that of the set"
+        assert members["two"].is_running, "its limit is that of the set"
         clock.now += 60
         await until(lambda: members["one"].told.count("start") == 2)
 
@@ -341,18 +341,18 @@ async def test_time_in_which_the_keeper_itself_was_stopped_does_not_count(monkey
         await asyncio.sleep(0.05)
         over.set()
         await asyncio.sleep(0.05)
-        assert members["one"].told == ["start"] and members["one"].runs
+        assert members["one"].told == ["start"] and members["one"].is_running
 
 
 async def test_a_process_that_is_stopped_while_it_loads_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     async with keeping(monkeypatch, 100, one={"keep_alive_s": 60.0}) as (keeper, members, clock):
         members["one"].gate.clear()
         asking = asyncio.create_task(ask(keeper, "one"))
-        await until(lambda: members["one"].runs)
+        await until(lambda: members["one"].is_running)
         clock.now += 100
         await asyncio.sleep(0.05)
-        assert members["one"].runs, "to load may take long"
-        members["one"].stopped = True
+        assert members["one"].is_running, "to load may take long"
+        members["one"].is_suspended = True
         clock.now += 100
         await until(lambda: keeper.models["one"].failures)
         members["one"].gate.set()
@@ -424,7 +424,7 @@ async def test_with_the_end_of_the_set_nobody_waits(monkeypatch: pytest.MonkeyPa
         members["two"].gate.clear()
         async with keeper.using("one"):
             waiting = asyncio.create_task(ask(keeper, "two"))
-            await until(lambda: members["two"].runs)
+            await until(lambda: members["two"].is_running)
             keeper.drain()
             with refuses(HttpError, "shutting-down"):
                 await waiting

@@ -18,7 +18,7 @@ from weft import logs
 from weft.cli.dispatch import dispatch
 from weft.errors import ConfigError, ModelError, RequestError, WeftError, printable
 from weft.formats import config_json, limits, safetensors
-from weft.hardware import cluster
+from weft.hardware import cluster, quantities
 from weft.plan.memory import capacity_lines
 from weft.plan.plan import named_devices
 from weft.text import folder, template
@@ -108,7 +108,7 @@ def test_digits_are_those_of_ascii(gpus: str) -> None:
     with refuses(ConfigError, "unknown-gpu"):
         cluster.parse_cluster(gpus)
     with refuses(ConfigError, "bad-network-speed"):
-        cluster.network_bytes("１００Gb")
+        quantities.parse_rate("１００Gb", "network")
 
 
 def test_the_cache_of_a_cpu_is_not_a_gpu_s() -> None:

@@ -20,8 +20,8 @@ from weft.hardware.topology import Gpu
 from weft.plan.places import cut_places
 from weft.plan.plan import Plan, named_devices
 from weft.planner import execution
-from weft.probes import links, speeds
-from weft.probes.speeds import GpuSpeed, PairSpeed, Verdict
+from weft.probes import links, stored_speeds
+from weft.probes.stored_speeds import GpuSpeed, PairSpeed, Verdict
 
 Measure = Callable[..., tuple[tuple[GpuSpeed, ...], dict[str, PairSpeed]]]
 
@@ -108,7 +108,7 @@ def test_a_gpu_that_fails_by_itself_says_nothing_of_its_links(
 def test_after_many_faults_the_rest_stays_unknown(measure: Measure) -> None:
     deeds = ",".join(f"{a}-{b} die" for a in range(4) for b in range(a + 1, 4))
     pairs = measure(host(4), deeds)[1]
-    assert len(pairs) == links.MOST_FAULTS < 6 and {pair.verdict for pair in pairs.values()} == {"broken"}
+    assert len(pairs) == links.MAX_FAULTS < 6 and {pair.verdict for pair in pairs.values()} == {"broken"}
 
 
 def test_a_measurement_that_cannot_begin_says_why(measure: Measure) -> None:
@@ -127,7 +127,7 @@ def test_ranks_go_through_the_host_s_memory_where_a_link_fails(
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
     here = host(3)
     pair = PairSpeed(first="GPU-0", second="GPU-2", verdict=verdict, peer=True, Bps=1e10)
-    speeds.store_speeds(here, msgspec.structs.replace(speeds.load_speeds(here), pairs=(pair,)))
+    stored_speeds.store_speeds(here, msgspec.structs.replace(stored_speeds.load_speeds(here), pairs=(pair,)))
     plan = Plan(
         model="m",
         checkpoint="",

@@ -23,7 +23,7 @@ from weft.planner.question import LayoutConstraints, Question
 from weft.planner.replica import slowest_link_between
 from weft.planner.search import search
 from weft.probes.machine import cpu_spec, host_cluster, short_cpu_name, split_cpu
-from weft.probes.speeds import GpuSpeed, PairSpeed, Speeds
+from weft.probes.stored_speeds import GpuSpeed, PairSpeed, Speeds
 
 Make = Callable[..., Host]
 NOTHING = Speeds(machine="")

@@ -11,8 +11,8 @@ from weft.core.pace import (
     CACHED_TOKENS,
     FAIR_S,
     FIRST_SHARE,
-    LEAST_SHARE,
-    LEAST_TOKENS,
+    MIN_SHARE,
+    MIN_TOKENS,
     NEWCOMER_S,
     STEP_S,
     FairPace,
@@ -56,7 +56,7 @@ def test_a_part_of_the_planned_tokens_is_always_allowed() -> None:
     machine = Machine(2048, token_s=0.1)
     machine.step()
     machine.step()
-    assert machine.pace.tokens == 2048 // LEAST_SHARE
+    assert machine.pace.tokens == 2048 // MIN_SHARE
 
 
 def test_streams_of_a_busy_machine_keep_their_gap() -> None:
@@ -70,7 +70,7 @@ def test_streams_of_a_busy_machine_keep_their_gap() -> None:
         machine.step(0)
     took_s = [machine.step() for _ in range(50)]
     assert max(took_s[2:]) <= machine.pace.limit_s <= 0.25 / 1.5
-    assert 256 // LEAST_SHARE <= machine.pace.tokens < 256 // FIRST_SHARE
+    assert 256 // MIN_SHARE <= machine.pace.tokens < 256 // FIRST_SHARE
 
 
 def test_beside_slow_decode_steps_prompts_may_take_as_long_again() -> None:
@@ -121,7 +121,7 @@ def test_fair_steps_are_short_and_no_shorter_than_need_be(work: tuple[int, int])
     machine.pace.step_started(0, 8)
     machine.now_s += 5.0  # once, something else had the processor
     machine.pace.step_finished()
-    assert machine.pace.tokens == LEAST_TOKENS
+    assert machine.pace.tokens == MIN_TOKENS
     took_s = [machine.step(*work) for _ in range(40)]
     assert max(took_s) <= FAIR_S
     # Rows alone fill half a step, so that prompts that come have the other half.

@@ -14,7 +14,7 @@ import pytest
 from tests.refusals import refuses
 from weft.errors import ConfigError
 from weft.serving.parsers.choose import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat, choose_format
-from weft.serving.parsers.json_text import MOST_DEPTH
+from weft.serving.parsers.json_text import MAX_DEPTH
 from weft.serving.parsers.reader import CallArguments, CallBegin, Content, Event, Reasoning
 
 ANSWERS = Path(__file__).parents[1] / "data" / "answers"
@@ -137,7 +137,7 @@ def test_arguments_that_are_nested_too_deeply_are_cut() -> None:
     value, depth = msgspec.json.decode(call[2])["a"], 0
     while value:
         value, depth = value[0], depth + 1
-    assert 0 < depth < MOST_DEPTH
+    assert 0 < depth < MAX_DEPTH
 
 
 def test_text_of_an_answer_is_said_as_it_comes() -> None:

@@ -35,7 +35,7 @@ BATCH = Workload(concurrency=64)
 
 @pytest.fixture(autouse=True)
 def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.probes.speeds.load_speeds", lambda _: NOTHING)
+    monkeypatch.setattr("weft.probes.stored_speeds.load_speeds", lambda _: NOTHING)
 
 
 def plan(hardware: str, constraints: LayoutConstraints, model: str = "Llama-3.1-8B", **more: object) -> SearchResult:

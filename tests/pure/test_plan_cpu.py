@@ -23,8 +23,8 @@ from weft.planner.binding import binding_constraint
 from weft.planner.notes import notes
 from weft.planner.question import LayoutConstraints, Question
 from weft.planner.search import SearchResult, search
-from weft.probes import machine, speeds
-from weft.probes.speeds import Speeds
+from weft.probes import machine, stored_speeds
+from weft.probes.stored_speeds import Speeds
 
 GB = 10**9
 ZEN = Cpu(model="AMD EPYC", sockets=1, cores=4, threads=4, features=("avx512_bf16",))
@@ -182,7 +182,7 @@ def test_a_request_beyond_the_usual_cache_is_noted() -> None:
 def plan(monkeypatch: pytest.MonkeyPatch) -> Any:
     """weft plan WORDS on such a machine: exit status, standard output, standard error."""
     monkeypatch.setattr("weft.hardware.host.probe_host", lambda: host())
-    monkeypatch.setattr(speeds, "known_cpu_speed", lambda *_, **__: CpuSpeed(50e9, 1e12))
+    monkeypatch.setattr(stored_speeds, "cpu_speed_of", lambda *_, **__: CpuSpeed(50e9, 1e12))
 
     return lambda words: weft("plan", *words.split())
 

@@ -144,7 +144,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     debug.remember(b"a", newest * 20)
     assert len(debug._seen[b"a"]) == PER_KEY
     assert debug._bytes == PER_KEY * ENTRY_BYTES + TOKEN_BYTES * (10 * (PER_KEY - 1) + 20)
-    monkeypatch.setattr(prefix_debug, "MOST_BYTES", 4 * (ENTRY_BYTES + 40))
+    monkeypatch.setattr(prefix_debug, "MAX_BYTES", 4 * (ENTRY_BYTES + 40))
     for number in range(50):
         debug.remember(number.to_bytes(), bytes(40))
     assert len(debug._seen) == 4 and debug._bytes == 4 * (ENTRY_BYTES + 40)
@@ -153,7 +153,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_keys_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_debug, "MOST_KEYS", 3)
+    monkeypatch.setattr(prefix_debug, "MAX_KEYS", 3)
     debug = PrefixDebug()
     for key in (b"a", b"b", b"c", b"a", b"d"):
         debug.remember(key, b"abcd")

@@ -224,7 +224,7 @@ def test_rows_that_are_no_multiple_stay_in_16_bits() -> None:
 
 
 def test_a_search_over_gpus_counts_what_will_be_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.probes.speeds.load_speeds", lambda _: NOTHING)
+    monkeypatch.setattr("weft.probes.stored_speeds.load_speeds", lambda _: NOTHING)
     there, where = checkpoint("Llama-3.3-70B-Instruct"), rig(H100)
     with refuses(PlanError, "nothing-fits", "bf16", "143.3 GB", "141.1 GB"):
         plan_to_run(EngineConfig(model="m"), there, where)

@@ -22,7 +22,7 @@ from weft.planner.replicas import ReplicaPlan, plan_replicas
 
 @pytest.fixture(autouse=True)
 def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.probes.speeds.load_speeds", lambda _: NOTHING)
+    monkeypatch.setattr("weft.probes.stored_speeds.load_speeds", lambda _: NOTHING)
 
 
 def replicas(model: str, where: Host, *, whole: bool = False, **flags: Any) -> list[ReplicaPlan]:
@@ -42,7 +42,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         made = []
         for model, where, words in questions:
             monkeypatch.setattr("weft.hardware.host.probe_host", lambda *_, where=where: where)
-            monkeypatch.setattr("weft.probes.speeds.known_cpu_speed", lambda *_, **__: CpuSpeed(40e9, 0.3e12))
+            monkeypatch.setattr("weft.probes.stored_speeds.cpu_speed_of", lambda *_, **__: CpuSpeed(40e9, 0.3e12))
             made.append(weft_json("plan", model, *words)[1])
         file = tmp_path / "plan.json"
         file.write_text(json.dumps(made if len(made) > 1 else made[0]))

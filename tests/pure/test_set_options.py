@@ -168,8 +168,8 @@ async def test_a_process_that_cannot_be_started(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
     member = Member("one", ["one"], environment={}, path=tmp_path / "a.sock")
     with refuses(HttpError, "model-down", "'one' cannot be started", "No such file"):
-        await member.start("one", ["one"], [])
-    assert not member.runs and member.pid is None
+        await member.start("one", [])
+    assert not member.is_running and member.pid is None
     await member.close()
 
 
@@ -182,7 +182,7 @@ async def test_a_process_that_ends_at_once_says_why(
     environment = {"WEFT_LOG_FORMAT": "json"} if json_lines else {}
     member = Member("one", ["one"], environment=environment, path=tmp_path / "a.sock")
     with refuses(HttpError, "model-down", "'one'", "no_such_module"):
-        await member.start("one", ["one"], ["--tokenizer=" + "x" * 1000])
+        await member.start("one", ["--tokenizer=" + "x" * 1000])
     await member.close()
     lines = capfd.readouterr().err.splitlines()
     start = '{"model": "one", "message": ' if json_lines else "one | "

@@ -16,9 +16,9 @@ from weft.hardware.cpu import Cpu, CpuSpeed, KernelSpeed, ProductSpeed
 from weft.hardware.host import Host, probe_host
 from weft.hardware.topology import Gpu
 from weft.native import library
-from weft.probes import speeds
+from weft.probes import stored_speeds
 from weft.probes.fingerprint import fingerprint
-from weft.probes.speeds import GpuSpeed, PairSpeed, Speeds, known_cpu_speed, load_speeds
+from weft.probes.stored_speeds import GpuSpeed, PairSpeed, Speeds, cpu_speed_of, load_speeds
 
 CARD = Gpu(index=0, name="card", uuid="GPU-1", total_bytes=8, free_bytes=8, capability=(8, 0))
 HOST = Host(
@@ -47,7 +47,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Host]:
         calls.append(host)
         return CpuSpeed(1e9 + len(calls), 1e12)
 
-    monkeypatch.setattr(speeds, "measure_cpu", measure)
+    monkeypatch.setattr(stored_speeds, "measure_cpu", measure)
     monkeypatch.setattr(library, "built_library", lambda: "")
     return calls
 
@@ -76,19 +76,19 @@ def test_facts_that_change_from_minute_to_minute_do_not_count() -> None:
 
 
 def test_the_cpu_is_measured_once(measured: list[Host]) -> None:
-    first = known_cpu_speed(HOST)
-    assert known_cpu_speed(HOST) == first and measured == [HOST]
-    assert known_cpu_speed(msgspec.structs.replace(HOST, hostname="there")) != first
-    assert known_cpu_speed(HOST, refresh=True).bandwidth_Bps == 1e9 + 3
-    assert known_cpu_speed(HOST).bandwidth_Bps == 1e9 + 3
+    first = cpu_speed_of(HOST)
+    assert cpu_speed_of(HOST) == first and measured == [HOST]
+    assert cpu_speed_of(msgspec.structs.replace(HOST, hostname="there")) != first
+    assert cpu_speed_of(HOST, refresh=True).bandwidth_Bps == 1e9 + 3
+    assert cpu_speed_of(HOST).bandwidth_Bps == 1e9 + 3
 
 
 def test_a_busy_machine_is_measured_again_when_it_is_not(measured: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
-    speeds.store_speeds(HOST, msgspec.structs.replace(load_speeds(HOST), cpu=CpuSpeed(5.0, 5.0, busy=True)))
-    monkeypatch.setattr(speeds, "is_busy", lambda: True)
-    assert known_cpu_speed(HOST).bandwidth_Bps == 5.0 and measured == []
-    monkeypatch.setattr(speeds, "is_busy", lambda: False)
-    assert known_cpu_speed(HOST).bandwidth_Bps == 1e9 + 1
+    stored_speeds.store_speeds(HOST, msgspec.structs.replace(load_speeds(HOST), cpu=CpuSpeed(5.0, 5.0, busy=True)))
+    monkeypatch.setattr(stored_speeds, "is_busy", lambda: True)
+    assert cpu_speed_of(HOST).bandwidth_Bps == 5.0 and measured == []
+    monkeypatch.setattr(stored_speeds, "is_busy", lambda: False)
+    assert cpu_speed_of(HOST).bandwidth_Bps == 1e9 + 1
 
 
 def test_speeds_are_measured_again_once_the_kernels_are_built(
@@ -96,12 +96,12 @@ def test_speeds_are_measured_again_once_the_kernels_are_built(
 ) -> None:
     def built(path: str | None) -> float:
         monkeypatch.setattr(library, "built_library", lambda: path)
-        return known_cpu_speed(HOST).bandwidth_Bps
+        return cpu_speed_of(HOST).bandwidth_Bps
 
-    speeds.store_speeds(HOST, msgspec.structs.replace(load_speeds(HOST), cpu=CpuSpeed(5.0, 5.0, library="")))
+    stored_speeds.store_speeds(HOST, msgspec.structs.replace(load_speeds(HOST), cpu=CpuSpeed(5.0, 5.0, library="")))
     assert built("") == 5.0
     assert built("/cache/bfloat16-1.so") == 1e9 + 1
-    speeds.store_speeds(
+    stored_speeds.store_speeds(
         HOST, msgspec.structs.replace(load_speeds(HOST), cpu=CpuSpeed(6.0, 6.0, library="bfloat16-1.so", kernels=OWN))
     )
     assert built("/cache/bfloat16-1.so") == built("") == 6.0  # of those to come nothing can be measured
@@ -113,8 +113,8 @@ def test_speeds_are_measured_again_if_the_kernels_come_or_go(
 ) -> None:
     def anew(kept: CpuSpeed, found: str | None) -> bool:
         monkeypatch.setattr(library, "built_library", lambda: found)
-        speeds.store_speeds(HOST, msgspec.structs.replace(load_speeds(HOST), cpu=kept))
-        return known_cpu_speed(HOST) != kept
+        stored_speeds.store_speeds(HOST, msgspec.structs.replace(load_speeds(HOST), cpu=kept))
+        return cpu_speed_of(HOST) != kept
 
     without, broken = CpuSpeed(5.0, 5.0, library=None), CpuSpeed(5.0, 5.0, library="a.so")
     runs = msgspec.structs.replace(broken, kernels=OWN)
@@ -126,8 +126,8 @@ def test_speeds_are_measured_again_if_the_kernels_come_or_go(
 def test_gpus_stay_known_when_the_cpu_is_measured(measured: list[Host]) -> None:
     pair = PairSpeed(first="GPU-1", second="GPU-2", verdict="hung", detail="x")
     gpu = GpuSpeed(gpu="GPU-1", copy_Bps=1.0, from_host_Bps=1.0, to_host_Bps=1.0)
-    speeds.store_speeds(HOST, msgspec.structs.replace(load_speeds(HOST), gpus=(gpu,), pairs=(pair,)))
-    known_cpu_speed(HOST)
+    stored_speeds.store_speeds(HOST, msgspec.structs.replace(load_speeds(HOST), gpus=(gpu,), pairs=(pair,)))
+    cpu_speed_of(HOST)
     found = load_speeds(HOST)
     assert (found.gpus, found.pairs) == ((gpu,), (pair,)) and found.cpu is not None
     assert found.pair("GPU-2", "GPU-1") == pair and found.pair("GPU-1", "GPU-3") is None
@@ -137,11 +137,11 @@ def test_measurements_that_others_stored_meanwhile_stay(measured: list[Host], mo
     gpu = GpuSpeed(gpu="GPU-1", copy_Bps=1.0, from_host_Bps=1.0, to_host_Bps=1.0)
 
     def slowly(host: Host) -> CpuSpeed:
-        speeds.store_speeds(host, msgspec.structs.replace(load_speeds(host), gpus=(gpu,)))
+        stored_speeds.store_speeds(host, msgspec.structs.replace(load_speeds(host), gpus=(gpu,)))
         return CpuSpeed(3.0, 3.0)
 
-    monkeypatch.setattr(speeds, "measure_cpu", slowly)
-    known_cpu_speed(HOST)
+    monkeypatch.setattr(stored_speeds, "measure_cpu", slowly)
+    cpu_speed_of(HOST)
     assert (load_speeds(HOST).gpus, load_speeds(HOST).cpu) == ((gpu,), CpuSpeed(3.0, 3.0))
 
 
@@ -155,7 +155,7 @@ OWN = KernelSpeed(
     attention_flops=1.0,
     rows_Bps=1.0,
 )
-FILE = Speeds(machine=fingerprint(HOST, speeds.VERSION), cpu=CpuSpeed(7.0, 7.0))
+FILE = Speeds(machine=fingerprint(HOST, stored_speeds.VERSION), cpu=CpuSpeed(7.0, 7.0))
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ FILE = Speeds(machine=fingerprint(HOST, speeds.VERSION), cpu=CpuSpeed(7.0, 7.0))
         b"[]",
         b"{}",
         kept(msgspec.structs.replace(FILE, machine="another")),
-        kept(msgspec.structs.replace(FILE, version=speeds.VERSION + 1)),
+        kept(msgspec.structs.replace(FILE, version=stored_speeds.VERSION + 1)),
         kept(msgspec.structs.replace(FILE, cpu=CpuSpeed(0.0, 7.0))),
         kept(msgspec.structs.replace(FILE, cpu=CpuSpeed(-1.0, 7.0))),
         kept(FILE).replace(b"7.0", b"1e999"),
@@ -178,27 +178,44 @@ FILE = Speeds(machine=fingerprint(HOST, speeds.VERSION), cpu=CpuSpeed(7.0, 7.0))
     ],
 )
 def test_a_damaged_file_is_measured_anew(measured: list[Host], cache: Path, damaged: bytes) -> None:
-    speeds.speeds_path(HOST).parent.mkdir()
-    speeds.speeds_path(HOST).write_bytes(kept(FILE))
-    assert known_cpu_speed(HOST) == FILE.cpu
-    speeds.speeds_path(HOST).write_bytes(damaged)
+    stored_speeds.speeds_path(HOST).parent.mkdir()
+    stored_speeds.speeds_path(HOST).write_bytes(kept(FILE))
+    assert cpu_speed_of(HOST) == FILE.cpu
+    stored_speeds.speeds_path(HOST).write_bytes(damaged)
     assert load_speeds(HOST).cpu is None
-    assert known_cpu_speed(HOST).bandwidth_Bps == 1e9 + 1 and load_speeds(HOST).cpu == known_cpu_speed(HOST)
-    assert [file.suffix for file in speeds.speeds_path(HOST).parent.iterdir()] == [".json"]
+    assert cpu_speed_of(HOST).bandwidth_Bps == 1e9 + 1 and load_speeds(HOST).cpu == cpu_speed_of(HOST)
+    assert [file.suffix for file in stored_speeds.speeds_path(HOST).parent.iterdir()] == [".json"]
+
+
+@pytest.mark.parametrize(
+    ("stored", "reason"),
+    [
+        (msgspec.structs.replace(FILE, machine="another"), "it describes another machine or an older measurement"),
+        (msgspec.structs.replace(FILE, version=1), "it describes another machine or an older measurement"),
+        (msgspec.structs.replace(FILE, cpu=CpuSpeed(0.0, 7.0)), "its figures are impossible"),
+    ],
+)
+def test_a_file_that_is_ignored_says_why(
+    measured: list[Host], cache: Path, caplog: pytest.LogCaptureFixture, stored: Speeds, reason: str
+) -> None:
+    stored_speeds.speeds_path(HOST).parent.mkdir()
+    stored_speeds.speeds_path(HOST).write_bytes(kept(stored))
+    load_speeds(HOST)
+    assert f"ignored ({reason})" in caplog.text
 
 
 def test_a_cache_that_cannot_be_written_is_told_and_no_reason_to_stop(
     measured: list[Host], cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (cache / "weft").write_text("a file")
-    assert known_cpu_speed(HOST) != known_cpu_speed(HOST)
+    assert cpu_speed_of(HOST) != cpu_speed_of(HOST)
     assert logged(caplog, "measurements-not-stored")
 
 
 def test_nothing_is_left_of_a_file_that_cannot_be_written(measured: list[Host], cache: Path) -> None:
-    speeds.speeds_path(HOST).mkdir(parents=True)
-    known_cpu_speed(HOST)
-    assert list(speeds.speeds_path(HOST).parent.iterdir()) == [speeds.speeds_path(HOST)]
+    stored_speeds.speeds_path(HOST).mkdir(parents=True)
+    cpu_speed_of(HOST)
+    assert list(stored_speeds.speeds_path(HOST).parent.iterdir()) == [stored_speeds.speeds_path(HOST)]
 
 
 # --- the measurement itself ---
@@ -206,7 +223,7 @@ def test_nothing_is_left_of_a_file_that_cannot_be_written(measured: list[Host], 
 
 def test_this_cpu_is_measured_in_a_child() -> None:
     here = probe_host()
-    found = speeds.measure_cpu(here)
+    found = stored_speeds.measure_cpu(here)
     assert found.bandwidth_Bps > 1e8 and found.fp32_flops > 1e8
 
 
@@ -215,7 +232,7 @@ def test_this_cpu_is_measured_in_a_child() -> None:
     [(("avx2", "fma", "avx512f"), "SkylakeX"), (("avx2", "fma"), "Haswell"), (("asimd",), None), ((), None)],
 )
 def test_numpy_takes_the_largest_instruction_set(features: tuple[str, ...], kind: str | None) -> None:
-    assert speeds.openblas_core_type(features) == kind
+    assert stored_speeds.openblas_core_type(features) == kind
 
 
 @pytest.mark.parametrize(
@@ -234,7 +251,7 @@ def test_a_measurement_that_fails_is_one_clear_line(
     python.write_text(f"#!{sys.executable}\n{script}\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    monkeypatch.setattr(speeds, "CPU_DEADLINE_S", 1.0 if "sleep" in script else 60.0)
+    monkeypatch.setattr(stored_speeds, "CPU_DEADLINE_S", 1.0 if "sleep" in script else 60.0)
     with refuses(ConfigError, "cannot-measure-cpu") as error:
-        speeds.measure_cpu(HOST)
+        stored_speeds.measure_cpu(HOST)
     assert told in str(error.value) and "--gpus" in str(error.value) and "\n" not in str(error.value)

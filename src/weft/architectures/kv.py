@@ -17,7 +17,7 @@ from weft.errors import ConfigError
 BYTES = {"bf16": 2, "fp16": 2, "bfloat16": 2, "float16": 2, "auto": 2, "fp32": 4, "float32": 4}
 BYTES |= {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
 
-MOST_GROUPS = 8  # block tables that a step carries, unless a model has more kinds of layers
+MAX_KV_GROUPS = 8  # groups, each with a block table in every step; more only if a model has more kinds of layers
 LONG = 8  # a text is taken to be this many windows long when layers are divided into groups
 STATES = 2  # states per running sequence: a step reads one and may write another; the rest are snapshots
 
@@ -204,7 +204,7 @@ def _group_width(counts: dict[KVSpec, int]) -> int:
         room = sum(groups(width, spec) * (1 if spec.window else LONG) for spec in counts)
         return width * room, sum(groups(width, spec) for spec in counts)
 
-    most = max(MOST_GROUPS, len(counts))
+    most = max(MAX_KV_GROUPS, len(counts))
     widths = range(1, max(counts.values()) + 1)
     return min((width for width in widths if cost(width)[1] <= most), key=cost)
 

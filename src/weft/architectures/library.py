@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-PREFIX = "transformers:"  # of the architecture's name in a shape whose model runs through Transformers' class
+PREFIX = "transformers:"  # prefix of the architecture's name in a shape whose model runs through Transformers' class
 
 
 class LibraryTensor(msgspec.Struct, frozen=True, cache_hash=True):

@@ -28,7 +28,7 @@ class PublishedQuantization(msgspec.Struct, frozen=True, kw_only=True, cache_has
     - `zero_offset`: added to each stored zero point.
     - `floating`: numbers are FP8 (E4M3), of `bits` 8.
     - `rows`: rows that share a scale, if numbers are FP8; ROW for one scale per matrix.
-    - `wide`: numbers have scales of 32 bits: indices of a table of 16 values (`schemes.TABLES`), or "signed" ones of 8
+    - `wide`: numbers have 32-bit scales: indices of a table of 16 values (`schemes.TABLES`), or "signed" ones of 8
       bits; "" for all others.
     - `nested`: scales are themselves rounded to 8 bits (bitsandbytes' double quantisation).
     - `exceptions`: (tensor name, scheme) of tensors that are stored otherwise; "" for one that is not quantised.
@@ -83,7 +83,7 @@ def fp8_scheme_name(group: int) -> str:
 
 
 def wide_scheme_name(wide: Wide, group: int) -> str:
-    """Name of the scheme of numbers with scales of 32 bits, as in "NF4_64" or "SIGNED8_ROW"."""
+    """Name of the scheme of numbers with 32-bit scales, as in "NF4_64" or "SIGNED8_ROW"."""
     return f"{'SIGNED8' if wide == 'signed' else wide.upper()}_{'ROW' if group == ROW else group}"
 
 

@@ -55,18 +55,18 @@ def measure_parts(model: str, runs: int, starts: int, parts: Sequence[str]) -> s
     """Measure the given parts; the name of each is printed as it ends."""
     tasks: suite.Tasks = {}
 
-    def tell(name: str) -> None:
+    def report(name: str) -> None:
         print(f"  {name}", file=sys.stderr)
 
     if "python" in parts:
         tasks["python"] = suite.measure_python()
-        tell("python")
+        report("python")
     if "batches" in parts or "server" in parts:
-        measured, plan = suite.measure_batches(model, runs if "batches" in parts else 0, tell)
+        measured, plan = suite.measure_batches(model, runs if "batches" in parts else 0, report)
         tasks |= measured
         if "server" in parts:
             tasks |= suite.measure_server(model, plan, starts)
-            tell("server")
+            report("server")
     return tasks
 
 

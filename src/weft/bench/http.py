@@ -13,7 +13,7 @@ import httptools
 
 from weft.errors import ConfigError, WeftError, error_reason
 
-MOST_ERROR_BYTES = 65_536  # of a refusal's body that are stored
+MAX_ERROR_BYTES = 65_536  # bytes of a refusal's body that are stored
 
 
 class HttpFailure(WeftError):
@@ -204,7 +204,7 @@ class Connection(asyncio.Protocol):
                 self._listener(data, self._now_s)
             except Exception as error:  # the parser would replace it by an error of its own
                 self._end(error)
-        elif len(self._refusal) < MOST_ERROR_BYTES:
+        elif len(self._refusal) < MAX_ERROR_BYTES:
             self._refusal += data
 
     def on_message_complete(self) -> None:

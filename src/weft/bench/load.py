@@ -17,7 +17,7 @@ from weft.bench.prompts import Prompt
 Api = Literal["openai", "openai-chat"]
 PATHS: dict[Api, str] = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 BEAT_S = 0.02  # interval at which the client checks if its own event loop is late
-MOST_ERROR_CHARS = 200
+MAX_ERROR_CHARS = 200
 
 
 class RequestRecord(msgspec.Struct, kw_only=True):
@@ -304,4 +304,4 @@ def error_text(error: Any) -> str:
             error = text
     while isinstance(error, dict):
         error = error.get("error") or error.get("message") or error.get("detail") or json.dumps(error)
-    return " ".join(str(error).split())[:MOST_ERROR_CHARS] or "an error without a message"
+    return " ".join(str(error).split())[:MAX_ERROR_CHARS] or "an error without a message"

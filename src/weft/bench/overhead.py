@@ -24,9 +24,9 @@ from weft.core.token_ids import TokenIds
 
 PROMPT, ANSWER, BLOCK = 128, 100_000, 16  # tokens; no request ends during the measurement
 ROUNDS = 5  # the median counts
-MEASURE_S = 0.2  # for each round
+MEASURE_S = 0.2  # seconds for each round
 RUNNING, BATCH = 256, 32  # requests for the scheduler alone, and for the core
-ITERATIONS = 256  # of the reference loop
+ITERATIONS = 256  # iterations of the reference loop
 
 
 def endless_request(number: int, prompt: int = PROMPT) -> Request:

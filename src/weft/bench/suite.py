@@ -29,7 +29,7 @@ from weft.probes.synthetic import TINY
 if TYPE_CHECKING:
     from weft.plan.plan import Plan
 
-QUIET_S = 0.3  # between two runs, until threads that spin for work have gone to sleep
+QUIET_S = 0.3  # seconds between two runs, until threads that spin for work have gone to sleep
 WARM_UPS = 2
 RATE, REQUESTS = 4.0, 32  # of the open loop; requests per second
 TINY_TOKENS = 128  # output of each request when Python is timed
@@ -70,7 +70,7 @@ BATCHES = (
 )
 
 
-def measure_batches(model: str, runs: int, tell: Callable[[str], object]) -> tuple[Tasks, Plan]:
+def measure_batches(model: str, runs: int, report: Callable[[str], object]) -> tuple[Tasks, Plan]:
     """Measure every batch on one engine; return medians beside the planner's predictions, and the engine's plan.
 
     With `runs` 0 only the plan is returned.
@@ -79,7 +79,7 @@ def measure_batches(model: str, runs: int, tell: Callable[[str], object]) -> tup
     with LLM(model, skip_tokenizer_init=True) as llm:
         for batch in BATCHES if runs else ():
             tasks[batch.name] = measure_batch(llm, batch, max(1, round(runs * batch.share)))
-            tell(batch.name)
+            report(batch.name)
         return tasks, llm.plan
 
 

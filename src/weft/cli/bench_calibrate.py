@@ -29,10 +29,10 @@ from weft.hardware.calibration import Calibration
 from weft.hardware.gpus import GpuSpec
 from weft.hardware.host import Host
 from weft.plan.plan import Plan
-from weft.probes import engine_speed, speeds
+from weft.probes import engine_speed, stored_speeds
 from weft.probes.engine_speed import (
     BATCHED_TOKENS,
-    MOST_REPEATS,
+    MAX_REPEATS,
     UNRELIABLE_ERROR,
     CalibrationLoad,
     CalibrationPoint,
@@ -114,7 +114,7 @@ def print_results(results: Sequence[DeviceResult], *, as_json: bool) -> None:
 def keep_results(results: Sequence[DeviceResult]) -> None:
     """Write the figures to the cache, and print their paths."""
     # The planner looks for the figures under the machine's own fingerprint, with its GPUs or without.
-    machine = speeds.calibrated_machine(host.probe_host())
+    machine = stored_speeds.calibration_fingerprint(host.probe_host())
     for device in results:
         path = calibration.store_calibration(machine, device.result)
         print(f"kept in {path}; weft plan uses it from now on", file=sys.stderr)
@@ -139,9 +139,9 @@ def measured_config(arguments: Namespace) -> EngineConfig:
 
 def devices(here: Host, config: EngineConfig) -> list[tuple[int | None, GpuSpec]]:
     """One device of each kind, with its number; the number of the CPU is None."""
-    known = speeds.load_speeds(here)
+    known = stored_speeds.load_speeds(here)
     if not here.gpus:
-        known = msgspec.structs.replace(known, cpu=speeds.known_cpu_speed(here))
+        known = msgspec.structs.replace(known, cpu=stored_speeds.cpu_speed_of(here))
         (spec,) = host_cluster(here, known).gpus
         return [(None, spec)]
     specs = host_cluster(here, known).gpus
@@ -244,7 +244,7 @@ class DeviceMeasurements:
             with LLM.from_config(config) as llm:
                 self.runtime_bytes.append(engine_speed.runtime_bytes(llm, before))
                 self.plans[name] = llm.plan
-                with Progress(len(loads) * MOST_REPEATS, True, name, animated=False) as progress:
+                with Progress(len(loads) * MAX_REPEATS, True, name, animated=False) as progress:
                     return engine_speed.measure_loads(llm, name, loads, print_point, progress.advance)
 
 
@@ -266,7 +266,7 @@ def tune_on_gpu(plan: Plan, gpus: int, *, keep: bool) -> list[TunedSizes]:
     powers = (2**n for n in range(gpus.bit_length()))
     ranks = takewhile(lambda count: count <= gpus and heads % count == 0, powers)
     try:
-        return tune_attention(plan, tuple(ranks), keep=keep, tell=print_race)
+        return tune_attention(plan, tuple(ranks), keep=keep, report=print_race)
     except ConfigError as error:
         logger.warning("%s; engines use the default sizes", error)
         return []

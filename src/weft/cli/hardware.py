@@ -14,9 +14,9 @@ from weft.errors import ConfigError
 from weft.hardware import hardware_file, host
 from weft.hardware.cluster import Cluster
 from weft.hardware.host import Host
-from weft.probes import links, speeds
+from weft.probes import links, stored_speeds
 from weft.probes.machine import host_cluster
-from weft.probes.speeds import Speeds
+from weft.probes.stored_speeds import Speeds
 
 logger = logging.getLogger("weft.cli")
 
@@ -76,16 +76,17 @@ def machine_speeds(here: Host, *, measure: bool, refresh: bool) -> Speeds:
 
     A measurement that is not possible is logged and left out.
     """
-    measured = speeds.load_speeds(here)
+    measured = stored_speeds.load_speeds(here)
     if not measure:
         return measured
     try:
-        measured = msgspec.structs.replace(measured, cpu=speeds.known_cpu_speed(here, refresh=refresh))
+        measured = msgspec.structs.replace(measured, cpu=stored_speeds.cpu_speed_of(here, refresh=refresh))
         if here.gpus and (refresh or len(measured.gpus) < len(here.gpus)):
             logger.warning("measuring copies between the GPUs; this takes up to a minute, or longer if a link hangs")
             gpus, pairs = links.measure_links(here)
             measured = msgspec.structs.replace(measured, gpus=gpus, pairs=pairs)
-            speeds.store_speeds(here, msgspec.structs.replace(speeds.load_speeds(here), gpus=gpus, pairs=pairs))
+            stored = stored_speeds.load_speeds(here)
+            stored_speeds.store_speeds(here, msgspec.structs.replace(stored, gpus=gpus, pairs=pairs))
     except ConfigError as error:
         logger.warning("%s", error)
     return measured

@@ -12,7 +12,7 @@ from weft.hardware.host import Host
 from weft.hardware.topology import Gpu, GpuPair
 from weft.monitor.topology import link_name
 from weft.probes.machine import short_cpu_name
-from weft.probes.speeds import PairSpeed, Speeds
+from weft.probes.stored_speeds import PairSpeed, Speeds
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from weft.config import EngineConfig
 
 VARIABLE, MODEL = "WEFT_ENGINE_ARGS", "INFERNET_ENGINE_MODEL"
-LINE_BYTES = 2**26  # of one message
+LINE_BYTES = 2**26  # bytes of one message
 INTERRUPTED = 130
 
 

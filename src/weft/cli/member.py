@@ -1,6 +1,7 @@
 """Process of one model of a set: `python -m weft.cli.member LIFELINE NAME`, started by `hosting.member`.
 
-The words of `weft serve` come through the lifeline, as a line of JSON. With its other end the process ends at once.
+The arguments of `weft serve` come through the lifeline, as a line of JSON. After that the socket is only watched: when
+its other end closes, the process ends at once.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ def main() -> int:
     if select.select([lifeline], [], [], 0)[0]:
         return 1  # it went before the system was told to watch
     try:
-        serve_words(json.loads(line))
+        serve_model(json.loads(line))
     except WeftError as error:
         return report(error)
     return 0
 
 
-def serve_words(words: list[str]) -> None:
-    """Run `weft serve WORDS` without a run file: `weft ps` shows the set. Raises WeftError."""
+def serve_model(words: list[str]) -> None:
+    """Run `weft serve` with arguments, without a run file: `weft ps` shows the set. Raises WeftError."""
     from weft import logs
     from weft.cli.commands import COMMANDS
     from weft.cli.dispatch import expand_model_name

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-MOST = 8  # GPUs that are drawn one by one; more are folded
-PARTS = ("weight", "kv", "other", "held", "free")  # of a GPU's memory, as `ranks` of the JSON names them
+MAX_DRAWN_GPUS = 8  # GPUs drawn one by one; more are folded
+PARTS = ("weight", "kv", "other", "held", "free")  # parts of a GPU's memory, as `ranks` of the JSON names them
 NAMES = {"weight": "weights", "kv": "KV", "other": "other", "held": "in use", "free": "free"}
 LINKS = {"nvlink": "NVLink", "pcie": "PCIe", "memory": "shared memory", "network": "the network"}
 
@@ -87,7 +87,7 @@ def picture(plan: Mapping[str, Any]) -> list[Rack]:
     for row in plan["best"]["ranks"]:
         ranks[row["gpu_index"]].append(row)
     hardware, racks = plan["hardware"], []
-    fold, first = hardware["gpus"] > MOST, 0
+    fold, first = hardware["gpus"] > MAX_DRAWN_GPUS, 0
     for number, node in enumerate(hardware["nodes"]):
         bars = [_bar(at, name, hardware["types"][name], ranks[first + at]) for at, name in enumerate(node["gpus"])]
         first += len(bars)

@@ -25,7 +25,7 @@ from weft.simulate.report import Report
 from weft.simulate.study import Study
 
 REQUESTS = 2000  # requests of a run: enough for a p95 to a few percent
-LEAST_S = 60.0  # seconds of a run at a rate: an overload shows only as the queue grows
+MIN_RUN_S = 60.0  # seconds of a run at a rate: an overload shows only as the queue grows
 TURNS = 8  # requests of each user, each with the time to think
 # Flags of a plan that exclude a simulation, with the message for each.
 REFUSED = {
@@ -104,7 +104,7 @@ def simulated_s(given: dict[str, Any], load: SimulatedLoad, best: Candidate) -> 
     """Seconds of virtual time for REQUESTS requests and TURNS of each user, at most the duration of weft simulate."""
     turn_s = best.predicted.ttft_s + load.mean[1] / best.predicted.single_tok_s + load.think_s
     rate = load.offered or (load.users or 1) / turn_s
-    enough_s = max(REQUESTS / rate, TURNS * turn_s, 0.0 if load.users else LEAST_S)
+    enough_s = max(REQUESTS / rate, TURNS * turn_s, 0.0 if load.users else MIN_RUN_S)
     usual_s = simulate_study.usual_duration(given, load, best, best.layout.engines)
     return float(f"{min(usual_s, enough_s):.2g}")
 

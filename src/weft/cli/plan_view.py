@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-MOST_BARS = 24  # drawn bars; --json and --html have the others
+MAX_BARS = 24  # bars drawn; --json and --html have the others
 PIPE = 80  # columns of a pipe, which has no width of its own
 LONGEST_BAR = 60
 FIGURE = 9  # columns of a figure
@@ -89,7 +89,7 @@ def say(console: Console, *lines: str, style: str = "") -> None:
 
 def draw(console: Console, racks: Sequence[Rack]) -> None:
     """Draw every node with its GPUs and their links."""
-    left, parts = MOST_BARS, parts_of(racks)
+    left, parts = MAX_BARS, parts_of(racks)
     drawn = [shades_legend(parts, console.width)]
     for rack in racks:
         bars, left = rack.bars[:left], max(0, left - len(rack.bars))
@@ -97,7 +97,7 @@ def draw(console: Console, racks: Sequence[Rack]) -> None:
             drawn.append(plain(rack.title))
         for bar in bars:
             drawn += bar_lines(bar, parts, trunk(rack), last=bar is bars[-1], width=console.width)
-    hidden = sum(len(rack.bars) for rack in racks) - MOST_BARS
+    hidden = sum(len(rack.bars) for rack in racks) - MAX_BARS
     if hidden > 0:
         drawn.append(plain(f"and {hidden} more that hold other parts; --html and --json have all of them"))
     _print_lines(console, drawn)

@@ -16,20 +16,19 @@ from weft.errors import ConfigError, PlanError
 from weft.planner.deployment import default_lengths
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
-from weft.simulate.deployment import SchedulerLimits, replica_specs
 from weft.simulate.lengths import FixedLength, Lengths, UniformLength, parse_lengths
 from weft.simulate.load import RequestDistribution, SimulatedLoad, trace_rate
 from weft.simulate.objective import parse_duration, parse_objective
 from weft.simulate.replica import ReplicaSpec
+from weft.simulate.replica_specs import SchedulerLimits, replica_specs
 from weft.simulate.study import MeasurementWindow, Study
 from weft.simulate.trace import TraceRow, read_trace
 
-# Seconds of virtual time if nothing is slow; longer if
-DURATION_S = 600.0
-LEAST_ANSWERS = 20  # so many answers, one after the other, take longer,
-LEAST_REQUESTS = 300  # or so many requests at the lowest rate do
+DURATION_S = 600.0  # seconds of virtual time if nothing is slow; longer for MIN_ANSWERS or MIN_REQUESTS
+MIN_ANSWERS = 20  # answers, one after the other, that the time has room for
+MIN_REQUESTS = 300  # requests that arrive at the lowest rate
 WARMUP = 0.1  # share of the duration
-SHARES = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0)  # of the predicted capacity: the rates if no load is given
+SHARES = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0)  # shares of the predicted capacity: the rates if no load is given
 FINDING_RUNS = 8  # about as many runs as a search makes
 
 
@@ -229,12 +228,12 @@ def usual_duration(given: dict[str, Any], load: SimulatedLoad, best: Candidate, 
     if load.trace:
         return inf
     answer_s = best.predicted.ttft_s + load.mean[1] / best.predicted.single_tok_s
-    enough = [DURATION_S, LEAST_ANSWERS * (answer_s + load.think_s)]
+    enough = [DURATION_S, MIN_ANSWERS * (answer_s + load.think_s)]
     lowest = min(given.get("rates", ()), default=load.rate)
     if no_load_given(given):
         lowest = SHARES[0] * replica_capacity(best, load) * replicas
     if lowest:
-        enough.append(LEAST_REQUESTS / lowest)
+        enough.append(MIN_REQUESTS / lowest)
     return float(f"{max(enough):.2g}")
 
 

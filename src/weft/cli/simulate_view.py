@@ -37,7 +37,7 @@ def heading(question: Question, best: Candidate, study: Study, load: SimulatedLo
     replicas += f" {devices(study.gpus_each, study)}"
     input_len, output_len = load.mean
     spec = study.specs[0]
-    groups = len(spec.steps)
+    groups = len(spec.predictors)
     replicas += f" in {groups} attention groups" * (groups > 1)
     tokens = groups * spec.kv.tokens(spec.num_blocks, spec.max_model_len)
     limits = f"{tokens:,} tokens of KV, {groups * spec.max_num_seqs} requests at once"

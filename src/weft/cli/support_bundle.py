@@ -32,10 +32,10 @@ from weft.monitor.processes import SERVERS, Process, own_processes
 from weft.monitor.secrets import Secrets, hub_token_files
 from weft.monitor.security_checks import flag_values, process_variables
 from weft.monitor.server_logs import file_tail, process_log, without_prompts
-from weft.probes import speeds
+from weft.probes import stored_speeds
 from weft.serving.run_files import RunningServer, running_servers
 
-ANSWER_S = 5.0  # for one answer of a server
+ANSWER_S = 5.0  # seconds for one answer of a server
 PACKAGES = ("torch", "triton", "numpy", "flashinfer", "nvidia", "ray", "uvicorn", "starlette", "msgspec", "tokenizers")
 # Variables that change what Weft does; others are nobody's business.
 VARIABLES = ("WEFT_", "VLLM_", "CUDA_", "NCCL_", "GLOO_", "HF_", "RAY_", "OMP_", "TORCH_", "PYTORCH_", "TRITON_")
@@ -85,7 +85,7 @@ def collect_parts(secrets: Secrets, logs: list[Path]) -> dict[str, str]:
         ),
     }
     here = host.probe_host()
-    parts["hardware.json"] = as_text(machine_json(here, speeds.load_speeds(here)))
+    parts["hardware.json"] = as_text(machine_json(here, stored_speeds.load_speeds(here)))
     for process in processes:
         parts |= server_parts(process, secrets)
     for server in running_servers():

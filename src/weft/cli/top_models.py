@@ -14,7 +14,7 @@ from weft.cli.top_watch import Look, rows_of_servers
 from weft.formatting import format_bytes
 
 STEP_BAR = 20  # characters of a rank's step
-LEAST_DELAYED = 0.005  # a smaller share of a step without a core is shown as 0 %
+MIN_DELAYED = 0.005  # a smaller share of a step without a core is shown as 0 %
 NO_CORE = "no core: other programs had the rank's core; this time is part of the other shares"
 # The parts of a step: name, its short form, character and style.
 PARTS = (
@@ -93,7 +93,7 @@ def rank_table(look: Look, width: int) -> Table:
     faulty = {(url, rank) for url, finding in first_causes(look) for rank in finding.get("ranks") or ()}
     several, wide = len({url for url, _ in ranks}) > 1, width >= WIDE
     nodes = len({row.get("node", "") for _, row in ranks} - {""})  # a replica that starts has not told its own yet
-    delayed = any((row.get("delayed") or 0.0) >= LEAST_DELAYED for _, row in ranks)
+    delayed = any((row.get("delayed") or 0.0) >= MIN_DELAYED for _, row in ranks)
     table = _rank_columns(width, delayed)
     above = ""
     for url, row in ranks:

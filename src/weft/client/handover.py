@@ -20,7 +20,7 @@ from weft.executors.causes import cause_of
 from weft.executors.ranks import CLOSED
 
 MOVES = 3  # engines that a request may lose before it fails: it may be what kills them
-WAIT_S = 30.0  # for a replica, while none runs
+WAIT_S = 30.0  # seconds for a replica, while none runs
 
 
 class RoutedRequest:

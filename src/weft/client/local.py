@@ -1,4 +1,7 @@
-"""LocalEngine: the core in a thread of this process, for any number of calling threads."""
+"""LocalEngine: the core in a thread of this process, for any number of calling threads.
+
+Only the core is local: its ranks may be processes, or run on other nodes.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +44,10 @@ T = TypeVar("T")
 class LocalEngine:
     """An engine that has started.
 
-    `plan` is the executed plan, with the served length. Every rank has `num_blocks` KV blocks and reported one of
-    `capacities`. `host` is the machine as probed before the start. `nodes` hold its ranks, if
-    there are several. `grammars` compiles the requests' grammars; the frontend has the same.
+    `plan` is the plan in use; its max_model_len is lowered to what the KV cache can hold (`fit_length`). Every rank has
+    `num_blocks` KV blocks and reported one of `capacities`. `host` is the machine as probed before the start. `nodes`:
+    the machines that run the ranks; None for this machine alone. `grammars` compiles the requests' grammars; it is the
+    same object that the frontend uses.
 
     One thread owns the core and steps it. Every method may be called from any thread: the requests of all callers
     share the steps.
@@ -101,7 +105,7 @@ class LocalEngine:
         return self._loop.query(lambda core: core.call(command)).result()
 
     def call_each(self, command: Command | ResetPrefixCache) -> list[tuple[RunningReplica, Replies]]:
-        """Like `call`, with the engine that replies."""
+        """Like `call`; a list of (engine, replies), for callers that also handle several replicas."""
         return [(self.replicas[0], self.call(command))]
 
     def close(self) -> None:
@@ -124,11 +128,11 @@ class Submission:
     def __iter__(self) -> Iterator[Output]:
         """Yield outputs as the steps bring them. Raises RequestError and EngineError."""
         while self._open:
-            outputs = self.outputs.get()
-            if not isinstance(outputs, list):
+            received = self.outputs.get()
+            if not isinstance(received, list):
                 self.close()
-                raise outputs
-            for output in outputs:
+                raise received
+            for output in received:
                 if output.id not in self._open:  # aborted meanwhile
                     continue
                 if output.finish_reason is not None:
@@ -171,7 +175,7 @@ class CoreThread(CoreLoop):
         super().__init__(core, SimpleQueue())
         self.failure: EngineError | None = None
         self._lock = threading.Lock()  # so that no message enters the inbox after the thread has ended
-        self._submissions: dict[str, Submission] = {}  # by id of each request that the core has
+        self._submission_of_request: dict[str, Submission] = {}  # by id of each request that the core has
         self._feeding: deque[Submission] = deque()  # submissions with requests that wait for room
         self._heap = CallersHeap()
         self._thread = threading.Thread(target=self._serve, name="weft-core", daemon=True)
@@ -194,11 +198,17 @@ class CoreThread(CoreLoop):
         return result.result()
 
     def send_failure(self, cause: Cause) -> None:
-        """End the thread; all waiting callers get the cause. Without effect on a thread that has ended."""
+        """End the thread; all waiting callers get the cause.
+
+        Needs no lock: a cause in the inbox of an ended thread is ignored.
+        """
         self.inbox.put(cause)
 
     def join(self) -> None:
-        """Wait until the thread has ended. The garbage collector may call this on the thread itself."""
+        """Wait until the thread has ended.
+
+        A finalised LLM may call this from the core's own thread; a thread cannot join itself.
+        """
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -215,7 +225,7 @@ class CoreThread(CoreLoop):
             case DropRequests(submission, ids):
                 self.core.abort(ids)
                 for id in ids:
-                    self._submissions.pop(id, None)
+                    self._submission_of_request.pop(id, None)
                 submission.waiting = deque(request for request in submission.waiting if request.id not in ids)
             case Query(function, result):
                 try:
@@ -227,7 +237,7 @@ class CoreThread(CoreLoop):
 
     def _pump(self) -> None:
         self._feed()
-        self._heap.set_busy(bool(self._submissions))
+        self._heap.set_busy(bool(self._submission_of_request))
         super()._pump()
 
     def _feed(self) -> None:
@@ -246,7 +256,7 @@ class CoreThread(CoreLoop):
                     submission.waiting.clear()
                     submission.outputs.put(error)
                 else:
-                    self._submissions[submission.waiting.popleft().id] = submission
+                    self._submission_of_request[submission.waiting.popleft().id] = submission
             self._feeding.popleft()
             if submission.waiting:
                 self._feeding.append(submission)
@@ -256,10 +266,10 @@ class CoreThread(CoreLoop):
         shares: dict[Submission, list[Output]] = {}
         for output in outputs:
             ended = output.finish_reason is not None
-            submission = self._submissions.pop(output.id) if ended else self._submissions[output.id]
+            submission = self._submission_of_request.pop(output.id) if ended else self._submission_of_request[output.id]
             shares.setdefault(submission, []).append(output)
-        # Before the outputs: a caller whose answer is complete finds its heap as it was.
-        self._heap.set_busy(bool(self._submissions))
+        # Unfreeze the caller's objects (CallersHeap) before waking callers.
+        self._heap.set_busy(bool(self._submission_of_request))
         for submission, share in shares.items():
             submission.outputs.put(share)
 
@@ -268,7 +278,7 @@ class CoreThread(CoreLoop):
         self._heap.set_busy(False)
         with self._lock:
             self.failure = EngineError(cause)
-        submissions = {*self._submissions.values(), *self._feeding}
+        submissions = {*self._submission_of_request.values(), *self._feeding}
         with contextlib.suppress(Empty):
             while True:
                 match self.inbox.get_nowait():

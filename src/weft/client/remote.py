@@ -48,7 +48,7 @@ from weft.plan.plan import Plan
 LOST = Cause(
     rank=CORE, phase="step", code="connection-closed", cause="its connection has closed, and the cause is not known yet"
 )
-SILENT_S = 1.5  # without a sign of life, after which a core that is to end gets no time for it
+SILENT_S = 1.5  # seconds without a sign of life, after which a core that is to end gets no time for it
 
 
 class AsyncEngine:
@@ -295,7 +295,7 @@ class AsyncEngine:
             reply.set_exception(RequestError(message.message, param=message.param, code=message.code))
 
     def connection_ended(self, error: Exception | None) -> None:
-        """Handle the end of the connection. If the core has not sent a cause, its exit tells the cause.
+        """Handle the end of the connection. If the core has not sent a cause, its exit status shows the cause.
 
         That takes up to two seconds, in which the engine takes nothing. Its requests fail with the cause.
         """

@@ -8,8 +8,8 @@ from weft.core.request import Stats, counters_only, sum_stats
 from weft.planner.replicas import ReplicaPlan
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0  # before a start that follows a failed one
-LIVED_S = 60.0  # an engine that has run that long starts again without a pause,
-HEALTHY_S = 600.0  # and after that time its end is no part of a row of failures
+LIVED_S = 60.0  # seconds after which an engine that ends starts again without a pause
+HEALTHY_S = 600.0  # seconds after which the end of an engine is no part of a row of failures
 
 
 class Replica:

@@ -20,7 +20,7 @@ from weft.executors.ranks import CLOSED
 log = logging.getLogger("weft")
 
 GIVE_UP = 5  # restarts of every replica in a row without an answered request between them, after which all is over
-STALL_POLL_S, LATE_POLL_S = 1.0, 3.0  # between two looks for stalls; the longest time that counts in full
+STALL_POLL_S, LATE_POLL_S = 1.0, 3.0  # seconds between two looks for stalls; the longest time that counts in full
 CORE_STALL_S = 3.0  # the core itself finds a step that does not finish, and knows the rank: it comes first
 # Codes of failed starts that only wait for machines: these may come back at any time.
 WAITING = frozenset(

@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from weft.core.groups import MOST_ANSWER
+from weft.core.groups import MAX_ANSWER_TOKENS
 from weft.core.request import Request
 
 PIECE = 64  # tokens of a prompt that are remembered together
-MOST_PIECES = 256  # of one prompt; what follows them tells no more
+MAX_PIECES = 256  # pieces remembered of one prompt; the rest hardly helps to tell prompts apart
 MEMORY = 65_536  # pieces that are remembered, the last ones used
 
 
 def work_of(request: Request) -> int:
-    """Tokens that a request counts for: its prompt, and of its answer at most MOST_ANSWER."""
-    return request.length + min(MOST_ANSWER, request.params.max_tokens or MOST_ANSWER)
+    """Tokens that a request counts for: its prompt, and of its answer at most MAX_ANSWER_TOKENS."""
+    return request.length + min(MAX_ANSWER_TOKENS, request.params.max_tokens or MAX_ANSWER_TOKENS)
 
 
 class Router:
@@ -87,6 +87,6 @@ def _pieces(request: Request) -> Iterator[int]:
     """A number for each full piece of a prompt, which tells it from others with another beginning or identity."""
     packed, size = request.prompt.packed, 4 * PIECE
     key = hash(request.identity)
-    for start in range(0, min(len(packed) // size, MOST_PIECES) * size, size):
+    for start in range(0, min(len(packed) // size, MAX_PIECES) * size, size):
         key = hash((key, packed[start : start + size]))
         yield key

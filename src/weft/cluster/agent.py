@@ -48,10 +48,10 @@ from weft.executors.keys import KEY_MODE, VARIABLE
 from weft.logs import VARIABLE as LOG_LEVEL
 from weft.monitor.check import Check
 
-LOOK_S = 0.2  # between two looks at the server
-SAY_S = 10.0  # between two lines about its progress
-END_S = 10.0  # for a server whose start is given up
-MOST_TASK_BYTES = 1 << 20
+LOOK_S = 0.2  # seconds between two looks at the server
+SAY_S = 10.0  # seconds between two lines about its progress
+END_S = 10.0  # seconds for a server whose start is given up
+MAX_TASK_BYTES = 1 << 20
 TAIL_BYTES = 8192
 
 FindUrl = Callable[[int], str | None]
@@ -90,7 +90,7 @@ class Input:
             if not select.select([self._descriptor], [], [], timeout_s)[0]:
                 return None
             more = os.read(self._descriptor, 65536)
-            if not more or len(self._buffer) > MOST_TASK_BYTES:
+            if not more or len(self._buffer) > MAX_TASK_BYTES:
                 return b""
             self._buffer += more
         line, _, self._buffer = self._buffer.partition(b"\n")

@@ -29,8 +29,8 @@ from weft.logs import event_fields
 log = logging.getLogger("weft.cluster")
 
 ASK_S = 25.0  # seconds for an answer of a node that has joined
-LOOK_S = 0.5  # between two looks at whether the wait is still wanted
-SAY_S = 10.0  # between two lines about nodes that are missing
+LOOK_S = 0.5  # seconds between two looks at whether the wait is still wanted
+SAY_S = 10.0  # seconds between two lines about nodes that are missing
 NOT_ANSWERING = "node-not-answering"
 
 

@@ -13,7 +13,7 @@ import msgspec
 from weft.cluster.agent import decode_doctor
 from weft.cluster.agent_messages import Examine, Examined, Failed, Progress
 from weft.cluster.hosts import HostsFile
-from weft.cluster.preflight import MOST_SKEW_S
+from weft.cluster.preflight import MAX_SKEW_S
 from weft.cluster.ray_cluster import connect
 from weft.cluster.ray_facts import way_out
 from weft.cluster.remote import conversations, failure, nodes_of
@@ -21,7 +21,7 @@ from weft.cluster.ssh import Node
 from weft.executors.ray_nodes import NODE_LABEL
 from weft.monitor.check import Check, Status
 
-DOCTOR_S = 120.0  # for the doctor of a Ray node, which may measure
+DOCTOR_S = 120.0  # seconds for the doctor of a Ray node, which may measure
 
 
 class NodeCheck(msgspec.Struct, frozen=True):
@@ -131,9 +131,9 @@ def alike(visit: Visit, answered: Mapping[str, Visit]) -> Iterator[Check]:
     else:
         remedy = f"pip install torch=={other} there" if other else f"pip install torch=={torch} on {first}"
         yield Check("same-torch", "fail", torch or "not installed", f"{other or 'none'} on {first}", remedy)
-    skew_s, limit = visit.skew_s, f"{MOST_SKEW_S:.0f} s"
+    skew_s, limit = visit.skew_s, f"{MAX_SKEW_S:.0f} s"
     value = f"{abs(skew_s):.1f} s {'ahead of' if skew_s > 0 else 'behind'} this machine" if skew_s else "as here"
-    if abs(skew_s) > MOST_SKEW_S:
+    if abs(skew_s) > MAX_SKEW_S:
         yield Check("clock", "fail", value, limit, "set it there: timedatectl set-ntp true")
     else:
         yield Check("clock", "ok", value, limit)

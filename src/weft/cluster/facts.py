@@ -18,7 +18,7 @@ from weft.formats.checkpoint import Checkpoint
 from weft.hardware.addresses import check_private, interface_of, own_address, own_interfaces
 from weft.hardware.host import Host
 
-HEADER_BYTES = 4 << 20  # of each file that are compared, at most: headers and the first tensors
+HEADER_BYTES = 4 << 20  # bytes of each file that are compared, at most: headers and the first tensors
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 DESCRIBING = (".safetensors", ".gguf", "config.json", "index.json", "tokenizer.json", "rank.json")
 

@@ -15,8 +15,8 @@ from msgspec import Meta
 from weft.errors import ConfigError, error_reason
 from weft.formats.yaml_text import load_yaml
 
-MOST_HOSTS = 256
-MOST_FILE_BYTES = 1 << 18
+MAX_HOSTS = 256
+MAX_FILE_BYTES = 1 << 18
 HOST = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:%-]*")
 USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
@@ -54,7 +54,7 @@ class HostsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     directory that weft cluster cert has written; "" for none.
     """
 
-    hosts: Annotated[tuple[Machine, ...], Meta(min_length=1, max_length=MOST_HOSTS)]
+    hosts: Annotated[tuple[Machine, ...], Meta(min_length=1, max_length=MAX_HOSTS)]
     model: str = ""
     serve: dict[str, Any] = {}
     variables: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ def read_hosts(path: str) -> HostsFile:
     file = Path(path).expanduser()
     try:
         with file.open("rb") as opened:
-            content = opened.read(MOST_FILE_BYTES + 1)
+            content = opened.read(MAX_FILE_BYTES + 1)
         text = content.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
@@ -76,8 +76,8 @@ def read_hosts(path: str) -> HostsFile:
             "(docs/several-machines.md)",
             code="cannot-read-hosts",
         ) from None
-    if len(content) > MOST_FILE_BYTES:
-        raise ConfigError(f"{path} has more than {MOST_FILE_BYTES >> 10} KiB", code="hosts-file-too-large")
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path} has more than {MAX_FILE_BYTES >> 10} KiB", code="hosts-file-too-large")
     try:
         hosts = msgspec.convert(load_yaml(text), HostsFile)
     except msgspec.ValidationError as error:

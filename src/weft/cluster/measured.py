@@ -13,7 +13,7 @@ from weft.errors import ConfigError, WeftError
 from weft.hardware.cluster import Cluster
 from weft.hardware.host import Host
 from weft.probes import machine
-from weft.probes.speeds import load_speeds
+from weft.probes.stored_speeds import load_speeds
 
 log = logging.getLogger("weft.cluster")
 

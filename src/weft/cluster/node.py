@@ -44,7 +44,7 @@ from weft.plan.opening import resolve_checkpoint
 
 log = logging.getLogger("weft.cluster")
 
-AGAIN_S = 0.5  # between two attempts to reach the head
+AGAIN_S = 0.5  # seconds between two attempts to reach the head
 # Seconds without a listener there after which a head that restarts its engines has ended: after a failure, and after an
 # end in order.
 GONE_S, CLOSED_S = 5.0, 1.0

@@ -11,9 +11,9 @@ from weft.config import EngineConfig
 from weft.errors import printable
 from weft.formatting import format_bytes
 
-MOST_SKEW_S = 30.0  # between clocks: beyond it, logs of several nodes cannot be read together
-LEAST_FILES = 1024  # that a process may open
-LEAST_SHM_BYTES = 64 << 20  # for NCCL's buffers between GPUs of a node
+MAX_SKEW_S = 30.0  # difference of clocks; beyond it, logs of several nodes cannot be read together
+MIN_OPEN_FILES = 1024  # files that a process must be allowed to open
+MIN_SHM_BYTES = 64 << 20  # bytes free in /dev/shm, for NCCL's buffers between GPUs of a node
 
 
 def failures(facts: Sequence[Facts], speeds: Sequence[Speed], fetch: str) -> list[str]:
@@ -96,7 +96,7 @@ def _interfaces(nodes: Sequence[Facts]) -> Iterator[str]:
 
 def _clocks(nodes: Sequence[Facts]) -> Iterator[str]:
     for node in nodes:
-        if abs(node.skew_s) > MOST_SKEW_S:
+        if abs(node.skew_s) > MAX_SKEW_S:
             yield (
                 f"the clock of {label(node)} is {abs(node.skew_s):.0f} s {'ahead' if node.skew_s > 0 else 'behind'}; "
                 "set it there: timedatectl set-ntp true"
@@ -105,12 +105,15 @@ def _clocks(nodes: Sequence[Facts]) -> Iterator[str]:
 
 def _limits(nodes: Sequence[Facts]) -> Iterator[str]:
     for node in nodes:
-        if 0 <= node.open_files < LEAST_FILES:
-            yield f"{label(node)} may open {node.open_files} files, {LEAST_FILES} are needed; ulimit -n {LEAST_FILES}"
-        shm = node.shm_free_bytes
-        if node.host.gpus and shm is not None and shm < LEAST_SHM_BYTES:
+        if 0 <= node.open_files < MIN_OPEN_FILES:
             yield (
-                f"{label(node)} has {format_bytes(shm)} free in /dev/shm, NCCL needs {format_bytes(LEAST_SHM_BYTES)}; "
+                f"{label(node)} may open {node.open_files} files, {MIN_OPEN_FILES} are needed; "
+                f"ulimit -n {MIN_OPEN_FILES}"
+            )
+        shm = node.shm_free_bytes
+        if node.host.gpus and shm is not None and shm < MIN_SHM_BYTES:
+            yield (
+                f"{label(node)} has {format_bytes(shm)} free in /dev/shm, NCCL needs {format_bytes(MIN_SHM_BYTES)}; "
                 "in a container: --shm-size 8g or --ipc host"
             )
 

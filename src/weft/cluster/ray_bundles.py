@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-KNOWN_S = 3.0  # after which all of Ray's nodes have told what is free; until then a bundle may seem taken, or free
+KNOWN_S = 3.0  # after which all of Ray's nodes have reported what is free; until then a bundle may seem taken, or free
 LOOK_S = 0.1
 
 

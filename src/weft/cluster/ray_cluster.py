@@ -47,7 +47,7 @@ TOKEN = (
     "has them"
 )
 CONNECT_FAILURE = "Failed to connect to Ray cluster at "  # begins an error of Ray, before the address
-ANSWER_S = 2.0  # for a connection to RAY_ADDRESS, before the backend is chosen
+ANSWER_S = 2.0  # seconds for a connection to RAY_ADDRESS, before the backend is chosen
 AGAIN_S = 30.0  # seconds to wait for resources before a replica that starts again looks for others
 
 

@@ -32,8 +32,8 @@ from weft.errors import ConfigError, WeftError, error_reason
 from weft.executors.keys import load_key, make_key
 from weft.executors.tls import load_certificate
 
-GRACE_S = 10.0  # for a node to end by itself after the head
-TERM_S = 40.0  # for a server to end its requests
+GRACE_S = 10.0  # seconds for a node to end by itself after the head
+TERM_S = 40.0  # seconds for a server to end its requests
 KEY_FILE = "KEYFILE"  # in commands that are only printed
 Say = Callable[[str], None]
 Talk = Iterator[tuple[Node, Reply | Gone]]

@@ -17,8 +17,8 @@ CONNECT_S = 5.0
 PINGS = 20
 BLOCK_BYTES = 1 << 18
 MORE, LAST = b"\0", b"\1"  # begin a block: another one follows, or none
-LEAST_BLOCKS = 4
-MEASURE_S = 0.25  # seconds in which blocks are sent, unless LEAST_BLOCKS take longer
+MIN_BLOCKS = 4
+MEASURE_S = 0.25  # seconds in which blocks are sent, unless MIN_BLOCKS take longer
 LIMIT_S = 15.0  # seconds for a whole measurement
 
 
@@ -97,7 +97,7 @@ def _measure(connection: socket.socket) -> tuple[float, float]:
         _receive(connection, 1)
         round_trips.append(time.perf_counter() - began)
     began, blocks, rest = time.perf_counter(), 1, bytes(BLOCK_BYTES - 1)
-    while blocks < LEAST_BLOCKS or time.perf_counter() - began < MEASURE_S:
+    while blocks < MIN_BLOCKS or time.perf_counter() - began < MEASURE_S:
         connection.sendall(MORE + rest)
         blocks += 1
     connection.sendall(LAST + rest)

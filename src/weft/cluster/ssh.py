@@ -34,7 +34,7 @@ OPTIONS = (
 SSH_FAILED, NO_SUCH_PROGRAM = 255, (126, 127)
 # Built here, not by the threads that read: msgspec may crash if two are the first to build it.
 _replies: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
-END_S = 20.0  # for an agent that ends a server
+END_S = 20.0  # seconds for an agent that ends a server
 # Words of ssh, and the way out.
 REMEDIES = (
     ("permission denied", "put your public key there: ssh-copy-id {target}"),

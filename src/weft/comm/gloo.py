@@ -21,7 +21,7 @@ from weft.comm.times import timed
 from weft.hardware import links
 from weft.hardware.links import sums_in_one_shot
 
-POSTED_BYTES = 4 << 20  # of a message for which a receive is posted; memory is taken only as far as it is used
+POSTED_BYTES = 4 << 20  # bytes of a message for which a receive is posted; memory is taken only as far as it is used
 TURNS = 2  # receives that are posted for each peer
 POSTED, DIRECT = 1, 2  # tags of the messages for which a receive was posted, and of larger ones
 

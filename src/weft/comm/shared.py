@@ -20,7 +20,7 @@ import torch
 from weft.comm.base import add_up, rank_range
 from weft.comm.times import ExchangeTimes, timed
 
-SLOT_BYTES = 4 << 20  # of each rank and turn; larger tensors go in pieces, which stay in the cache
+SLOT_BYTES = 4 << 20  # bytes of each rank and turn; larger tensors go in pieces, which stay in the cache
 HEAD_BYTES = 4096  # before the slots of kernels that sum by themselves
 SPIN_S = 50e-6  # time to poll for the other ranks before sleeping until they come
 

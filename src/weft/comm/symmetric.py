@@ -17,7 +17,7 @@ from weft.comm.parts import TURNS, Parts
 
 # One shot reads (size - 1) times the message, two shots twice: beyond these NCCL's rings are as good. Limits as vLLM's
 # and SGLang's custom all-reduces have them, for up to 8 GPUs on NVLink.
-ONE_SHOT_BYTES, TWO_SHOT_BYTES, MOST_RANKS = 512 << 10, 8 << 20, 8
+ONE_SHOT_BYTES, TWO_SHOT_BYTES, MAX_RANKS = 512 << 10, 8 << 20, 8
 # Published parts are read in one shot too, so the limit is the same: for larger ones each rank would read more than for
 # two shots and a norm of their own.
 PUBLISHED_BYTES = ONE_SHOT_BYTES

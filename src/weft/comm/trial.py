@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from weft.comm import symmetric
 from weft.comm.base import add_up
 from weft.comm.distributed import DistributedGroup
-from weft.comm.symmetric import MOST_RANKS, ONE_SHOT_BYTES, PUBLISHED_BYTES, SHOT_DTYPES, TWO_SHOT_BYTES, SymmetricGroup
+from weft.comm.symmetric import MAX_RANKS, ONE_SHOT_BYTES, PUBLISHED_BYTES, SHOT_DTYPES, TWO_SHOT_BYTES, SymmetricGroup
 from weft.comm.votes import Votes
 from weft.logs import event_fields
 
@@ -100,8 +100,8 @@ def obstacle(device: torch.device, devices: Sequence[str]) -> str:
     """Reason why a rank cannot use symmetric memory with `devices`, or "" if it may try."""
     if device.type != "cuda":
         return f"symmetric memory is for GPUs, not for {device.type}"
-    if len(devices) > MOST_RANKS:
-        return f"symmetric memory is for {MOST_RANKS} ranks at most, not for {len(devices)}"
+    if len(devices) > MAX_RANKS:
+        return f"symmetric memory is for {MAX_RANKS} ranks at most, not for {len(devices)}"
     others = [other for other in devices if torch.device(other) != device]
     unreadable = [other for other in others if not torch.cuda.can_device_access_peer(device, torch.device(other))]
     return f"{device} cannot read the memory of {', '.join(unreadable)}" if unreadable else ""

@@ -14,7 +14,7 @@ from weft.core.groups import GroupedScheduler
 from weft.core.scheduler import Scheduler
 from weft.errors import RequestError
 
-LEVELS = (1, 2)  # of sleep
+LEVELS = (1, 2)  # levels of sleep
 
 
 class CaptureGraph(msgspec.Struct, frozen=True, tag=True):

@@ -21,12 +21,12 @@ from weft.core.sequence import Flight, Sequence
 from weft.core.step import StepPlan
 from weft.core.waiting import FairQueue, Owner
 
-LOST_SHARE = 0.1  # of all tokens, those that steps without some of the owners may lose
-CREDIT_STEPS = 2.0  # of the most tokens: what an owner may lose at once
+LOST_SHARE = 0.1  # share of all tokens, those that steps without some of the owners may lose
+CREDIT_STEPS = 2.0  # what an owner may lose at once, in steps of the most tokens
 # Share of the most tokens of a step: what an owner that has asked for less than its share may be served ahead of the
 # others, so that a short prompt need not take turns with theirs.
 AHEAD_SHARE = 0.25
-NEW_SHARE = 0.25  # of the most tokens of a step: until an owner has had so many in a row, it is a newcomer
+NEW_SHARE = 0.25  # share of the most tokens of a step: until an owner has had so many in a row, it is a newcomer
 
 
 class FairScheduler(Scheduler):

@@ -11,7 +11,7 @@ from weft.core.scheduler import Scheduler
 from weft.core.step import LockStep, LockStepResult, StepPlan
 from weft.errors import QueueFullError
 
-MOST_ANSWER = 256  # tokens of an answer that count for a group's load: most answers end before their limit
+MAX_ANSWER_TOKENS = 256  # tokens of an answer that count for a group's load: most answers end before their limit
 
 
 class GroupedScheduler:
@@ -48,7 +48,7 @@ class GroupedScheduler:
         else:
             waiting = sum(group.waiting for group in self.groups)
             raise queue_full_error(waiting, sum(group.max_num_queued for group in self.groups))
-        tokens = request.length + min(MOST_ANSWER, request.params.max_tokens or MOST_ANSWER)
+        tokens = request.length + min(MAX_ANSWER_TOKENS, request.params.max_tokens or MAX_ANSWER_TOKENS)
         self._group_of[request.id], self._tokens_of[request.id] = number, tokens
         self._load[number] += tokens
 

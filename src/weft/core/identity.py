@@ -22,7 +22,7 @@ class RequestIdentity(msgspec.Struct, frozen=True, omit_defaults=True):
         """SHA-256 digest (32 bytes) that the digests of the request's blocks begin from; empty for the default."""
         if self == PLAIN:
             return b""
-        # Read as tokens of 64 bits, the prefix is an id that no vocabulary has: no block has the same digest.
+        # Read as 64-bit tokens, the prefix is an id that no vocabulary has: no block has the same digest.
         return sha256(b"identity" + msgspec.msgpack.encode(self)).digest()
 
 

@@ -9,16 +9,16 @@ from typing import Protocol
 STEP_S = 0.15  # seconds that a step with prompts may take,
 DECODE_STEPS = 2.0  # or this many times a step without: on slow hardware a decode step alone takes longer
 # The first step may have 1/8 of the planned prompt tokens, and every step 1/32: smaller chunks waste too much.
-FIRST_SHARE, LEAST_SHARE = 8, 32
+FIRST_SHARE, MIN_SHARE = 8, 32
 RECENT = 0.1  # weight of the latest decode-only step in their average time
 # Cached prompt tokens that count as one computed token beside decodes: attention reads all of them. Computing a token
 # took as long as reading 1,800 to 4,300, for a model of 135M on two cores; by FLOPS and bandwidth, it is 400 to 5,000
 # for models of up to 8B on CPUs and GPUs.
 CACHED_TOKENS = 1024
 # Under the policy "fair", seconds that any step may take, since a newcomer waits for its end, or DECODE_STEPS times the
-# fastest of the LAST steps of at most LEAST_TOKENS, which every step may have. With 0.075 s, chunks of prompts were so
+# fastest of the LAST steps of at most MIN_TOKENS, which every step may have. With 0.075 s, chunks of prompts were so
 # small on two cores that they took a third longer; with 0.15 s, a newcomer waited as long as 100 tokens take.
-FAIR_S, LEAST_TOKENS, LAST = 0.1, 16, 8
+FAIR_S, MIN_TOKENS, LAST = 0.1, 16, 8
 # For so many seconds after a newcomer, steps that have no prompt of a newcomer are as short as its own prompt takes, or
 # DECODE_STEPS times the fastest of the smallest steps: the next one shall not wait longer than it computes.
 NEWCOMER_S = 60.0
@@ -27,7 +27,7 @@ NEWCOMER_S = 60.0
 class Limited(Protocol):
     """A scheduler: its limit on prompt tokens beside answers, and under the policy "fair" on all tokens of a step.
 
-    Under that policy it tells the tokens of the shortest prompt of a newcomer that the last step has admitted.
+    Under that policy it reports the tokens of the shortest prompt of a newcomer that the last step has admitted.
     """
 
     prompt_limit: int
@@ -47,7 +47,7 @@ class Pace:
     """
 
     def __init__(self, clock: Callable[[], float], most: int) -> None:
-        self.tokens, self._least = max(1, most // FIRST_SHARE), max(1, most // LEAST_SHARE)
+        self.tokens, self._least = max(1, most // FIRST_SHARE), max(1, most // MIN_SHARE)
         self._clock = clock
         self._most = most
         self._in_flight: deque[tuple[float, int, int]] = deque()  # start in seconds, prompt tokens, rows
@@ -96,7 +96,7 @@ class FairPace(Pace):
     def __init__(self, clock: Callable[[], float], most: int) -> None:
         super().__init__(clock, most)
         self.busy = self.tokens
-        self._small_s: deque[float] = deque(maxlen=LAST)  # times of the last steps of at most LEAST_TOKENS
+        self._small_s: deque[float] = deque(maxlen=LAST)  # times of the last steps of at most MIN_TOKENS
         self._newcomers: deque[tuple[float, int]] = deque()  # times of newcomers, and tokens of their prompts
 
     @property
@@ -134,7 +134,7 @@ class FairPace(Pace):
 
     def _adapt(self, count: int, rows: int, step_s: float) -> None:
         count += rows
-        if count <= LEAST_TOKENS:
+        if count <= MIN_TOKENS:
             self._small_s.append(step_s)
         self.tokens = self._adapted(self.tokens, count, step_s, self.limit_s)
         self.busy = self._adapted(self.busy, count, step_s, self.busy_limit_s)
@@ -143,5 +143,5 @@ class FairPace(Pace):
         """A limit of `tokens`, after a step of `count` tokens."""
         fitting = int(count * limit_s / max(step_s, 1e-9))
         if fitting < count:
-            return max(LEAST_TOKENS, min(tokens, fitting))
+            return max(MIN_TOKENS, min(tokens, fitting))
         return max(tokens, min(self._most, 2 * tokens, fitting))

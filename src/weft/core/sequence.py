@@ -10,7 +10,7 @@ from weft.core.request import Output, Request
 from weft.core.speculation import DraftProposer
 from weft.core.step import SlotFailure, StepPlan, TokenLogprobs
 
-NO_BLOCKS: list[int] = []  # of a row without new blocks; nobody changes the lists of a step
+NO_BLOCKS: list[int] = []  # list of a row without new blocks; nobody changes the lists of a step
 
 # A sampled token, and its logprobs if the request wants them.
 Sample = tuple[int, TokenLogprobs | None]

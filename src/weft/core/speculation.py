@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from weft.plan.plan import Speculation
 
 MEMORY = 0.8  # weight of the past in the average number of accepted tokens per step
-LEAST_ACCEPTED = 0.4  # average of accepted tokens per step below which proposing pauses
+MIN_ACCEPTED = 0.4  # accepted tokens per step, on average; below it, proposing pauses
 PAUSE = 24  # tokens that a pause lasts before one draft token is tried again
 PLACES = 64  # earlier occurrences of a run that are compared, latest first
 
@@ -68,8 +68,8 @@ class DraftProposer:
         if not proposed:
             return
         self._accepted = MEMORY * self._accepted + (1 - MEMORY) * accepted
-        if self._accepted < LEAST_ACCEPTED:
-            self._accepted, self._pause = LEAST_ACCEPTED, PAUSE
+        if self._accepted < MIN_ACCEPTED:
+            self._accepted, self._pause = MIN_ACCEPTED, PAUSE
 
     def _look_up(self, tokens: Sequence[int], most: int) -> list[int]:
         """Return the tokens that followed an earlier occurrence of the last tokens: of the longest run, the latest."""

@@ -58,7 +58,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     groups then pad to the same CUDA graph, in which they exchange as many tokens each.
 
     `masks[slot]` says which tokens may be sampled for a constrained request: for each token that its row samples, in
-    order, a bit per token id of the vocabulary, in little-endian words of 32 bits, the lowest id in the lowest bit.
+    order, a bit per token id of the vocabulary, in little-endian 32-bit words, the lowest id in the lowest bit.
     """
 
     id: int

@@ -9,7 +9,7 @@ import msgspec
 
 
 class TokenIds(msgspec.Struct, frozen=True, array_like=True):
-    """Token ids of 32 bits each, in one piece of memory and of a message.
+    """32-bit token ids, in one piece of memory and of a message.
 
     A list takes 40 bytes per id. Its integers also lie among other objects, so that the interpreter can seldom give
     their memory back, and decoding them from a message keeps all other threads waiting.

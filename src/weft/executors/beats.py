@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-BEAT_S, LATE_BEAT_S = 0.5, 2.0  # between two heartbeats; the longest time between them that counts in full
+BEAT_S, LATE_BEAT_S = 0.5, 2.0  # seconds between two heartbeats; the longest time between them that counts in full
 # A link that is back within 5 s costs time only: TCP repeats what was lost up to 3.2 s later.
 SILENCE_S = 8.0
 STACKS_S = 0.5  # seconds for the ranks to print their stacks before they are killed
-USER_TIMEOUT_MS = 20_000  # for data that nobody acknowledges: the heartbeats end sooner, with a better cause
+USER_TIMEOUT_MS = (
+    20_000  # milliseconds for data that nobody acknowledges: the heartbeats end sooner, with a better cause
+)
 
 
 class Watch:
@@ -53,7 +55,7 @@ class Watch:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Have the system notice a machine that is gone, also while nothing is sent; send small messages at once.
+    """Have the system notice a machine that is gone, even while nothing is sent; send small messages at once.
 
     Without effect on a plain socket in place of a connection with TLS, which has this done itself.
     """

@@ -30,7 +30,7 @@ from weft.hardware import malloc
 MODULES = ("weft.worker.process", "weft.comm.connect", "weft.worker.worker")
 MAX_REQUEST = 1 << 20  # bytes of a request; most are the environment
 MAX_FILES = 250  # descriptors of a request; Linux passes on 253
-ARGUMENTS_FIELD = 45  # of /proc/self/stat behind the command's name: where the arguments begin
+ARGUMENTS_FIELD = 45  # field of /proc/self/stat behind the command's name: where the arguments begin
 
 
 class ForkRequest(msgspec.Struct, tag=True):

@@ -92,7 +92,7 @@ class ServerPool:
             return server
 
     def adopt(self, descriptor: int, pid: int) -> None:
-        """Use a server that the parent of this process has started, also for a single process."""
+        """Use a server that the parent of this process has started, even for a single process."""
         with self._lock:
             self._server = AdoptedServer(descriptor, pid)
 

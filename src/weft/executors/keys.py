@@ -20,8 +20,8 @@ from pathlib import Path
 from weft.errors import ConfigError, error_reason
 
 VARIABLE = "WEFT_CLUSTER_KEY"
-LEAST_CHARACTERS = 32
-KEY_MODE = 0o600  # of files with a key
+MIN_KEY_CHARACTERS = 32
+KEY_MODE = 0o600  # mode of files with a key
 MAKE = "(umask 077; openssl rand -hex 32 > cluster.key)"
 
 MAGIC = b"weft/1\r\n"
@@ -59,9 +59,9 @@ def load_key(file: str | None, environment: Mapping[str, str], nodes: int) -> by
                 "others, and give --cluster-key-file cluster.key",
                 code="no-cluster-key",
             )
-    if len(text) < LEAST_CHARACTERS:
+    if len(text) < MIN_KEY_CHARACTERS:
         raise ConfigError(
-            f"the cluster key in {where} has {len(text)} characters; it needs {LEAST_CHARACTERS} or more: make one "
+            f"the cluster key in {where} has {len(text)} characters; it needs {MIN_KEY_CHARACTERS} or more: make one "
             f"with {MAKE}",
             code="short-cluster-key",
         )

@@ -33,7 +33,7 @@ from weft.executors.open_sockets import open_sockets
 
 M = TypeVar("M")
 
-LONGEST_LINE_BYTES = 65536  # of a child's output that are held back until the line ends
+LONGEST_LINE_BYTES = 65536  # bytes of a child's output that are held back until the line ends
 OUTPUT_TAIL_BYTES = 8192  # the end of a child's output, kept for describe_exit
 EXIT_S = 1.0  # seconds for a child to exit by itself once its socket has closed,
 FAMILY_EXIT_S = 3  # and for a child that has children of its own to end

@@ -14,7 +14,7 @@ from weft.executors.causes import ExitReason
 
 BEAT_S = 0.5  # seconds between two heartbeats while requests run
 IDLE_BEATS = 10  # heartbeats within the limit while none runs: an idle engine is to sleep
-SHORTEST_S = 1.0  # of silence after which a process may count as dead
+SHORTEST_S = 1.0  # seconds of silence after which a process may count as dead
 STEP = "step"  # the phase of steps
 STATE_FIELD, USER_TIME_FIELD = 0, 11  # of /proc/PID/stat behind the command's name
 

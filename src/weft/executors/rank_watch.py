@@ -15,7 +15,7 @@ from weft.executors.rank_processes import RankProcesses
 # uses none.
 COMPUTING_SHARE = 0.03
 LONG_STEP = 10  # times the limit, for a step in which ranks compute
-SHORTEST_WORK_S = 10.0  # for which a start or a command may wait at least, for a system that is busy
+SHORTEST_WORK_S = 10.0  # seconds for which a start or a command may wait at least, for a system that is busy
 
 
 class RankWatch:

@@ -54,7 +54,7 @@ CLOSED = Cause(
     code="engine-closed",
     cause="the engine was closed; the requests that ran were ended",
 )
-IDLE_S = 0.1  # without a step for this long, no request runs or waits
+IDLE_S = 0.1  # after so many seconds without a step, no request runs or waits
 
 
 @dataclass(eq=False)

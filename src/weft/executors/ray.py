@@ -38,8 +38,8 @@ from weft.plan.wiring import Network, Tcp
 
 log = logging.getLogger("weft")
 
-LOOK_S = 0.5  # between two looks at actors that have not connected
-SAY_S = 10.0  # between two lines about resources that are missing
+LOOK_S = 0.5  # seconds between two looks at actors that have not connected
+SAY_S = 10.0  # seconds between two lines about resources that are missing
 STACKS_S = 1.0  # seconds for the ranks to print their stacks, which Ray passes on
 RELEASE_S = 10.0  # seconds for Ray to take its resources back
 REASON_S = 5.0  # seconds for Ray to say why an actor has died

@@ -6,7 +6,7 @@ import msgspec
 
 from weft.executors.messages import FromRank
 
-NODE_LABEL = "ray.io/node-id"  # of every node, set by Ray
+NODE_LABEL = "ray.io/node-id"  # label of every node, set by Ray
 ENGINE_NAME = "weft "  # begins the name of an engine's placement group
 
 

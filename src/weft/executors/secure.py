@@ -20,10 +20,10 @@ from weft.executors.keys import (
 )
 from weft.executors.tls import start_tls
 
-FIRST_BYTE = b"\x16"  # of a TLS connection: a record of its handshake
-MOST_GREETED = 64  # connections that prove their key at the same time
-QUIET_S = 10.0  # between two lines about refused connections from one address
-MOST_PEERS = 1024  # addresses that are remembered for that
+FIRST_BYTE = b"\x16"  # first byte of a TLS connection: a record of its handshake
+MAX_GREETED = 64  # connections that prove their key at the same time
+QUIET_S = 10.0  # seconds between two lines about refused connections from one address
+MAX_PEERS = 1024  # addresses remembered for QUIET_S
 AGAIN_S = 0.1  # after a connection that could not be accepted
 
 
@@ -96,7 +96,7 @@ class Complaints:
         with self._lock:
             if now - self._said_s.get(peer, -QUIET_S) < QUIET_S:
                 return False
-            if len(self._said_s) >= MOST_PEERS:
+            if len(self._said_s) >= MAX_PEERS:
                 self._said_s.clear()
             self._said_s[peer] = now
             return True
@@ -109,12 +109,12 @@ class Greeter:
     """Accepts connections at a listener and greets each in a thread of its own, so that none waits for another.
 
     `greet` gets a connection and its peer's address, and closes the connection, or returns a function that takes it
-    over. Beyond MOST_GREETED at a time, further ones are closed.
+    over. Beyond MAX_GREETED at a time, further ones are closed.
     """
 
     def __init__(self, listener: socket.socket, greet: Greet, name: str) -> None:
         self._listener, self._greet = listener, greet
-        self._slots = threading.BoundedSemaphore(MOST_GREETED)
+        self._slots = threading.BoundedSemaphore(MAX_GREETED)
         self._lock = threading.Lock()  # guards the next
         self._greeting: dict[socket.socket, threading.Thread] = {}
         self._closed = threading.Event()

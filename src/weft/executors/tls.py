@@ -28,8 +28,8 @@ from weft.executors.open_sockets import open_sockets
 
 MAKE = "weft cluster cert makes new ones"
 PIECE_BYTES = 1 << 16
-MOST_WAITING = 1 << 20  # bytes that are held for a side that does not take them
-FLUSH_S = 2.0  # for the last bytes after the end
+MAX_HELD_BYTES = 1 << 20  # bytes held for a side that does not take them
+FLUSH_S = 2.0  # seconds for the last bytes after the end
 BLOCK = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----\n?", re.DOTALL)
 # Codes of OpenSSL's verification, and names of the alerts by which the other side refuses.
 FAULTS = {9: "is not valid yet: set the clocks", 10: f"has expired: {MAKE}"}
@@ -224,7 +224,7 @@ class Pump:
         self, selector: selectors.BaseSelector, end: socket.socket, full: bytearray, waiting: bytearray
     ) -> None:
         """Read from an end while there is room for what comes from it; write to it if something waits."""
-        events = selectors.EVENT_READ if len(full) < MOST_WAITING and not self._ended else 0
+        events = selectors.EVENT_READ if len(full) < MAX_HELD_BYTES and not self._ended else 0
         events |= selectors.EVENT_WRITE if waiting else 0
         if end in selector.get_map():
             if events:

@@ -11,14 +11,14 @@ from weft.export.shell import Placeholder, flag_words, quote
 from weft.planner.deployment import DeploymentLayout
 from weft.planner.question import Question
 
-RAY_VERSION = "2.60.0"  # of the image, see containers/Containerfile
+RAY_VERSION = "2.60.0"  # version of the image, see containers/Containerfile
 IMAGE = Placeholder("REPLACE_WITH_IMAGE", "Weft's image, built from containers/Containerfile, in your registry")
 CLAIM = Placeholder(
     "REPLACE_WITH_CLAIM", "the PersistentVolumeClaim with rows.jsonl, to which answers.jsonl is written"
 )
 DATA = "/data"  # where the claim is mounted
-TTL_S = 600  # that a finished job's cluster stays, for its log
-RETRIES = 3  # of a job, each in a new cluster: it goes on with the rows that have no answer
+TTL_S = 600  # seconds that a finished job's cluster stays, for its log
+RETRIES = 3  # retries of a job, each in a new cluster: it goes on with the rows that have no answer
 SEPARATED = {  # flags whose text has commas, and the type of the parts
     "tensor-split": float,
     "pipeline-split": int,

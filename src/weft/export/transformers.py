@@ -21,7 +21,7 @@ from weft.planner.deployment import DeploymentLayout
 from weft.planner.question import Question
 
 SCRIPT_NAME = "transformers_plan.py"
-PRECISION_SUBSTITUTES = dict.fromkeys(gguf_types.MIXES, "bf16")  # for precisions that it does not run
+PRECISION_SUBSTITUTES = dict.fromkeys(gguf_types.MIXES, "bf16")  # substitutes for precisions that it does not run
 REMOTE_CODE_ARCHITECTURE = "QWenLMHeadModel"  # Qwen v1
 # Modules of a multimodal model before its layers, beside the embedding.
 VISION_MODULES = ("model.vision_tower", "model.multi_modal_projector")

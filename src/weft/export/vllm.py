@@ -18,7 +18,7 @@ from weft.planner.question import Question
 
 RAY_PORT = 6379  # Ray's own default
 COUNT = 'import ray; ray.init("auto", log_to_driver=False); print(int(ray.cluster_resources().get("GPU", 0)))'
-EXPERTS_PORT = 13345  # of the rendezvous of replicas that share experts, as in vLLM's documentation
+EXPERTS_PORT = 13345  # port of the rendezvous of replicas that share experts, as in vLLM's documentation
 
 
 def unsupported(question: Question, layout: DeploymentLayout) -> str:

@@ -1,4 +1,4 @@
-"""bitsandbytes checkpoints of 4 bits: the tensors of a matrix.
+"""4-bit checkpoints of bitsandbytes: the tensors of a matrix.
 
 NAME.weight has the numbers of a matrix one after the other, row by row, two to a byte, the first one in the upper
 bits. Each is an index of a table of 16 values (`schemes.TABLES`). Beside it lie
@@ -11,7 +11,7 @@ bits. Each is an index of a table of 16 values (`schemes.TABLES`). Beside it lie
 
 Blocks run along the whole matrix, so those of a row are its own only if they divide its columns. If they do not, the
 scale of a block is repeated for each part of it of as many columns as divide both. Source: bitsandbytes,
-functional.QuantState. Matrices of 8 bits are in `formats.signed`.
+functional.QuantState. 8-bit matrices are in `formats.signed`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from weft.errors import ModelError, error_reason
 from weft.formats.packed import Packed
 from weft.formats.tensor import TensorInfo
 
-BLOCKS = tuple(32 << i for i in range(8))  # that bitsandbytes has: 32 to 4,096
+BLOCKS = tuple(32 << i for i in range(8))  # block sizes that bitsandbytes has: 32 to 4,096
 STATE = ".quant_state.bitsandbytes__"
 PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
 LARGEST_STATE = 1 << 16  # bytes; published ones have about 200
@@ -45,7 +45,7 @@ class QuantState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TablePacked(Packed, frozen=True, kw_only=True):
-    """A matrix of 4 bits. `group`: columns that share a scale; `state.blocksize` numbers do in the file.
+    """A 4-bit matrix. `group`: columns that share a scale; `state.blocksize` numbers do in the file.
 
     `scales` are bytes if `nested_map` and `nested_scales` tell what they stand for, else float32.
     """
@@ -57,7 +57,7 @@ class TablePacked(Packed, frozen=True, kw_only=True):
 
 
 def join_tables(index: Mapping[str, TensorInfo], published: PublishedQuantization) -> dict[str, TensorInfo]:
-    """Replace the tensors of each matrix of 4 bits in an index by one `TablePacked` of the matrix' name.
+    """Replace the tensors of each 4-bit matrix in an index by one `TablePacked` of the matrix's name.
 
     Raises ModelError, naming file and tensor, if the tensors of a matrix do not fit together.
     """

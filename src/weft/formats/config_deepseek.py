@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from weft.architectures.shape import LatentAttention, Rope
 from weft.formats.fields import Fields
 
-NORM_EPS = 1e-6  # of the norms of compressed vectors, whatever rms_norm_eps says
+NORM_EPS = 1e-6  # epsilon of the norms of compressed vectors, whatever rms_norm_eps says
 METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
 SCORINGS: dict[str, Literal["softmax", "sigmoid"]] = {"softmax": "softmax", "sigmoid": "sigmoid"}
 

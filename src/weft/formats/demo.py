@@ -29,7 +29,7 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 WAYS_OUT = "try again, or give a directory or a .gguf file in place of demo"
 CHUNK = 1 << 20  # bytes
 POLL_S = 0.1
-STALLED_S = 120.0  # without progress; longer than pip waits for a server before it tries again
+STALLED_S = 120.0  # seconds without progress; longer than pip waits for a server before it tries again
 
 Download = Callable[[Path], object]
 

@@ -25,7 +25,7 @@ SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0")  # the last one: 2^(byte - 127)
 
 
 def join_fp8(index: Mapping[str, TensorInfo], published: PublishedQuantization) -> dict[str, TensorInfo]:
-    """Replace each matrix of FP8 numbers and its scales in an index by one `Packed` of the matrix' name.
+    """Replace each matrix of FP8 numbers and its scales in an index by one `Packed` of the matrix's name.
 
     Raises ModelError, naming file and tensor, for a matrix without scales, or with scales that do not fit it.
     """
@@ -73,7 +73,7 @@ def _join(name: str, values: TensorInfo, scales: TensorInfo, published: Publishe
 def _rows_and_columns(
     dims: tuple[int, ...], rows: int, cols: int, published: PublishedQuantization
 ) -> tuple[int, int] | None:
-    """Rows and columns that share a scale, by the dims of a matrix' scales; None if these do not fit the matrix."""
+    """Rows and columns that share a scale, by the dims of a matrix's scales; None if these do not fit the matrix."""
     # A small matrix may be one block, or one block wide: it is of the same scheme as the others.
     blocks = -(-rows // published.rows), -(-cols // published.group)
     if published.group != ROW and dims == blocks:

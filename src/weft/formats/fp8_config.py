@@ -14,7 +14,7 @@ from weft.architectures.published import ROW, Method, PublishedQuantization
 from weft.formats.fields import Fields
 
 METHODS: dict[str, Method] = {"fp8": "fp8", "fbgemm_fp8": "fbgemm_fp8"}
-COLUMNS = (32, 64, 128, 256, 512)  # of a block with one scale, in the schemes that have kernels
+COLUMNS = (32, 64, 128, 256, 512)  # columns of a block with one scale, in the schemes that have kernels
 BLOCK = [128, 128]  # compressed-tensors' default block
 PACKINGS = ("float-quantized", "naive-quantized")  # compressed-tensors' formats; both store numbers and scales alike
 ACTIVATIONS = ("dynamic", "static")
@@ -47,7 +47,7 @@ def parse_config(config: Fields) -> PublishedQuantization:
 
 
 def is_floating(weights: Fields) -> bool:
-    """Return True if a group of compressed-tensors has floating-point weights of 8 bits."""
+    """Return True if a group of compressed-tensors has 8-bit floating-point weights."""
     return weights.text_or("type", "int") == "float" and weights.integer_or("num_bits", None) == 8
 
 

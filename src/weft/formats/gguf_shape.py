@@ -38,7 +38,7 @@ SAMPLING = {
     "general.sampling.min_p": "min_p",
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
-CORRECTION = "exp_probs_b.bias"  # of the router; DeepSeek has one since version 3
+CORRECTION = "exp_probs_b.bias"  # name of the correction of the router; DeepSeek has one since version 3
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")  # arrays in some architectures
 # Keys that change what llama.cpp computes. None is written for the models above.
@@ -64,7 +64,7 @@ GATING, SCALES = (0, 1, 3), (0, 1)
 # files do not say.
 NOT_NORMALISED = ("qwen2moe",)
 LAYERS_OF_GEMMA3_27B = 62
-GEMMA3_LOCAL_BASE = 1e4  # of the rotary embedding in layers with a window, which older files do not give
+GEMMA3_LOCAL_BASE = 1e4  # base of the rotary embedding in layers with a window, which older files do not give
 
 
 def architecture(gguf: Gguf, *, run: bool = True) -> str:

@@ -88,8 +88,8 @@ class _Layout(NamedTuple):
 def join_packed(index: Mapping[str, TensorInfo], published: PublishedQuantization) -> dict[str, TensorInfo]:
     """Replace the tensors of each packed matrix in an index by one `Packed`, named `LAYER.weight`.
 
-    That is the matrix' name in a checkpoint that is not quantised. Raises ModelError, naming the tensor, if the tensors
-    of a matrix do not fit together.
+    That is the matrix's name in a checkpoint that is not quantised. Raises ModelError, naming the tensor, if the
+    tensors of a matrix do not fit together.
     """
     if published.method == "mxfp4":
         return _join_mxfp4(index, published)
@@ -259,7 +259,7 @@ def _pack(index: Mapping[str, TensorInfo], layer: str, values: TensorInfo, publi
 def _find_parts(
     index: Mapping[str, TensorInfo], layer: str, values: TensorInfo, method: Method
 ) -> tuple[TensorInfo, TensorInfo | None, TensorInfo | None]:
-    """Scales, zero points and column groups of a matrix' numbers. Only compressed-tensors may lack zero points."""
+    """Scales, zero points and column groups of a matrix's numbers. Only compressed-tensors may lack zero points."""
     _, scale_name, zero_name, order_name = PART_NAMES[method]
     scales = index.get(f"{layer}.{scale_name}")
     if scales is None or len(scales.dims) != 2 or len(values.dims) != 2:

@@ -198,7 +198,7 @@ def _published_format(published: PublishedQuantization, parameter: Parameter, pa
 
 
 def _wide_format(published: PublishedQuantization, scheme: Scheme) -> NumberFormat:
-    """Format in the file of numbers with scales of 32 bits. Double quantisation leaves a byte of each scale, and one of
+    """Format in the file of numbers with 32-bit scales. Double quantisation leaves a byte of each scale, and one of
     32 bits for 256 of them."""
     return NumberFormat(
         bits=scheme.bits,

@@ -216,7 +216,7 @@ def _config_groups(config: Fields) -> Iterator[Fields]:
 
 
 def _is_signed(config: Fields) -> bool:
-    """Return True if the first group of a compressed-tensors config has integers of 8 bits as they are."""
+    """Return True if the first group of a compressed-tensors config has 8-bit integers as they are."""
     packing = next(_config_groups(config)).text_or("format", None) or config.text_or("format", None)
     return packing == signed_config.PACKING
 

@@ -28,7 +28,7 @@ from weft.architectures.shape import ModelShape
 from weft.formats import gguf_types
 from weft.formats.quantization_config import BITS, FP8_COLUMNS, GROUPS
 
-NESTED_HALVES, NESTED_BYTES = 2, 12  # of a group of a nested scheme: numbers of 16 bits, bytes with those of 6 bits
+NESTED_HALVES, NESTED_BYTES = 2, 12  # 16-bit numbers, and bytes of 6-bit ones, per group of a nested scheme
 TABLE_GROUPS = tuple(32 << i for i in range(8))  # columns: blocks of bitsandbytes, or parts of them
 UNIT = 32  # columns that are never cut apart: a kernel multiplies them at once; one group, several or half of one
 
@@ -41,7 +41,7 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     `lowest` is one of: "minimum", stored in 16 bits; "zero", scale * -zero with a stored byte `zero`; "middle",
     scale * -2^(bits - 1), not stored; "mxfp4", no such number: q is the index of one of MXFP4_VALUES, and the scale is
     2^(byte - 127), of which the byte is stored; "nested", as GGUF's K-quants have it: a group has two 16-bit numbers,
-    and for each UNIT of its columns two integers of 6 bits. Their products are the scale and -minimum of the UNIT;
+    and for each UNIT of its columns two 6-bit integers. Their products are the scale and -minimum of the UNIT;
     "fp8", no such number: q are the bits of an 8-bit floating-point number (E4M3), and the scale has 32 bits;
     "nf4" and "fp4", no such number: q is the index of one of TABLES' values, and the scale has 32 bits; "signed", as
     "middle", but the scale has 32 bits.
@@ -82,7 +82,7 @@ SCHEMES = {
     "Q4_16": Scheme(bits=4, group=16, lowest="middle"),
     "Q4_16_MIN": Scheme(bits=4, group=16, lowest="minimum"),
 }
-# Each GGUF type as a scheme, after unpacking. IQ4's values are 16 numbers of 8 bits. If a block has several groups,
+# Each GGUF type as a scheme, after unpacking. IQ4's values are a table of 8-bit numbers. If a block has several groups,
 # their scales and minima are products of the block's own with integers, and are rounded to 16 bits, except in Q4_K.
 GGUF_SCHEMES = {
     "Q4_0": SCHEMES["Q4_0"],
@@ -107,7 +107,7 @@ FLOAT_SCHEMES = {"MXFP4": Scheme(bits=4, group=32, lowest="mxfp4")}
 # Blocks of rows, and whole tensors, have their scale repeated row by row: so a rank may have any rows of a matrix, and
 # matrices with different scales are multiplied as one. That takes 4 bytes more for each row and group.
 FP8_SCHEMES = {fp8_scheme_name(group): Scheme(bits=8, group=group, lowest="fp8") for group in (*FP8_COLUMNS, ROW)}
-# bitsandbytes' tables of the values of 4 bits: NF4 (quantiles of the normal distribution, QLoRA, arXiv 2305.14314), and
+# bitsandbytes' tables of the 4-bit values: NF4 (quantiles of the normal distribution, QLoRA, arXiv 2305.14314), and
 # its own FP4. Source: bitsandbytes, functional.get_4bit_type. Mirrored in native/cpp/quantised.h.
 _TWELFTHS = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 TABLES: dict[str, tuple[float, ...]] = {
@@ -119,7 +119,7 @@ TABLES: dict[str, tuple[float, ...]] = {
     ),
     "fp4": (*(value / 12 for value in _TWELFTHS), *(-value / 12 for value in _TWELFTHS)),
 }
-# Numbers with scales of 32 bits, as bitsandbytes and compressed-tensors (int-quantized) publish them.
+# Numbers with 32-bit scales, as bitsandbytes and compressed-tensors (int-quantized) publish them.
 WIDE_SCHEMES = {wide_scheme_name("nf4", group): Scheme(bits=4, group=group, lowest="nf4") for group in TABLE_GROUPS} | {
     wide_scheme_name("fp4", group): Scheme(bits=4, group=group, lowest="fp4") for group in TABLE_GROUPS
 }

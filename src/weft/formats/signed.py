@@ -1,4 +1,4 @@
-"""Matrices of integers of 8 bits with a sign, as bitsandbytes and compressed-tensors publish them for int8 products.
+"""Matrices of 8-bit integers with a sign, as bitsandbytes and compressed-tensors publish them for int8 products.
 
 - bitsandbytes (LLM.int8()): NAME.weight [rows, cols] I8 and NAME.SCB [rows], the largest number of each row: a weight
   is number * SCB / 127. NAME.weight_format is 0 for rows as they are. Source: bitsandbytes, nn.Linear8bitLt.
@@ -23,13 +23,13 @@ from weft.formats.packed import SCALE_TYPES, Packed
 from weft.formats.tensor import TensorInfo
 
 LARGEST = 127  # that bitsandbytes' SCB stands for
-# By method: the suffix of a matrix' scales, and those of tensors that are not needed.
+# By method: the suffix of a matrix's scales, and those of tensors that are not needed.
 SCALES = {"bitsandbytes": ".SCB", "compressed-tensors": ".weight_scale"}
 UNREAD = (".weight_format", ".input_scale", ".input_zero_point")
 
 
 def join_signed(index: Mapping[str, TensorInfo], published: PublishedQuantization) -> dict[str, TensorInfo]:
-    """Replace each matrix of signed integers and its scales in an index by one `Packed` of the matrix' name.
+    """Replace each matrix of signed integers and its scales in an index by one `Packed` of the matrix's name.
 
     Raises ModelError, naming file and tensor, for a matrix without scales, or with scales that do not fit it.
     """

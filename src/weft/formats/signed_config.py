@@ -1,4 +1,4 @@
-"""compressed-tensors' `int-quantized` (w8a8) in a quantization_config: integers of 8 bits, a scale per row or matrix.
+"""compressed-tensors' `int-quantized` (w8a8) in a quantization_config: 8-bit integers, a scale per row or matrix.
 
 `input_activations` are described too, dynamic or static. They are not rounded: see `formats.signed`.
 """

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from weft.gateway.answer import ResumableAnswer
-from weft.gateway.completion import COUNTED, MOST_TOKENS
+from weft.gateway.completion import COUNTED, MAX_TOKENS
 from weft.gateway.exchange import Exchange
 from weft.gateway.ledger import DAY_HOURS, Amount, Ledger
 from weft.gateway.prices import TOOL_TOKENS, price_of
@@ -21,7 +21,7 @@ log = logging.getLogger("weft.gateway")
 
 DEFAULT_ANSWER = 4096  # tokens that an overflow upstream may answer if the client sets no limit
 WITHOUT_ANSWER = ("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/api/show")
-MOST_USAGE = 2**53  # an upstream that reports as many tokens is not believed; JSON's numbers are exact below it
+MAX_USAGE_TOKENS = 2**53  # more reported tokens are not believed: beyond, JSON's numbers are no longer exact
 
 
 class Accounts:
@@ -169,7 +169,7 @@ class Accounts:
         assert completion is not None
         answer = 0
         if completion.answers:
-            answer = min(completion.choices * (completion.max_tokens or DEFAULT_ANSWER), MOST_TOKENS)
+            answer = min(completion.choices * (completion.max_tokens or DEFAULT_ANSWER), MAX_TOKENS)
         prompt = exchange.bytes_in + (TOOL_TOKENS if completion.has_tools else 0)
         dollars = price_of(replica.config, replica.own_name(exchange.model), prompt, answer)
         return Amount(exchange.prompt_tokens, answer, dollars)
@@ -192,18 +192,18 @@ class Accounts:
 
 
 def tokens_of(exchange: Exchange) -> int:
-    """Tokens of a stream that have come, which its client may have left before its usage was told."""
+    """Tokens of a stream that have come, which its client may have left before its usage was reported."""
     return exchange.answer.tokens if isinstance(exchange.answer, ResumableAnswer) else 0
 
 
 def usage_of(exchange: Exchange) -> Amount | None:
-    """Tokens of a request by the usage that its upstream told; None if it told none, or none that can be."""
+    """Tokens of a request by the usage that its upstream reported; None if it reported none, or an impossible one."""
     usage: dict[str, Any] = (exchange.answer.usage if exchange.answer is not None else None) or {}
     prompt, completion = (usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
     if completion is None and exchange.completion is not None and not exchange.completion.answers:
         completion = 0
     if type(prompt) is not int or type(completion) is not int:
         return None
-    if not (0 <= prompt < MOST_USAGE and 0 <= completion < MOST_USAGE):
+    if not (0 <= prompt < MAX_USAGE_TOKENS and 0 <= completion < MAX_USAGE_TOKENS):
         return None
     return Amount(prompt, completion)

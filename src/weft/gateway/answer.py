@@ -8,14 +8,14 @@ from typing import Any
 
 import msgspec
 
-from weft.gateway.completion import MOST_IDS, is_id_list
+from weft.gateway.completion import MAX_HELD_IDS, is_id_list
 from weft.gateway.events import DONE, EVENT_BYTES, EventSplitter, event_data
 from weft.gateway.stream_apis import StreamApi
 from weft.gateway.upstream import ResponseHead, UpstreamError
 
 FRUITLESS = 4  # replicas in a row that may break an answer without a token of it
-WHOLE_BYTES = 2**24  # of a JSON object that is read
-HEAD_FIELDS = ("id", "created", "model")  # of every chunk; a client sees those of the first
+WHOLE_BYTES = 2**24  # bytes of a JSON object that is read
+HEAD_FIELDS = ("id", "created", "model")  # fields of every chunk; a client sees those of the first
 
 
 class ResumableAnswer(ABC):
@@ -236,7 +236,7 @@ class StreamedAnswer(ResumableAnswer):
     def _add_ids(self, ids: list[int]) -> None:
         self.token_ids += ids
         self.tokens += len(ids)
-        if len(self.token_ids) > MOST_IDS:
+        if len(self.token_ids) > MAX_HELD_IDS:
             self._give_up()
 
     def _give_up(self) -> None:

@@ -24,7 +24,7 @@ from weft.serving.ollama.details import timestamp
 from weft.serving.ollama.names import tagged
 from weft.serving.ollama.types import ModelDetails, ModelList, ModelRow
 
-ADMIN_BYTES = 2**16  # of a body
+ADMIN_BYTES = 2**16  # bytes of a body
 
 Endpoint = Callable[[Proxy, Request], Awaitable[Response]]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-FAILURES = 3  # in a row, until the breaker opens
+FAILURES = 3  # failures in a row, until the breaker opens
 SHORTEST_S, LONGEST_S = 1.0, 30.0  # pause before the first probe, and after many failed ones
 SLOW_START_S = 10.0  # time in which the share of a recovered replica grows from SLOW_START_SHARE to all
 SLOW_START_SHARE = 0.1

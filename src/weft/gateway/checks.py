@@ -22,9 +22,9 @@ from weft.logs import event_fields
 log = logging.getLogger("weft.gateway")
 
 CHECK_EVERY_S = 2.0
-CHECK_S = 5.0  # for the response to a check
-MODELS_EVERY_S = 30.0  # between two looks at the models of a replica; at once after it has recovered
-SMALL_BYTES = 2**22  # of a response that is read whole, such as that of /v1/models
+CHECK_S = 5.0  # seconds for the response to a check
+MODELS_EVERY_S = 30.0  # seconds between two looks at the models of a replica; at once after it has recovered
+SMALL_BYTES = 2**22  # bytes of a response that is read whole, such as that of /v1/models
 MODEL_ROWS = 10_000
 
 

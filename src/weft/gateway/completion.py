@@ -31,8 +31,8 @@ COUNTED = (*PATHS, *APIS, *POOLED)
 LIMITS = ("max_tokens", "max_completion_tokens")
 WHOLE_NUMBERS = ("n", "best_of", "max_output_tokens", *LIMITS)
 USAGE_OPTIONS = frozenset(("include_usage",))
-MOST_TOKENS = 2**31 - 1  # that a limit may say
-MOST_IDS = 2**18  # token ids of an answer that are held, about 36 bytes each; a longer one is not continued
+MAX_TOKENS = 2**31 - 1  # largest limit of tokens, number of choices and token id that a request may have
+MAX_HELD_IDS = 2**18  # token ids of an answer that are held, about 36 bytes each; a longer answer is not continued
 
 
 class Completion:
@@ -52,7 +52,7 @@ class Completion:
         self.keeps_ids = fields.return_token_ids is True
         options = fields.stream_options
         self.keeps_usage = isinstance(options, dict) and options.get("include_usage") is True
-        self.choices = fields.n if type(fields.n) is int and 0 < fields.n < MOST_TOKENS else 1
+        self.choices = fields.n if type(fields.n) is int and 0 < fields.n < MAX_TOKENS else 1
         self.single = self.api is not None or (
             fields.n in (None, 1) and fields.best_of in (None, 1) and _is_one_prompt(fields.prompt)
         )
@@ -152,9 +152,9 @@ def with_fields(body: bytes, changes: dict[str, Any], *, rewrites: bool = False)
 
 def is_id_list(value: Any) -> bool:
     """Return True for a list of token ids that is not too long to be held."""
-    if not isinstance(value, list) or len(value) > MOST_IDS:
+    if not isinstance(value, list) or len(value) > MAX_HELD_IDS:
         return False
-    return all(type(id) is int and 0 <= id <= MOST_TOKENS for id in value)
+    return all(type(id) is int and 0 <= id <= MAX_TOKENS for id in value)
 
 
 def _read_limits(fields: RoutedFields, api: StreamApi | None) -> tuple[int | None, bool]:
@@ -163,7 +163,7 @@ def _read_limits(fields: RoutedFields, api: StreamApi | None) -> tuple[int | Non
     for limit in (fields.max_tokens, fields.max_completion_tokens) if api is None else (api.read_limit(fields),):
         if limit is None:
             continue
-        if type(limit) is not int or not 0 < limit <= MOST_TOKENS:
+        if type(limit) is not int or not 0 < limit <= MAX_TOKENS:
             return None, False
         largest = max(largest, limit)
     return largest or None, True

@@ -25,7 +25,7 @@ SECOND_CHANCE_S = 1.0  # after which a replica that broke an answer may go on wi
 
 
 class Dispatcher:
-    """Chooses replicas for requests, and tells breakers and metrics of the outcomes."""
+    """Chooses replicas for requests, and reports the outcomes to breakers and metrics."""
 
     def __init__(
         self, fleet: Fleet, timeouts: Timeouts, metrics: GatewayMetrics, accounts: Accounts, objective: Objective
@@ -189,7 +189,7 @@ class Dispatcher:
         return bool(self._candidates(exchange)) and (reason != "5xx" or self._budget.spend())
 
     def _judge(self, attempt: Attempt, head: ResponseHead, reason: str) -> None:
-        """Tell the breaker of a response that has begun. A replica that is full is not ill."""
+        """Report to the breaker a response that has begun. A replica that is full is not ill."""
         if reason == "5xx":
             attempt.fail(self.fleet.clock(), f"status {head.status}")
         elif not attempt.replica.breaker.closed:

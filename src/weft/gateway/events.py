@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-EVENT_BYTES = 2**22  # of one event; log probabilities of many tokens at once are long
+EVENT_BYTES = 2**22  # bytes of one event; log probabilities of many tokens at once are long
 BLANK_LINE = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 DONE = b"[DONE]"
 

@@ -38,12 +38,12 @@ WRITTEN_ANEW = HOP_BY_HOP | {
     OWNER_HEADER,
     CLIENT_HEADER,
 }
-KEYS = frozenset((b"authorization", b"x-api-key", OWNER_HEADER))  # that may be the upstream's
+KEYS = frozenset((b"authorization", b"x-api-key", OWNER_HEADER))  # headers with keys that may be the upstream's
 NOT_SENT = WRITTEN_ANEW | KEYS
 NOT_SENT_TO_COUNTED = NOT_SENT | {b"accept-encoding"}  # the gateway reads the answers of these paths
 OPTIONS_OF_CONNECTION = (b"keep-alive", b"close")  # which name no header field
 
-LOGGED_CHARACTERS = 512  # of a path
+LOGGED_CHARACTERS = 512  # characters of a path
 
 UNREAD = Fingerprint()
 

@@ -11,8 +11,8 @@ import msgspec
 from weft.gateway.policy import PIECE_TOKENS, Fingerprint
 from weft.serving.errors import HttpError
 
-PIECE_BYTES = 4 * PIECE_TOKENS  # of JSON; English text has about 4 bytes per token
-PIECES = 1024  # of a prompt's beginning that are compared; of a longer one the rest counts as unknown
+PIECE_BYTES = 4 * PIECE_TOKENS  # bytes of JSON; English text has about 4 bytes per token
+PIECES = 1024  # pieces of a prompt's beginning that are compared; of a longer one the rest counts as unknown
 SESSION_HEADER = "x-session-id"
 SESSION_CHARACTERS = 256
 

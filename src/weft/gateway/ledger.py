@@ -10,7 +10,7 @@ from typing import NamedTuple
 from weft.errors import ConfigError
 
 HOUR_S, DAY_HOURS = 3600, 24
-KEPT_HOURS = 5 * 7 * DAY_HOURS  # for which spent amounts are kept
+KEPT_HOURS = 5 * 7 * DAY_HOURS  # hours for which spent amounts are kept
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS spent (
     hour INTEGER, key TEXT, model TEXT, upstream TEXT, requests INTEGER, prompt_tokens INTEGER,

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from weft.gateway.answer import ResumableAnswer
-from weft.gateway.completion import MOST_IDS, is_id_list
+from weft.gateway.completion import MAX_HELD_IDS, is_id_list
 from weft.gateway.events import EVENT_BYTES, EventSplitter
 from weft.gateway.stream_apis import Mark, StreamApi
 from weft.gateway.upstream import ResponseHead, UpstreamError
@@ -105,7 +105,7 @@ class MarkedAnswer(ResumableAnswer):
         self.sent_events += len(self._held)
         self._drop_held()
         self.done |= mark.last
-        if not is_id_list(mark.token_ids) or len(self.token_ids) + len(mark.token_ids) > MOST_IDS:
+        if not is_id_list(mark.token_ids) or len(self.token_ids) + len(mark.token_ids) > MAX_HELD_IDS:
             self._give_up(shown)
         else:
             self.token_ids += mark.token_ids

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 CAPACITY = 2**16  # beginnings that are remembered, of about 200 bytes each
-MOST_REPLICAS = 2**14  # names that are remembered; then the map starts anew
+MAX_REPLICAS = 2**14  # names that are remembered; beyond it, the map starts anew
 
 
 class PrefixMap:
@@ -41,7 +41,7 @@ class PrefixMap:
     def insert(self, prefix: Sequence[int], name: str) -> None:
         """Remember that the replica got a prompt with these digests; of a very long prompt, its beginning."""
         if name not in self._bits:
-            if len(self._bits) >= MOST_REPLICAS:
+            if len(self._bits) >= MAX_REPLICAS:
                 self._bits.clear()
                 self._holders.clear()
             self._bits[name] = 1 << len(self._bits)

@@ -84,7 +84,7 @@ TEXT_PARTS = (frozenset(("type", "text")), frozenset(("type", "refusal")))
 CALL_FIELDS = frozenset(("id", "index", "type", "function"))
 TOOL_FIELDS = frozenset(("type", "function"))
 FUNCTION_FIELDS = frozenset(("name", "description", "parameters", "strict"))
-TOOL_TOKENS = 1000  # that a vendor's template may add to a prompt with tools
+TOOL_TOKENS = 1000  # tokens that a vendor's template may add to a prompt with tools
 
 
 def has_price(body: bytes) -> bool:

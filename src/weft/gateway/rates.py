@@ -19,7 +19,7 @@ class Rates:
         self._rates = KeyRates(keys)
 
     def enter(self, name: str | None, tokens: int) -> bool:
-        """Count a request whose prompt has about `tokens` tokens. Return True if its end must be told to `leave`.
+        """Count a request whose prompt has about `tokens` tokens. Return True if its end must be reported to `leave`.
 
         Raises HttpError 429 if a limit forbids it.
         """

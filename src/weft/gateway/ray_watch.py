@@ -21,7 +21,7 @@ DEPLOYMENT = "weft"  # of weft.ray.serve's applications
 EVERY = ("", "0.0.0.0", "::")  # hosts of a proxy that listens at every address of its node
 ABSENT = ("NOT_STARTED", "DELETING")  # states of an application that nobody can ask; all others may still answer
 AWAY_S = 60.0  # a dashboard may have lost Ray Serve's controller for so long, whose proxies go on
-TOKEN = "RAY_AUTH_TOKEN"  # that Ray's own clients send to a cluster with RAY_AUTH_MODE=token
+TOKEN = "RAY_AUTH_TOKEN"  # variable with the token that Ray's own clients send to a cluster with RAY_AUTH_MODE=token
 
 
 class RayProxy(msgspec.Struct):

@@ -18,7 +18,7 @@ from weft.gateway.paths import BATCHES, DISK, PUBLIC, WITH_FORMS, is_kept, is_pu
 from weft.serving.errors import HttpError
 
 LATEST = ":latest"
-MODEL_CHARACTERS = 512  # of a name, which the log and the ledger keep
+MODEL_CHARACTERS = 512  # characters of a name, which the log and the ledger keep
 
 
 class RequestReader:

@@ -38,7 +38,7 @@ from weft.serving.stopping import cancel_exit_deadline, handle_stop_signals
 
 log = logging.getLogger("weft.gateway")
 
-GARBAGE_OBJECTS = 50_000  # that are made before the collector looks at them; nearly all are freed without it
+GARBAGE_OBJECTS = 50_000  # objects that are made before the collector looks at them; nearly all are freed without it
 KEEPALIVE_S = 75.0  # nginx's default: clients keep their connections between requests
 
 

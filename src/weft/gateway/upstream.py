@@ -9,10 +9,10 @@ import httptools
 
 from weft.errors import WeftError
 
-HEAD_BYTES = 2**16  # of a response's head, or of the framing between two pieces of its body
+HEAD_BYTES = 2**16  # bytes of a response's head, or of the framing between two pieces of its body
 HEADER_FIELDS = 256
 FRAMING = (b"content-length", b"transfer-encoding")
-MOST_STATUS = 599  # RFC 9110, section 15
+MAX_STATUS = 599  # RFC 9110, section 15
 HIGH_WATER = 2**16  # bytes of a body that wait for the client before reading pauses
 
 
@@ -214,7 +214,7 @@ class UpstreamConnection(asyncio.Protocol):
         if status < 200:
             self._headers = []  # an interim response
             return
-        if status > MOST_STATUS:
+        if status > MAX_STATUS:
             self._error = UpstreamError(f"its response has the status {status}", code="response-not-http")
             raise self._error
         self._head = ResponseHead(status, self._headers)

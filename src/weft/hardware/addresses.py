@@ -27,7 +27,7 @@ PRIVATE = tuple(
     )
 )
 LIST_ADDRESSES = 0x8912  # SIOCGIFCONF of linux/sockios.h: every IPv4 address, with its interface
-ENTRY_BYTES, MOST_ENTRIES = 40, 1024  # of struct ifreq
+ENTRY_BYTES, MAX_ENTRIES = 40, 1024  # size and number of struct ifreq
 
 
 def check_private(address: str, allow_public: bool) -> None:
@@ -88,7 +88,7 @@ def own_interfaces() -> dict[str, str]:
 def _interfaces_v4() -> dict[str, str]:
     import fcntl
 
-    buffer = array.array("B", bytes(ENTRY_BYTES * MOST_ENTRIES))
+    buffer = array.array("B", bytes(ENTRY_BYTES * MAX_ENTRIES))
     place, size = buffer.buffer_info()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         reply = fcntl.ioctl(any_socket, LIST_ADDRESSES, struct.pack("iL", size, place))

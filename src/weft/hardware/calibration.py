@@ -12,7 +12,7 @@ from weft.cache import cache_path, warn_damaged, write_cache_file
 from weft.errors import WeftError
 
 AGAIN = "run weft bench calibrate again"
-VERSION = 1  # of the constants: raised when their meaning changes
+VERSION = 1  # version of the constants: raised when their meaning changes
 
 
 class MeasuredFigure(msgspec.Struct, frozen=True, array_like=True):

@@ -12,12 +12,11 @@ import msgspec
 
 from weft.errors import ConfigError
 from weft.hardware.gpus import GpuSpec, find_gpu, is_gpu_name
+from weft.hardware.quantities import parse_rate
 
 Link = Literal["nvlink", "pcie", "memory"]
 NETWORK = "100Gb"  # per second and direction; the default between nodes
-# Larger numbers are typing errors.
-MAX_GPUS = 100_000  # GPUs
-MAX_BPS = 1e15  # bytes per second
+MAX_GPUS = 100_000  # GPUs in all; larger counts are typing errors
 
 # The x after a count, but not the one in 7900XT or 7900XTX.
 _TIMES = r"\s*[x×*](?!t\b|tx\b)\s*"
@@ -26,7 +25,6 @@ _TERM = re.compile(
     re.IGNORECASE | re.ASCII,  # digits are 0 to 9, not those of other scripts
 )
 _NODES = re.compile(rf"\s*(?P<nodes>[-+]?\d{{1,9}}){_TIMES}(?P<gpus>[-+]?\d+{_TIMES}.*)", re.IGNORECASE | re.ASCII)
-_RATE = re.compile(r"\s*(?P<number>[-+]?\d+(?:\.\d+)?)\s*(?P<unit>[a-z/]*)\s*", re.IGNORECASE | re.ASCII)
 
 
 class Node(msgspec.Struct, frozen=True):
@@ -117,7 +115,7 @@ def parse_gpus(spec: str) -> Cluster:
 
     Raises ConfigError that says what is wrong.
     """
-    return Cluster((_node(spec),), network_bytes(NETWORK))
+    return Cluster((_node(spec),), parse_rate(NETWORK, "network"))
 
 
 def parse_nodes(spec: str, network: str | None = None) -> Cluster:
@@ -136,32 +134,7 @@ def parse_nodes(spec: str, network: str | None = None) -> Cluster:
         nodes += [_node(match["gpus"])] * count
     if sum(len(node.gpus) for node in nodes) > MAX_GPUS:
         raise ConfigError(f"nodes {spec!r} have more than {MAX_GPUS:,} GPUs in all", code="too-many-gpus")
-    return Cluster(tuple(nodes), network_bytes(NETWORK if network is None else network))
-
-
-def network_bytes(rate: str) -> float:
-    """Bytes per second of `400Gb`, `100GbE`, `25Gbit/s` (bits) or `50GB`, `50GB/s` (bytes). Raises ConfigError."""
-    match = _RATE.fullmatch(rate)
-    if match is None or float(match["number"]) <= 0:
-        raise ConfigError(
-            f"network {rate!r} is not a speed above 0; write it as 400Gb (bits) or 50GB (bytes)",
-            code="bad-network-speed",
-        )
-    unit = re.sub(r"(ps|/s|/sec)$", "", match["unit"])
-    scale = {"g": 1e9, "m": 1e6, "t": 1e12}.get(unit[:1].lower())
-    if scale is None or unit[1:] not in ("b", "B", "bit", "bits", "it", "bE", "be", "BE", "byte", "bytes"):
-        raise ConfigError(
-            f"network {rate!r} has the unknown unit {match['unit']!r}; write it as 400Gb (bits) or 50GB (bytes)",
-            code="unknown-network-unit",
-        )
-    in_bytes = unit[1:] in ("B", "byte", "bytes")
-    Bps = float(match["number"]) * scale / (1 if in_bytes else 8)
-    if Bps > MAX_BPS:
-        raise ConfigError(
-            f"network {rate[:60]!r} is more than {MAX_BPS / 1e12:.0f}TB per second, the most that a plan takes",
-            code="network-too-fast",
-        )
-    return Bps
+    return Cluster(tuple(nodes), parse_rate(NETWORK if network is None else network, "network"))
 
 
 def _terms(spec: str) -> list[str]:

@@ -17,7 +17,7 @@ from weft.hardware.gpus import GpuSpec
 # Schemes whose products stand for all schemes with as many bits: 16 (no scheme), 8 and 4.
 HELD: tuple[Scheme | None, ...] = (None, SCHEMES["Q8_0"], SCHEMES["Q4_1"])
 DISTURBED = "measured here while others computed: it may be faster (weft hardware --refresh-hardware)"
-CACHE_SHARE = 0.8  # of the bandwidth: decode reads keys and values at this rate if computing keeps up
+CACHE_SHARE = 0.8  # share of the bandwidth: decode reads keys and values at this rate if computing keeps up
 
 
 class _ProductPrior(msgspec.Struct, frozen=True, kw_only=True):

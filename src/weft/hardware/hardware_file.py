@@ -19,13 +19,13 @@ from msgspec import UNSET, Meta, UnsetType
 from weft.errors import ConfigError, error_reason
 from weft.formats.yaml_text import dump_yaml, load_yaml
 from weft.hardware import quantities
-from weft.hardware.cluster import MAX_GPUS, NETWORK, Cluster, Link, Node, check_node_size, link_of_gpus, network_bytes
+from weft.hardware.cluster import MAX_GPUS, NETWORK, Cluster, Link, Node, check_node_size, link_of_gpus
 from weft.hardware.cpu import TOKENS, KernelSpeed, ProductSpeed
 from weft.hardware.gpus import PCIE_BPS, GpuSpec, find_gpu
-from weft.hardware.quantities import Bytes, Capability, Rate, six_digits
+from weft.hardware.quantities import Bytes, Capability, Rate, parse_rate, six_digits
 
 SUFFIXES = (".yaml", ".yml")
-MOST_FILE_BYTES = 1 << 18  # a hardware file is a page; YAML of megabytes takes minutes to read
+MAX_FILE_BYTES = 1 << 18  # a hardware file is a page; YAML of megabytes takes minutes to read
 
 Count = Annotated[int, Meta(ge=1, le=MAX_GPUS)]
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "int8", "fp4"]
@@ -218,7 +218,7 @@ class _File(_Fields, frozen=True, kw_only=True):
     def cluster(self) -> Cluster:
         nodes = [node for entry in self.nodes for node in [entry.node()] * entry.count]
         self._check_nodes(nodes)
-        network = network_bytes(NETWORK) if isinstance(self.network, UnsetType) else self.network
+        network = parse_rate(NETWORK, "network") if isinstance(self.network, UnsetType) else self.network
         latency = None if self.network_latency_us is None else self.network_latency_us * 1e-6
         cluster, cpu = Cluster(tuple(nodes), network, self.price, network_s=latency), self.nodes[0].cpu
         return cluster.beside(cpu.spec()) if cpu and len(nodes) == 1 and self.nodes[0].gpus else cluster
@@ -265,10 +265,10 @@ def read_hardware_file(path: str) -> Cluster:
     """Read a hardware file. Raises ConfigError of one line if it cannot be read or describes something impossible."""
     try:
         with Path(path).expanduser().open("rb") as file:
-            content = file.read(MOST_FILE_BYTES + 1)
-        if len(content) > MOST_FILE_BYTES:
+            content = file.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
             raise ConfigError(
-                f"{path} has more than {MOST_FILE_BYTES >> 10} KiB; a hardware file has at most that",
+                f"{path} has more than {MAX_FILE_BYTES >> 10} KiB; a hardware file has at most that",
                 code="hardware-file-too-large",
             )
         text = content.decode()

@@ -204,11 +204,11 @@ async def one_model(front: SetProxy, request: Request) -> Response:
     path = request.url.path.removeprefix("/")
     hosted = await front.catalogue.planned(_named(front, request))
     name, member = hosted.plan.entry.name, hosted.member
-    if not member.runs:
+    if not member.is_running:
         if path == "is_sleeping":
             return JsonResponse({"is_sleeping": True})
         raise HttpError(409, f"{name!r} is not loaded; POST /admin/models/load", code="model-not-loaded")
-    status, body = await member.fetch(MODEL_COMMANDS[path], f"/{quote(path)}")
+    status, body = await member.request_as_admin(MODEL_COMMANDS[path], f"/{quote(path)}")
     return Response(body, status, media_type="application/json")
 
 

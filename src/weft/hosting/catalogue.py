@@ -25,7 +25,7 @@ from weft.serving.ollama.details import NEVER, family_of, figures_of, local_row,
 from weft.serving.ollama.names import tagged
 from weft.serving.ollama.types import ModelDetails, ModelRow, RunningRow, ShowAnswer
 
-RELIST_S = 1.0  # between two looks at the cache of fetched models
+RELIST_S = 1.0  # seconds between two looks at the cache of fetched models
 FETCHED_SHARERS = 2  # fetched models that divide a CPU's memory for KV: another one finds room beside one that sleeps
 
 

@@ -31,7 +31,7 @@ from weft.serving.options import ServeOptions
 
 LOADING = {"/api/generate": GenerateParts, "/api/chat": ChatParts}  # where clients load and unload models
 KEPT = ("/v1/files", "/v1/batches")
-BODY_BYTES = 2**26  # of a request, as the gateway's default
+BODY_BYTES = 2**26  # bytes of a request, as the gateway's default
 
 
 class SetReader(RequestReader):

@@ -41,7 +41,7 @@ class HealthChecks:
         now = self._clock()
         for hosted in self._models.values():
             waits = hosted.check is not None and not hosted.check.done()
-            if hosted.member.runs and now >= hosted.check_s and not waits:
+            if hosted.member.is_running and now >= hosted.check_s and not waits:
                 hosted.check_s = now + CHECK_EVERY_S
                 hosted.check = self._spawn(self._check(hosted))
 
@@ -54,7 +54,7 @@ class HealthChecks:
         try:
             if self._residency.tenants[name].state is not State.LOADING:
                 hosted.ill = await member.ask_health(hosted.stall_s)
-            elif member.stopped:
+            elif member.is_suspended:
                 raise UpstreamError("it is stopped", code="process-stopped")
         except UpstreamError as error:
             silent_s = self._clock() - hosted.answered_s

@@ -11,7 +11,7 @@ from weft.errors import ConfigError
 DEFAULT_S = 300.0  # Ollama's
 VARIABLE = "OLLAMA_KEEP_ALIVE"
 UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")  # of a duration of Go's
+PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")  # part of a duration of Go's
 
 
 def parse_keep_alive(value: object, source: str) -> float:

@@ -251,15 +251,15 @@ class Keeper:
         hosted.answered_s, hosted.ill = began, ""
         try:
             if load:
-                await hosted.member.start(entry.config.model, entry.names, hosted.words)
+                await hosted.member.start(entry.config.model, hosted.words)
                 hosted.load_s = self.clock() - began
                 await read_models(hosted.member.replica, Timeouts())
                 hosted.watch = self._spawn(self._watch(hosted))
             else:
-                await hosted.member.command("/wake_up")
+                await hosted.member.post_admin("/wake_up")
                 hosted.wake_s = self.clock() - began
         except Exception as error:
-            if load or hosted.member.runs:
+            if load or hosted.member.is_running:
                 await self._fail(hosted, _as_refusal(entry.name, error))
             return
         now = self.clock()
@@ -283,9 +283,9 @@ class Keeper:
             if unload:
                 await hosted.stop()
             else:
-                await hosted.member.command("/sleep?level=1")
+                await hosted.member.post_admin("/sleep?level=1")
         except Exception as error:
-            if unload or hosted.member.runs:
+            if unload or hosted.member.is_running:
                 await self._fail(hosted, _as_refusal(name, error))
             return  # `_watch` sees to a process that has ended
         tenant.state = State.UNLOADED if unload else State.ASLEEP
@@ -294,9 +294,9 @@ class Keeper:
 
     async def _watch(self, hosted: Hosted) -> None:
         """Wait for the end of a model's process: nobody has asked for it, so the model has failed."""
-        await hosted.member.ended()
+        await hosted.member.wait_ended()
         if not self._closed:
-            await self._fail(hosted, hosted.member.failure())
+            await self._fail(hosted, hosted.member.exit_error())
 
     async def _fail(self, hosted: Hosted, error: HttpError) -> None:
         """Note a failure. The model starts again after a pause, unless it has failed FAILURES times in a row."""

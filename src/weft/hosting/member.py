@@ -1,4 +1,4 @@
-"""Member: the process group that serves one model of a set, on a Unix socket that only this user can reach."""
+"""Member: the process that serves one model of a set, on a Unix socket that only this user can reach."""
 
 from __future__ import annotations
 
@@ -27,15 +27,18 @@ from weft.serving.errors import HttpError
 
 log = logging.getLogger("weft.hosting")
 
-POLL_S = 0.05  # between two looks at a process that starts
-STOP_S = 3.0  # from SIGTERM to SIGKILL
-COMMAND_S = 300.0  # for the answer to a command: a large model may have to be read again
-TAIL = 20  # of the last lines of a process that are kept
+POLL_S = 0.05  # pause between two looks at a process that starts
+STOP_S = 3.0  # seconds from SIGTERM to SIGKILL
+ADMIN_S = 300.0  # seconds for the response to an administrator's request: a large model may have to be read again
+TAIL_LINES = 20  # last lines of output that are kept
 MODULE = "weft.cli.member"
 
 
 class SteadyBreaker(Breaker):
-    """A breaker that stays closed: no other process has the model, and `Keeper` ends one that does not respond."""
+    """A breaker that never opens.
+
+    There is no other replica to fall back to, and `Keeper` kills an unresponsive process.
+    """
 
     def fail(self, now: float, reason: str, *, probe: bool) -> None:
         self.failures += 1
@@ -49,7 +52,7 @@ class MemberReplica(Replica):
         super().__init__(UpstreamConfig(url="http://localhost", models=list(names)))
         self.name, self._path = f"unix://{path}", os.fspath(path)
         self.breaker = SteadyBreaker()
-        self.draining = True  # until it is ready
+        self.draining = True  # no requests until `Keeper` says that the model is awake
 
     async def _open(self) -> UpstreamConnection:
         loop = asyncio.get_running_loop()
@@ -58,54 +61,55 @@ class MemberReplica(Replica):
 
 
 class Member:
-    """One model's process group. `replica` is its server.
+    """One model's process, which starts its ranks. `replica` is its server.
 
-    The socket is in a folder of this user alone: no other user reaches it, nor can be there in its place while the
-    process starts. Its keys are random.
+    The socket is in a folder of this user alone: no other user can connect to it, or listen at its path before the
+    process does. Its keys are random.
     """
 
     def __init__(self, name: str, names: Sequence[str], *, environment: Mapping[str, str], path: Path) -> None:
-        self.name = name
+        self.name, self._names = name, tuple(names)
         self._key, self._admin_key = secrets.token_hex(16), secrets.token_hex(16)
         self._environment = {**environment, "VLLM_API_KEY": self._key, "WEFT_ADMIN_KEY": self._admin_key}
         self._logs_json = environment.get(logs.FORMAT_VARIABLE) == "json"
         self.replica = MemberReplica(names, path)
         self.replica.key = self._key
-        self._words = [f"--uds={path}"]
+        self._path = path
         self._process: asyncio.subprocess.Process | None = None
         self._lifeline: socket.socket | None = None
         self._reading: asyncio.Task[None] | None = None
-        self.tail: deque[str] = deque(maxlen=TAIL)
-        self._killed_for = ""
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._kill_reason = ""
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         """True if the process has been started, and has not ended."""
         return self._process is not None and self._process.returncode is None
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid if self._process is not None and self.runs else None
+        return self._process.pid if self._process is not None and self.is_running else None
 
     @property
-    def stopped(self) -> bool:
-        """True if a signal has stopped the process, see proc_pid_stat(5)."""
+    def is_suspended(self) -> bool:
+        """True if a signal such as SIGSTOP has suspended the process, see proc_pid_stat(5)."""
         try:
             stat = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:
             return False
         return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
-    async def start(self, model: str, names: Sequence[str], words: Sequence[str]) -> None:
-        """Start the process, and wait until its server is ready. Raises HttpError 503 with the cause.
+    async def start(self, model: str, arguments: Sequence[str]) -> None:
+        """Start `weft serve MODEL ARGUMENTS`, and wait until its server is ready. Raises HttpError 503 with the cause.
 
-        The words come through the lifeline: one of them may be a token, which others must not see in `ps`.
+        The arguments are sent through the lifeline socket before it is only watched: one of them may be a token, which
+        others must not see in `ps`.
         """
         self.tail.clear()
-        self._killed_for = ""
-        command = [model, *words, *self._words, "--served-model-name", *names]
+        self._kill_reason = ""
+        serve_arguments = [model, *arguments, f"--uds={self._path}", "--served-model-name", *self._names]
         try:
-            await self._begin(json.dumps(command).encode() + b"\n")
+            await self._start_process(json.dumps(serve_arguments).encode() + b"\n")
         except BrokenPipeError:
             pass  # it has ended already, and its lines say why
         except OSError as error:
@@ -115,8 +119,8 @@ class Member:
             ) from None
         await self._until_ready()
 
-    async def _begin(self, command: bytes) -> None:
-        """Start the process, and tell it its words. Raises OSError."""
+    async def _start_process(self, line: bytes) -> None:
+        """Start the process, and send it the line with its arguments. Raises OSError."""
         self._close_lifeline()
         ours, theirs = socket.socketpair()
         self._lifeline = ours
@@ -132,25 +136,29 @@ class Member:
                 stderr=asyncio.subprocess.STDOUT,
                 env=self._environment,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is the front's
+                start_new_session=True,  # Ctrl-C goes to the parent only, which then ends its members
             )
         self._reading = asyncio.create_task(self._read_lines(process))
-        ours.sendall(command)
+        ours.sendall(line)
 
     async def _until_ready(self) -> None:
-        while self.runs:
+        """Wait without a deadline, since loading may take long; `Keeper` kills a process that is suspended meanwhile.
+
+        Raises HttpError 503 if the process ends.
+        """
+        while self.is_running:
             with contextlib.suppress(UpstreamError):
                 status, _ = await self.request("GET", "/health/ready", 5.0)
                 if status == 200:
                     return
             await asyncio.sleep(POLL_S)
-        await self.ended()
-        raise self.failure()
+        await self.wait_ended()
+        raise self.exit_error()
 
-    def failure(self) -> HttpError:
+    def exit_error(self) -> HttpError:
         """The error of a process that has ended, with the last line that names a cause."""
         lines = [line for line in self.tail if "error" in line.lower()] or list(self.tail)
-        cause = self._killed_for or (
+        cause = self._kill_reason or (
             lines[-1] if lines else f"exit status {self._process and self._process.returncode}"
         )
         return HttpError(503, f"{self.name!r} does not run: {cause}", code="model-down", retry_after_s=5)
@@ -169,32 +177,32 @@ class Member:
             row = _json_row(text) if self._logs_json else None
             self.tail.append(f"{row.get('level', '')} {row.get('message', '')}".strip() if row else text)
             shown = json.dumps({"model": self.name, **(row or {"message": text})}) if self._logs_json else None
-            with contextlib.suppress(OSError):  # nobody may read our own lines any more; the process is to go on
+            with contextlib.suppress(OSError):  # nobody may read our own lines any more; the process goes on
                 print(shown or f"{self.name} | {text}", file=sys.stderr, flush=True)
 
-    async def ended(self) -> None:
+    async def wait_ended(self) -> None:
         """Wait until the process has ended, and its lines are read."""
         if self._process is not None:
             await self._process.wait()
         if self._reading is not None:
             await self._reading
 
-    async def command(self, path: str) -> None:
-        """POST a command of the administrator. Raises HttpError 502 if it fails."""
-        status, body = await self.fetch("POST", path)
+    async def post_admin(self, path: str) -> None:
+        """POST to an administrator's path. Raises HttpError 502 if the status is not 200."""
+        status, body = await self.request_as_admin("POST", path)
         if status != 200:
             text = body[:200].decode(errors="replace")
             raise HttpError(502, f"{path} of {self.name!r}: status {status}: {text}", code="model-failed")
 
-    async def fetch(self, method: str, path: str) -> tuple[int, bytes]:
+    async def request_as_admin(self, method: str, path: str) -> tuple[int, bytes]:
         """Status and body of a request with the administrator's key. Raises HttpError 502."""
         try:
-            return await self.request(method, path, COMMAND_S, admin=True)
+            return await self.request(method, path, ADMIN_S, admin=True)
         except UpstreamError as error:
             raise HttpError(502, f"the process of {self.name!r}: {error}", code="model-failed") from None
 
     async def ask_health(self, limit_s: float) -> str:
-        """The fault that the process's /health tells; "" if there is none. Raises UpstreamError without a response."""
+        """The fault that the process's /health reports, "" for none. Raises UpstreamError without a response."""
         status, body = await self.request("GET", "/health", limit_s)
         return "" if status == 200 else _message_of(body) or f"status {status} of /health"
 
@@ -207,7 +215,7 @@ class Member:
             attempt.close()
 
     async def stop(self) -> None:
-        """End the process group: gently, and after STOP_S at once."""
+        """End the process: SIGTERM, then SIGKILL after STOP_S. Its ranks notice, and end too."""
         process = self._process
         if process is None:
             return
@@ -217,21 +225,24 @@ class Member:
                 await process.wait()
         except TimeoutError:
             self.kill()
-        await self.ended()
+        await self.wait_ended()
         self._close_lifeline()
 
     def terminate(self) -> None:
-        """Ask the process to end, once its running requests have ended; a stopped one cannot, and ends at once."""
-        if self.stopped:
+        """Send SIGTERM: the server finishes its requests, then exits.
+
+        A suspended process cannot handle the signal, and is killed.
+        """
+        if self.is_suspended:
             self.kill()
-        elif self._process is not None and self.runs:
+        elif self._process is not None and self.is_running:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
 
     def kill(self, reason: str = "") -> None:
-        """End the process at once; its ranks notice, and end too. `reason` is what `failure` is to say of it."""
-        if self._process is not None and self.runs:
-            self._killed_for = reason
+        """Send SIGKILL; the process's ranks notice, and end too. `exit_error` will report `reason` as the cause."""
+        if self._process is not None and self.is_running:
+            self._kill_reason = reason
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)
 

@@ -14,7 +14,7 @@ import msgspec
 
 from weft.errors import PlanError
 
-TURN_S = 5.0  # for which a model answers requests before it ends its turn for another one
+TURN_S = 5.0  # seconds for which a model answers requests before it ends its turn for another one
 
 
 class State(Enum):

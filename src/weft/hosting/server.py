@@ -1,4 +1,4 @@
-"""serve_set(): several models behind one address, each in a process group of its own."""
+"""serve_set(): several models behind one address, each in a process of its own that starts its ranks."""
 
 from __future__ import annotations
 

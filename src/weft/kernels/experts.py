@@ -17,7 +17,7 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
-LEAST_SUM = 1e-20  # added to a sum that shares are divided by: the sigmoids of a token may all be 0
+MIN_SUM = 1e-20  # added to a sum that shares are divided by: the sigmoids of a token may all be 0
 
 
 class GroupedExperts:
@@ -70,7 +70,7 @@ def choose_experts(
     chosen = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : spec.top_k]
     shares = weights.gather(1, chosen)
     if spec.normalised:
-        shares = shares / (shares.sum(dim=-1, keepdim=True) + LEAST_SUM)
+        shares = shares / (shares.sum(dim=-1, keepdim=True) + MIN_SUM)
     shares = shares * spec.scaling
     if slots is not None:
         chosen = chosen.masked_fill(slots[:, None] < 0, -1)

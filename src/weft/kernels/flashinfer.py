@@ -28,7 +28,7 @@ logger = logging.getLogger("weft")
 # The workspace holds partial results of contexts that are split among programs, two of which run on each
 # multiprocessor. Rows of their tiles are queries times heads of a group (its scheduler.cuh, PrefillPlan).
 WORKSPACE_BYTES, TILE_ROWS, TILES_PER_PROCESSOR = 128 << 20, (16, 64, 128), 2
-PLAN_BYTES = 8 << 20  # of a plan on the device, as much as its wrappers allocate by themselves
+PLAN_BYTES = 8 << 20  # bytes of a plan on the device, as much as its wrappers allocate by themselves
 DECODE, PREFILL = "decode", "prefill"
 
 
@@ -176,7 +176,7 @@ class FlashInferAttention:
 
     def _create_wrapper(self, kind: str, group: int, size: int | None) -> Any:
         if kind == PREFILL:
-            # Its kernels for Hopper do not combine an FP8 cache with queries of 16 bits.
+            # Its kernels for Hopper do not combine an FP8 cache with 16-bit queries.
             backend = "auto" if self._shape.cache_dtype == self._shape.dtype else "fa2"
             return self._prefiller(self._workspace, "NHD", backend=backend)
         # Nor do those split a context. Its kernel for tensor cores takes any number of query heads per KV head; its

@@ -65,7 +65,7 @@ class TokenSampler(Protocol):
     """Draws tokens from logits. All implementations draw the same tokens, except where rounding decides."""
 
     def admit(self, slot: int, settings: SamplingSettings, key: int) -> None:
-        """Give a slot to a request with these settings, whose random stream has this key of 64 bits."""
+        """Give a slot to a request with these settings, whose random stream has this 64-bit key."""
         ...
 
     def take_settings_update(self) -> SettingsUpdate[np.ndarray] | None:

@@ -29,7 +29,7 @@ from weft.kernels.warm import KernelLaunch
 logger = logging.getLogger("weft")
 
 HOPPER = 9  # major compute capability that FlashAttention 3 is written for
-MOST_GATHERED = 1 << 16  # tokens at most: 268 MB of keys and values of 8 heads of 128
+MAX_GATHERED_TOKENS = 1 << 16  # tokens gathered at once: 268 MB of keys and values of 8 heads of 128
 
 
 @cache
@@ -108,7 +108,7 @@ class VarlenAttention:
         self._paged, self._block_size = paged, shape.block_size
         self._triton = triton.create_attention(device, shape)
         self._prompts: Prompts | None = None
-        most = 0 if paged else min(MOST_GATHERED, max(shape.tokens, shape.length))
+        most = 0 if paged else min(MAX_GATHERED_TOKENS, max(shape.tokens, shape.length))
         self._gathered = [
             torch.empty(most, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=device) for _ in range(2)
         ]

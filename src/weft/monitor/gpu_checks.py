@@ -12,7 +12,7 @@ from weft.hardware.gpu_figures import GpuFigures
 from weft.hardware.host import Host
 from weft.monitor.check import Check, skipped
 from weft.monitor.topology import peer_verdict
-from weft.probes.speeds import Speeds
+from weft.probes.stored_speeds import Speeds
 
 GPU_CHECKS = ("driver", "cuda", "nccl", "peer-to-peer", "throttling", "pcie-lanes", "gpu-memory")
 NO_GPU = "no GPU is visible"

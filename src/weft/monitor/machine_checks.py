@@ -19,9 +19,9 @@ from weft.monitor.processes import Process, orphans
 from weft.native import library
 
 PORTS = (8000, 11434)  # weft serve's, and the one that users of Ollama expect
-LEAST_SHM = 1 << 30  # NCCL takes tens of MB per pair of GPUs; containers start with 64 MB
-LEAST_FILES = 4096  # a connection takes one, a rank some twenty
-LEAST_DISK = 20e9  # a small model in 16 bits
+MIN_SHM = 1 << 30  # NCCL takes tens of MB per pair of GPUs; containers start with 64 MB
+MIN_FILES = 4096  # a connection takes one, a rank some twenty
+MIN_DISK = 20e9  # a small model in 16 bits
 SUSPECT = ("docker", "br-", "veth", "virbr", "tun", "tap", "cni", "flannel")  # rarely the way to another machine
 
 
@@ -83,23 +83,21 @@ def check_shared_memory(folder: Path) -> Check:
         usage = shutil.disk_usage(folder)
     except OSError:
         return skipped("shared-memory", f"{folder} is not there")
-    small = usage.free < LEAST_SHM
+    small = usage.free < MIN_SHM
     return Check(
         "shared-memory",
         "warn" if small else "ok",
         f"{format_bytes(usage.free)} free in {folder}",
-        limit=format_bytes(LEAST_SHM),
+        limit=format_bytes(MIN_SHM),
         remedy="docker run --shm-size 16g, or --ipc host" if small else "",
     )
 
 
 def check_open_files(limit: int) -> Check:
     """The limit of open files of this process."""
-    if limit == resource.RLIM_INFINITY or limit >= LEAST_FILES:
-        return Check(
-            "open-files", "ok", "no limit" if limit == resource.RLIM_INFINITY else str(limit), str(LEAST_FILES)
-        )
-    return Check("open-files", "warn", str(limit), str(LEAST_FILES), f"ulimit -n {LEAST_FILES}")
+    if limit == resource.RLIM_INFINITY or limit >= MIN_FILES:
+        return Check("open-files", "ok", "no limit" if limit == resource.RLIM_INFINITY else str(limit), str(MIN_FILES))
+    return Check("open-files", "warn", str(limit), str(MIN_FILES), f"ulimit -n {MIN_FILES}")
 
 
 def check_interfaces(names: Sequence[str]) -> Check:
@@ -136,8 +134,8 @@ def check_disk() -> Check:
     writable = os.access(place, os.W_OK)
     if not writable:
         return Check("disk", "fail", f"{place} cannot be written", remedy="let XDG_CACHE_HOME be a directory of yours")
-    small = free < LEAST_DISK
+    small = free < MIN_DISK
     remedy = "delete models that are not used" if small else ""
     return Check(
-        "disk", "warn" if small else "ok", f"{format_bytes(free)} free at {place}", format_bytes(LEAST_DISK), remedy
+        "disk", "warn" if small else "ok", f"{format_bytes(free)} free at {place}", format_bytes(MIN_DISK), remedy
     )

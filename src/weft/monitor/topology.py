@@ -15,7 +15,7 @@ from weft.hardware.links import all_reduce_cost, send_cost
 from weft.hardware.topology import Gpu, GpuPair, NvLinks, Pcie
 from weft.planner.note import Note, create_note
 from weft.probes.machine import host_cluster
-from weft.probes.speeds import PairSpeed, Speeds
+from weft.probes.stored_speeds import PairSpeed, Speeds
 
 # The model whose traffic the advice counts: Llama-3.3-70B has 80 layers, each with two sums of 8,192 values of 16 bits.
 HIDDEN_BYTES = 8192 * 2

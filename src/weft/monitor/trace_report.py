@@ -34,7 +34,7 @@ KERNEL_KINDS = (
     ("attention", r"^_(decode|prefill|join)|flash|fmha|BatchDecode|BatchPrefill|scaled_dot_product"),
     ("products", r"^_multiply|gemm|gemv|nvjet|cutlass|splitK|cublas|xmma|aten::(addmm|mm|bmm|linear|matmul|addmv)"),
 )
-MOST_ROWS = 30  # of the table by kernel
+MAX_ROWS = 30  # rows of the table by kernel
 
 Event = Mapping[str, Any]
 
@@ -116,7 +116,7 @@ def report_traces(traces: Sequence[dict[str, Any]]) -> Report:
     total = sum(seconds for _, seconds in kernels.values()) or 1.0
     rows = [KernelTime(name, int(calls), seconds, seconds / total) for name, (calls, seconds) in kernels.items()]
     return Report(
-        kernels=sorted(rows, key=lambda row: -row.seconds)[:MOST_ROWS],
+        kernels=sorted(rows, key=lambda row: -row.seconds)[:MAX_ROWS],
         layers={layer: dict(layers[layer]) for layer in sorted(layers)},
         ranks=sorted(ranks, key=lambda row: row.rank),
     )

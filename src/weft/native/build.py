@@ -28,8 +28,8 @@ from weft.native import library
 from weft.native.library import SOURCES, BuildRecipe
 from weft.native.prebuilt import find_prebuilt
 
-TELL_AFTER_S = 10.0  # of waiting for another process's compiler
-PATIENCE_S = 60.0  # with another process's compiler: if it was stopped, it would never end
+REPORT_AFTER_S = 10.0  # seconds of waiting for another process's compiler
+PATIENCE_S = 60.0  # seconds with another process's compiler: if it was stopped, it would never end
 COMPILER_S = 600.0  # time limit of our own compiler
 POLL_S = 0.02
 
@@ -42,7 +42,7 @@ compiling = threading.Event()  # set while this process compiles, or waits for a
 def build_library(dtype: str, narrow: bool = False) -> Path:
     """Path of the library for activations of a dtype of CPP_TYPES: prebuilt, from the cache, or compiled now.
 
-    A `narrow` one keeps to vectors of 256 bits.
+    A `narrow` one keeps to 256-bit vectors.
 
     One process compiles while others wait. A process that waits for longer than PATIENCE_S compiles as well. In
     whatever order they finish, the file is always a whole one. A damaged file is built again.
@@ -157,7 +157,7 @@ def _wait_for_lock(lock: int, path: Path, awaited: Path) -> bool:
             return False
         if library.is_intact(awaited):
             return False
-        if waited > TELL_AFTER_S and not warned:
+        if waited > REPORT_AFTER_S and not warned:
             warned = True
             logger.warning(
                 "Waiting for the CPU kernels, which %s compiles (it holds %s); end that process if it hangs, or wait: "
@@ -212,7 +212,7 @@ def _run_all(commands: list[list[str]]) -> None:
 
 
 def _wait_for(compiler: str, process: subprocess.Popen[str]) -> None:
-    """Wait for a compiler. Raises subprocess.SubprocessError, with the line that tells the cause, if it fails."""
+    """Wait for a compiler. Raises subprocess.SubprocessError, with the line that names the cause, if it fails."""
     try:
         output = process.communicate(timeout=COMPILER_S)[0]
     except subprocess.TimeoutExpired:

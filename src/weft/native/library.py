@@ -23,7 +23,7 @@ FLAGS = (
     *("-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fopenmp-simd", "-std=c++17"),
     *("-pthread", "-fPIC", "-fvisibility=hidden"),
 )
-# For vectors of 256 bits on a CPU that has wider ones, and without its tiles.
+# For 256-bit vectors on a CPU that has wider ones, and without its tiles.
 NARROW_FLAGS = ("-DWEFT_NARROW", "-mno-avx512f")
 CPP_TYPES = {"bfloat16": "bf16", "float32": "float"}  # dtypes of activations, and their types in C++
 DEFAULT_DTYPE = "bfloat16"  # dtype of activations on a CPU unless --dtype says otherwise

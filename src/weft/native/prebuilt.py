@@ -59,7 +59,7 @@ TARGETS = (
 
 def find_prebuilt(dtype: str, *, narrow: bool = False) -> Path | None:
     """Path of the library for this machine in the folder of WEFT_KERNELS; None if there is none that may be loaded. A
-    `narrow` one is for CPUs without vectors of 512 bits."""
+    `narrow` one is for CPUs without 512-bit vectors."""
     folder = os.environ.get(VARIABLE, "")
     if not folder or platform.machine() != "x86_64":
         return None

@@ -32,7 +32,7 @@ LOWEST_KINDS = {
     "fp4": 7,
     "signed": 8,
 }
-WEIGHT_TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}  # of weights that are rounded
+WEIGHT_TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}  # types of weights that are rounded
 
 # Sampling, which torch, Triton and C++ do alike: see kernels/random.py.
 SAMPLING_BLOCK = 256  # tokens that race as one, then among themselves; near the square root of common vocabularies

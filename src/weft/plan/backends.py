@@ -153,7 +153,7 @@ class AttentionBackend:
             yield "they keep no latents in 8 bits"
 
 
-FLASH_DTYPES = ("bfloat16", "float16")  # of FlashAttention 2, in torch and in FlashInfer
+FLASH_DTYPES = ("bfloat16", "float16")  # dtypes of FlashAttention 2, in torch and in FlashInfer
 FLASH_CAPABILITY = (8, 0)
 
 ATTENTION_BACKENDS: dict[str, AttentionBackend] = {

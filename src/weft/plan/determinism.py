@@ -19,7 +19,7 @@ from weft.hardware.host import Host
 from weft.plan.backends import ATTENTION_BACKENDS, AttentionSpec, KernelDevice, weft_backend
 
 VARIABLE = "VLLM_BATCH_INVARIANT"
-FEATURES = ("avx2", "fma")  # of the CPU
+FEATURES = ("avx2", "fma")  # features of the CPU
 HEAD_UNIT = 8  # dims: what is left over of a head is summed in another order for other numbers of keys
 BACKEND = "cpu"
 ON_GPUS = "kernels for GPUs choose the order of sums by the batch; run on the CPU (weft serve --device cpu)"

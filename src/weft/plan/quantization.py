@@ -42,7 +42,7 @@ QUANTISED_DTYPES: dict[str, tuple[DType, ...]] = {
 }
 
 
-MOST_SIZES = 16  # sizes of tensor parallel that an error tries out
+MAX_SIZES = 16  # sizes of tensor parallel that an error tries out
 
 
 class Matrix(NamedTuple):
@@ -290,7 +290,7 @@ def _cut_error(
 def _working_sizes(shape: ModelShape, quantised: Sequence[Parameter]) -> list[int]:
     """Sizes of an even tensor parallel that cut all of these matrices in whole units."""
     unit, sizes = column_unit(shape, shape.published.precision if shape.published else "bf16"), []
-    for size in range(1, min(shape.q_heads, MOST_SIZES) + 1):
+    for size in range(1, min(shape.q_heads, MAX_SIZES) + 1):
         places = cut_places(shape, [1.0] * size, [len(shape.layers)], ffn_unit=unit)
         if all(_off_grid_cut(shape, places, parameter) is None for parameter in dict.fromkeys(quantised)):
             sizes.append(size)

@@ -14,7 +14,7 @@ from weft.plan.places import cut_places
 from weft.plan.plan import DraftModel, Plan, Speculation
 
 DEFAULT_SPECULATION = Speculation(tokens=4)
-MOST_TOKENS, MOST_LOOKUP = 16, 32
+MAX_DRAFT_TOKENS, MAX_LOOKUP_TOKENS = 16, 32
 FIELDS = ("method", "model", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 METHODS = ("ngram", "draft_model")
 
@@ -49,9 +49,9 @@ def parse_speculative_config(config: Mapping[str, Any]) -> tuple[Speculation, st
         )
     model = config.get("model")
     _check_method(config, model)
-    tokens = _count(config, "num_speculative_tokens", DEFAULT_SPECULATION.tokens, MOST_TOKENS)
-    shortest = _count(config, "prompt_lookup_min", DEFAULT_SPECULATION.lookup_min, MOST_LOOKUP)
-    longest = _count(config, "prompt_lookup_max", max(DEFAULT_SPECULATION.lookup_max, shortest), MOST_LOOKUP)
+    tokens = _count(config, "num_speculative_tokens", DEFAULT_SPECULATION.tokens, MAX_DRAFT_TOKENS)
+    shortest = _count(config, "prompt_lookup_min", DEFAULT_SPECULATION.lookup_min, MAX_LOOKUP_TOKENS)
+    longest = _count(config, "prompt_lookup_max", max(DEFAULT_SPECULATION.lookup_max, shortest), MAX_LOOKUP_TOKENS)
     if config.get("prompt_lookup_min") is None:
         shortest = min(shortest, longest)
     if shortest > longest:

@@ -20,7 +20,7 @@ from weft.planner.domains import usable_devices
 from weft.planner.footprint import Footprint
 from weft.planner.note import Note, create_note
 from weft.planner.objections import computes_in, unsupported_reasons
-from weft.planner.other_clusters import MOST_NODES, grown_cluster, is_limited, unlimited, with_gpu
+from weft.planner.other_clusters import MAX_NODES, grown_cluster, is_limited, unlimited, with_gpu
 from weft.planner.profiles import engine_profile
 from weft.planner.question import LayoutConstraints, Question
 from weft.planner.ranking import Candidate, objective_value
@@ -233,7 +233,7 @@ def _more_gpus(question: Question) -> Iterator[Note]:
     held = sum(other.memory_bytes for other in cluster.gpus)
     least = max(1, -int(-(total - held) // gpu.memory_bytes))
     node = len(cluster.nodes[-1].gpus)
-    counts = [*range(least, max(least, 9 - present)), *range(-(-least // node) * node, node * MOST_NODES, node)]
+    counts = [*range(least, max(least, 9 - present)), *range(-(-least // node) * node, node * MAX_NODES, node)]
     for count in dict.fromkeys(counts):
         grown = grown_cluster(cluster, count)
         if grown is None:

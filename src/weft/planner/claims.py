@@ -19,8 +19,8 @@ from weft.planner.domains import Device, cluster_devices
 from weft.planner.note import Note, create_note
 from weft.planner.stages import RankCapacity, layers_by_capacity, weight_bytes_per_token
 
-RESERVED_BYTES = 1.5e9  # of each GPU: context, workspace and activations of any engine
-TOKENS = 2048  # of the one request, if the claim gives no length
+RESERVED_BYTES = 1.5e9  # bytes of each GPU: context, workspace and activations of any engine
+TOKENS = 2048  # tokens of the one request, if the claim gives no length
 
 FORM = "MODEL PRECISION on NxGPU[ at N tokens][, X tok/s]"
 CLAIM = re.compile(

@@ -22,7 +22,6 @@ from weft.plan.quantization import checkpoint_precision
 
 if TYPE_CHECKING:
     from weft.formats.checkpoint import Checkpoint
-    from weft.hardware.cpu import CpuSpeed
     from weft.planner.question import LayoutConstraints, Question
     from weft.planner.ranking import Candidate
     from weft.planner.search import SearchResult
@@ -99,10 +98,10 @@ def configs_of_best(
     result = search_on(cluster)
     if result.best is None and caps is not None and caps.cpu:
         # Only now: the CPU is measured for it, which takes a second.
+        from weft.probes import stored_speeds
         from weft.probes.machine import add_cpu
-        from weft.probes.speeds import load_speeds
 
-        known = msgspec.structs.replace(load_speeds(host), cpu=known_cpu_speed(host))
+        known = msgspec.structs.replace(stored_speeds.load_speeds(host), cpu=stored_speeds.cpu_speed_of(host))
         result = search_on(add_cpu(cluster, host, known))
     best = result.best
     if best is None:
@@ -257,13 +256,6 @@ def _nothing_fits(result: SearchResult) -> str:
         f"{model} does not fit this machine: {result.obstacle}{change} (weft plan {model} has more suggestions; "
         "--tensor-parallel-size or --pipeline-parallel-size makes Weft try all the same)"
     )
-
-
-def known_cpu_speed(host: Host) -> CpuSpeed:
-    """The speed of this machine's CPU. Raises as `measured_speeds`."""
-    from weft.probes import speeds
-
-    return speeds.known_cpu_speed(host)
 
 
 def log_step_tokens(tokens: int, why: str) -> None:

@@ -21,7 +21,7 @@ from weft.planner.domains import (
 )
 from weft.planner.question import LayoutConstraints, Question
 
-MOST_TYPES = 3  # of GPUs of which all orders are tried
+MAX_PERMUTED_TYPES = 3  # GPU types of which all orders are tried
 
 Group = tuple[Device, ...]  # the GPUs of one stage
 ReplicaGroups = tuple[Group, ...]  # the groups of one replica, stage by stage
@@ -241,7 +241,7 @@ def _orders(groups: Sequence[Group]) -> Iterable[tuple[Types, ...]]:
     """The orders in which groups of different GPUs may follow each other."""
     speeds = {_types(group): group[0].gpu.bandwidth_Bps for group in groups}
     fastest = sorted(speeds, key=lambda types: (-speeds[types], str(types)))
-    return permutations(fastest) if len(fastest) <= MOST_TYPES else (tuple(fastest), tuple(fastest[::-1]))
+    return permutations(fastest) if len(fastest) <= MAX_PERMUTED_TYPES else (tuple(fastest), tuple(fastest[::-1]))
 
 
 def _depths(question: Question, groups: int) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ import msgspec
 from weft.hardware.cluster import Cluster
 from weft.hardware.gpus import GpuSpec
 
-MOST_GROUPS = 16  # of one pool, with a size that is no power of two
+MAX_GROUPS = 16  # tensor-parallel groups per pool, if their size is no power of two
 
 
 class Device(msgspec.Struct, frozen=True):
@@ -107,6 +107,6 @@ def tensor_sizes(pools: Sequence[Sequence[Device]], most: int) -> list[int]:
     divide a pool into few groups with no GPU idle."""
     sizes: set[int] = set()
     for pool in pools:
-        sizes |= {len(pool) // parts for parts in range(1, min(len(pool), MOST_GROUPS) + 1)}
+        sizes |= {len(pool) // parts for parts in range(1, min(len(pool), MAX_GROUPS) + 1)}
         sizes |= {1 << bit for bit in range(len(pool).bit_length())}
     return sorted((size for size in sizes if size <= most), reverse=True)

@@ -13,18 +13,18 @@ from weft.planner.deployment import DeploymentLayout
 
 HIDDEN_BYTES = 2  # bytes of a number that passes between ranks
 CHOICE_BYTES = 8  # bytes of a token's choice of one expert: its number and its share
-GRAPH_ROWS = 512  # of the largest CUDA graph (worker/graphs.py)
-COUNT_BYTES = 8  # bytes of a number of tokens, which ranks tell each other first
+GRAPH_ROWS = 512  # rows of the largest CUDA graph (worker/graphs.py)
+COUNT_BYTES = 8  # bytes of a number of tokens, which ranks send each other first
 
 
-class TokenExchange(msgspec.Struct, frozen=True):
-    """The exchange of one layer. `link` is the all-reduce among the ranks that exchange tokens.
+class ExchangeCost(msgspec.Struct, frozen=True):
+    """Cost of the exchange of one layer. `link` is the all-reduce among the ranks that exchange tokens.
 
     An all-gather of b bytes, and a reduce-scatter, carries half of the bytes of an all-reduce of b bytes. An all-to-all
     in which each rank sends or receives b bytes, its own part included, carries as many.
 
     - `sent`: number of ranks to which a token is sent, on average; None if all groups gather all tokens.
-    - `senders`: number of ranks of a group that divide its tokens among themselves; `ranks`: those of all groups.
+    - `senders`: number of ranks of an attention group, which divide its tokens; `ranks`: those of all groups.
     - `graph_tokens`: a step of as many tokens or fewer is taken for a CUDA graph: all groups gather all tokens.
     """
 
@@ -37,23 +37,25 @@ class TokenExchange(msgspec.Struct, frozen=True):
     graph_tokens: int = 0
 
     def seconds(self, tokens: float, routed: float) -> float:
-        """Seconds for a group with `tokens` of the `routed` tokens of all groups."""
+        """Seconds for an attention group with `tokens` of the `routed` tokens of all groups."""
         if self.sent is None or routed <= self.graph_tokens:
-            return self._half(routed * self.token_bytes) + self._half(routed * self.result_bytes)
+            return self._half_reduce_s(routed * self.token_bytes) + self._half_reduce_s(routed * self.result_bytes)
         # A rank of a group without tokens still receives those of the others.
         rows = max(tokens / self.senders, routed / self.ranks) * self.sent
         counts = self.link.seconds(COUNT_BYTES)
-        return counts + self._half(rows * self.token_bytes) + self._half(rows * self.result_bytes)
+        return counts + self._half_reduce_s(rows * self.token_bytes) + self._half_reduce_s(rows * self.result_bytes)
 
-    def _half(self, nbytes: float) -> float:
+    def _half_reduce_s(self, nbytes: float) -> float:
         return self.link.seconds(nbytes / 2)
 
 
-def token_exchange(
+def exchange_cost(
     shape: ModelShape, layout: DeploymentLayout, link: LinkCost, *, graphs: bool = False
-) -> TokenExchange | None:
-    """The exchange of our engine for a layout; None without attention groups. `link` as in `exchanging_ranks`. With
-    `graphs`, decode steps are CUDA graphs."""
+) -> ExchangeCost | None:
+    """Cost of the exchange of our engine for a layout; None without attention groups.
+
+    `link` is between `exchanging_ranks`. With `graphs`, decode steps are CUDA graphs.
+    """
     experts = shape.experts
     kind = exchange_kind(shape, layout.places[0].dp_size, layout.expert_parallel)
     if kind is None or experts is None:
@@ -61,11 +63,11 @@ def token_exchange(
     result_bytes = shape.hidden * HIDDEN_BYTES
     token_bytes = result_bytes + experts.top_k * CHOICE_BYTES
     if kind == "gather":
-        return TokenExchange(link, token_bytes, result_bytes)
+        return ExchangeCost(link, token_bytes, result_bytes)
     parts, ranks = layout.expert_parallel, layout.tensor_parallel * layout.data_parallel
     sent = parts_chosen(experts, parts) * ranks / parts
     graph_tokens = GRAPH_ROWS * layout.data_parallel if graphs else 0
-    return TokenExchange(link, token_bytes, result_bytes, sent, layout.tensor_parallel, ranks, graph_tokens)
+    return ExchangeCost(link, token_bytes, result_bytes, sent, layout.tensor_parallel, ranks, graph_tokens)
 
 
 def parts_chosen(experts: Experts, parts: int) -> float:

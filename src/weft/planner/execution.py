@@ -23,7 +23,6 @@ from weft.plan.speculation import check_draft_groups, fetch_draft, resolve_specu
 from weft.planner.config_search import (
     config_of_best,
     is_cut,
-    known_cpu_speed,
     leaves_shares_open,
     log_step_tokens,
 )
@@ -31,7 +30,7 @@ from weft.planner.profiles import OURS, load_profile
 
 if TYPE_CHECKING:
     from weft.formats.checkpoint import Checkpoint
-    from weft.probes.speeds import Speeds
+    from weft.probes.stored_speeds import Speeds
 
 logger = logging.getLogger("weft")
 
@@ -98,7 +97,7 @@ def plan_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Pla
     if device_kind(config, host) == "cpu" or (is_cut(config, host) and not leaves_shares_open(config, host)):
         return plan_of_config(config, checkpoint, host, speculative)
     from weft.probes.machine import host_cluster
-    from weft.probes.speeds import load_speeds
+    from weft.probes.stored_speeds import load_speeds
 
     try:
         config = config_of_best(config, checkpoint, host, host_cluster(host, load_speeds(host)), speculative)
@@ -137,7 +136,7 @@ def with_step_tokens(plan: Plan, config: EngineConfig, host: Host) -> Plan:
     else:
         from weft.hardware.cpus import TYPICAL
         from weft.planner.forecast import step_token_budget
-        from weft.probes.speeds import load_speeds
+        from weft.probes.stored_speeds import load_speeds
 
         known = load_speeds(host)
         if plan.uses_cpu and known.cpu is None:
@@ -154,7 +153,7 @@ def with_peer_to_peer(plan: Plan, host: Host) -> Plan:
     """The plan, without peer-to-peer if a measurement (`weft hardware`) found that it does not work here."""
     if plan.on_cpu or len(set(plan.devices)) < 2:
         return plan
-    from weft.probes.speeds import load_speeds
+    from weft.probes.stored_speeds import load_speeds
 
     faults = [pair for pair in load_speeds(host).pairs if pair.verdict != "works"]
     if not faults:
@@ -171,7 +170,7 @@ def measured_speeds(plan: Plan, host: Host) -> Speeds:
     A CPU that ranks run on is measured now if it was not yet, which takes a second and an idle machine. Raises
     ConfigError if that is not possible.
     """
-    from weft.probes import speeds
+    from weft.probes import stored_speeds
 
-    known = speeds.load_speeds(host)
-    return msgspec.structs.replace(known, cpu=known_cpu_speed(host)) if plan.uses_cpu else known
+    known = stored_speeds.load_speeds(host)
+    return msgspec.structs.replace(known, cpu=stored_speeds.cpu_speed_of(host)) if plan.uses_cpu else known

@@ -27,7 +27,7 @@ from weft.planner.footprint import Footprint, footprint
 from weft.planner.profiles import Profile, engine_profile
 from weft.planner.question import Question
 from weft.probes.machine import add_cpu, host_cluster, rank_share
-from weft.probes.speeds import Speeds
+from weft.probes.stored_speeds import Speeds
 
 SPECULATIVE = " (with speculative decoding, whose gain is not predicted)"
 HINT = "weft bench calibrate measures what this machine really does"
@@ -219,7 +219,7 @@ def start_report(expected: Forecast, ranks: Sequence[Capacity], num_blocks: int)
         ("for a step", max(rank.activation_bytes for rank in ranks), max(expected.step_bytes), format_bytes),
         ("tokens of KV", tokens, expected.kv_tokens, "{:,}".format),
     )
-    figures = [f"{tell(real)} {what}{beside(real, planned, tell)}" for what, real, planned, tell in parts]
+    figures = [f"{show(real)} {what}{beside(real, planned, show)}" for what, real, planned, show in parts]
     far = any(far_off(expected, real, planned) for _, real, planned, _ in parts)
     return f"memory: {', '.join(figures)}; loaded in {max(rank.load_s for rank in ranks):.1f} s{hint(far)}"
 
@@ -262,9 +262,9 @@ def predicted_json(expected: Forecast, input_len: int, output_len: int) -> dict[
     }
 
 
-def beside(real: float, planned: float, tell: Callable[[Any], str]) -> str:
+def beside(real: float, planned: float, show: Callable[[Any], str]) -> str:
     """ " (predicted 1,234, ratio 0.97)"; empty without a prediction."""
-    return f" (predicted {tell(planned)}, ratio {real / planned:.2f})" if planned > 0 else ""
+    return f" (predicted {show(planned)}, ratio {real / planned:.2f})" if planned > 0 else ""
 
 
 def far_off(expected: Forecast, real: float, planned: float) -> bool:

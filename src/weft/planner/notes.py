@@ -23,7 +23,7 @@ from weft.planner.ranking import Candidate
 from weft.planner.replica import build_replicas
 
 ROUNDED = 0.05  # of all heads: a share may be off by this much without a note
-MOST_LIMITS = 8  # limits of --max-memory that are listed one by one
+MAX_LISTED_LIMITS = 8  # limits of --max-memory that are listed one by one
 UNPACKED = 1.02  # times a file's bytes: the memory that the weights may take without a note
 
 
@@ -254,7 +254,7 @@ def _max_memory(question: Question, best: Candidate | None) -> Iterator[Note]:
     limits = [(number, gpu.limit_bytes) for number, gpu in enumerate(question.cluster.gpus)]
     given = [_limit(question, number, size) for number, size in limits if size]
     if given:
-        yield create_note("max_memory", limits=given[:MOST_LIMITS], others=len(given[MOST_LIMITS:]))
+        yield create_note("max_memory", limits=given[:MAX_LISTED_LIMITS], others=len(given[MAX_LISTED_LIMITS:]))
     out = [number for number, size in limits if size == 0]
     if out:
         yield create_note("gpus_left_out", count=len(out), gpus=out)

@@ -7,8 +7,8 @@ import msgspec
 from weft.hardware.cluster import Cluster, Node, default_link
 from weft.hardware.gpus import GpuSpec
 
-MOST_GPUS = 8  # of a node
-MOST_NODES = 64  # of a cluster that is tried
+MAX_NODE_GPUS = 8  # GPUs per node
+MAX_NODES = 64  # nodes of a cluster that is tried
 
 
 def grown_cluster(cluster: Cluster, by: int) -> Cluster | None:
@@ -17,12 +17,12 @@ def grown_cluster(cluster: Cluster, by: int) -> Cluster | None:
     last = cluster.nodes[-1]
     if cluster.on_cpu:
         return None
-    if len(cluster.nodes) == 1 and len(last.gpus) + by <= MOST_GPUS:
+    if len(cluster.nodes) == 1 and len(last.gpus) + by <= MAX_NODE_GPUS:
         grown = (*last.gpus, *[last.gpus[-1]] * by)
         link = default_link(grown) if len(last.gpus) == 1 else last.link
         return Cluster((Node(grown, link, last.bridged),), cluster.network_Bps)
     nodes, left_over = divmod(by, len(last.gpus))
-    if left_over or len(cluster.nodes) + nodes > MOST_NODES:
+    if left_over or len(cluster.nodes) + nodes > MAX_NODES:
         return None
     return Cluster((*cluster.nodes, *[last] * nodes), cluster.network_Bps, network_s=cluster.network_s)
 

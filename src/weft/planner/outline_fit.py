@@ -15,7 +15,7 @@ from weft.formats.outline import Outline
 from weft.hardware.cluster import Cluster
 from weft.hardware.gpus import GpuSpec
 
-UTILIZATION = 0.9  # of a GPU's memory; a CPU's is what is free
+UTILIZATION = 0.9  # share of a GPU's memory; of a CPU's, what is free
 SET_ASIDE = 2 * 10**9  # bytes of a GPU for activations, graphs and the driver
 Verdict = Literal["fits", "may fit", "does not fit"]
 

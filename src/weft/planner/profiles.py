@@ -28,8 +28,8 @@ from weft.planner.question import Question
 
 OURS = "weft"  # the engine that can be calibrated
 # The error band of a calibrated engine is ERRORS times the fit's mean error, since other models differ more than those
-# that it was fitted on, and at least LEAST_ERROR.
-ERRORS, LEAST_ERROR = 2, 0.1
+# that it was fitted on, and at least MIN_ERROR.
+ERRORS, MIN_ERROR = 2, 0.1
 
 
 class Constant(msgspec.Struct, frozen=True, array_like=True):
@@ -262,7 +262,7 @@ def calibrated(profile: Profile, gpus: Sequence[GpuSpec]) -> Profile:
     names = ("step_us", "sequence_us", "layer_us", "overlap", "runtime_MiB")
     figures = {name: Constant(getattr(slowest, name).value, slowest.source) for name in names}
     plain = Constant(1.0, f"{slowest.source}: kernels, unscaled")
-    error = Constant(max(LEAST_ERROR, ERRORS * slowest.error), f"{slowest.source}: {ERRORS} times the error of the fit")
+    error = Constant(max(MIN_ERROR, ERRORS * slowest.error), f"{slowest.source}: {ERRORS} times the error of the fit")
     measured = tuple(_kernels(gpu, one) for gpu, one in known.values())
     profile = msgspec.structs.replace(
         profile, **figures, matmul_scale=plain, attention_scale=plain, error=error, measured=measured

@@ -17,12 +17,12 @@ from weft.hardware.cluster import Cluster, GpuPosition
 from weft.hardware.gpus import GpuSpec
 from weft.hardware.links import LinkCost, LinkKind, all_reduce_cost, send_cost
 from weft.planner.deployment import DeploymentLayout, Workload
-from weft.planner.exchange import HIDDEN_BYTES, TokenExchange, exchanging_ranks, stage_ranks, token_exchange
+from weft.planner.exchange import HIDDEN_BYTES, ExchangeCost, exchange_cost, exchanging_ranks, stage_ranks
 from weft.planner.profiles import OURS, Profile
 from weft.planner.roofline import Roofline, Seconds
 from weft.planner.work import RankWork, rank_work
 
-FP32_BYTES = 4  # of a number that passes between ranks that compute in 32 bits
+FP32_BYTES = 4  # bytes of a number that passes between ranks that compute in 32 bits
 NEGLIGIBLE = 1e-6  # share of steps below which it does not matter that they have this many prompts
 
 T = TypeVar("T", float, Seconds)
@@ -64,7 +64,7 @@ class Stage:
         self,
         ranks: Sequence[tuple[Roofline, RankWork]],
         sums: LinkCost,
-        exchange: TokenExchange | None,
+        exchange: ExchangeCost | None,
         send_on: LinkCost,
         vocab: int,
         number_bytes: int = HIDDEN_BYTES,
@@ -290,7 +290,7 @@ class PlannedReplica:
 
 def _exchange(
     shape: ModelShape, layout: DeploymentLayout, cluster: Cluster, profile: Profile, stage: int
-) -> TokenExchange | None:
+) -> ExchangeCost | None:
     """The exchange of tokens in a stage of replicas that share their experts.
 
     Other engines gather all tokens on all ranks of the stage; their constants were fitted so.
@@ -300,7 +300,7 @@ def _exchange(
     link = all_reduce_between(cluster, [layout.gpus[rank] for rank in ranks], profile)
     size = shape.hidden * HIDDEN_BYTES
     graphs = bool(profile.graphs.value) and not cluster.on_cpu
-    return token_exchange(shape, layout, link, graphs=graphs) if ours else TokenExchange(link, size, size)
+    return exchange_cost(shape, layout, link, graphs=graphs) if ours else ExchangeCost(link, size, size)
 
 
 def scaled(seconds: Seconds, by: float) -> Seconds:

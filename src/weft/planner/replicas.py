@@ -139,7 +139,7 @@ def _searched(
     Raises PlanError if nothing fits, and the user gives no cut.
     """
     from weft.probes.machine import host_cluster
-    from weft.probes.speeds import load_speeds
+    from weft.probes.stored_speeds import load_speeds
 
     try:
         return configs_of_best(config, checkpoint, host, host_cluster(host, load_speeds(host)), speculative)

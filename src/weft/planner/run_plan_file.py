@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from weft.hardware.topology import Gpu
 
 COMPUTED = {precision: dtype for dtype, precision in OF_DTYPE.items()}
-SAME_SHARE = 0.005  # of a GPU's memory: shares that differ by less are taken as equal
+SAME_SHARE = 0.005  # share of a GPU's memory: shares that differ by less are taken as equal
 
 
 def apply_plan_file(plan: PlanFile, config: EngineConfig, checkpoint: Checkpoint, host: Host) -> EngineConfig:

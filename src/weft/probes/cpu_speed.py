@@ -22,9 +22,9 @@ from weft.hardware.cpu import CpuSpeed
 from weft.native.pages import map_pages
 from weft.probes import kernel_speed
 
-PASSES_S = 0.15  # for the passes of each kind; the fastest pass counts, since other processes may disturb some
+PASSES_S = 0.15  # seconds for the passes of each kind; the fastest pass counts, since other processes may disturb some
 DISTURBED = 0.1  # share of the cores' time taken by other processes, above which the machine counts as busy
-ORDER = 512  # of the square matrices: three of them stay in a core's cache
+ORDER = 512  # order of the square matrices: three of them stay in a core's cache
 
 
 def measure_cores(cores: Sequence[int], size: int, library: str | None = None) -> CpuSpeed:

@@ -28,9 +28,9 @@ STREAM_S = 0.003  # time in which a step streams its weights
 CACHES = 4  # the weights are at least this multiple of the last-level cache
 # Tokens of the largest step: one step takes all prompts of a load, so that its requests begin and end together.
 BATCHED_TOKENS = {"cpu": 8192, "gpu": 32_768}
-# Runs of each load: REPEATS, and up to MOST_REPEATS until the two fastest agree within this share. The fastest counts,
+# Runs of each load: REPEATS, and up to MAX_REPEATS until the two fastest agree within this share. The fastest counts,
 # since other work on the machine only ever slows a run down.
-REPEATS, MOST_REPEATS, AGREE = 3, 6, 0.05
+REPEATS, MAX_REPEATS, AGREE = 3, 6, 0.05
 # A measurement that takes DOUBT times what was expected is repeated before it is believed, up to ANEW times.
 DOUBT, ANEW = 1.5, 2
 PREFILL_OUTPUT = 2  # tokens; the first one is timed
@@ -125,21 +125,21 @@ def measure_loads(
     llm: LLM,
     name: str,
     loads: Sequence[CalibrationLoad],
-    tell: Callable[[CalibrationPoint], object],
+    report: Callable[[CalibrationPoint], object],
     advance: Callable[[], object] = lambda: None,
 ) -> list[CalibrationPoint]:
-    """Measure the loads that the engine has room for; `tell` gets each result, `advance` is called after every run of
-    MOST_REPEATS for each of `loads`.
+    """Measure the loads that the engine has room for; `report` gets each result, `advance` is called after every run of
+    MAX_REPEATS for each of `loads`.
 
     The loads take turns, so that a disturbance of a second or two affects one run of each and not all runs of one.
     """
     plan = llm.plan
     seconds_of(llm, WARM_UP, -1)
     times: dict[CalibrationLoad, list[float]] = {load: [] for load in loads if has_room(llm, load)}
-    for turn in range(MOST_REPEATS):
+    for turn in range(MAX_REPEATS):
         for number, (load, runs) in enumerate(times.items()):
             if turn < REPEATS or not has_settled(runs):
-                runs.append(seconds_of(llm, load, number * MOST_REPEATS + turn))
+                runs.append(seconds_of(llm, load, number * MAX_REPEATS + turn))
             advance()
     points = [
         CalibrationPoint(
@@ -152,7 +152,7 @@ def measure_loads(
         for load, runs in times.items()
     ]
     for point in points:
-        tell(point)
+        report(point)
     return points
 
 

@@ -22,7 +22,7 @@ from weft.native import library
 from weft.native.entries import Entries
 from weft.native.structures import LOWEST_KINDS, PANEL, MatrixDescriptor
 
-ROUNDS_S = 0.4  # for all measurements in turn: the best of each counts, since others may have been disturbed
+ROUNDS_S = 0.4  # seconds for all measurements in turn: the best of each counts, since others may have been disturbed
 COLS = 2048
 OWN_ROWS = 1024  # rows per core of the matrix for many tokens
 MANY = 128  # tokens

@@ -20,14 +20,14 @@ from weft.executors.framing import FrameError
 from weft.executors.launch import Child, end_children
 from weft.hardware import cuda
 from weft.hardware.host import Host
-from weft.probes.speeds import GpuSpeed, PairSpeed, Verdict
+from weft.probes.stored_speeds import GpuSpeed, PairSpeed, Verdict
 
 logger = logging.getLogger("weft")
 
 EXAMINER = "weft.probes.on_gpu.examiner"
-START_S = 90.0  # to import torch and create a CUDA context
-TASK_S = 15.0  # for one GPU, or one pair
-MOST_FAULTS = 4  # children that hang or die; the remaining tasks then stay unmeasured
+START_S = 90.0  # seconds to import torch and create a CUDA context
+TASK_S = 15.0  # seconds for one GPU, or one pair
+MAX_FAULTS = 4  # children that hang or die; then the remaining tasks stay unmeasured
 
 Task = tuple[int, ...]  # one GPU or two, by their index
 
@@ -85,7 +85,7 @@ def measure_links(
 ) -> tuple[tuple[GpuSpeed, ...], tuple[PairSpeed, ...]]:
     """Measure every GPU and every two, except those that faults prevent. Raises ConfigError if none can begin."""
     measurement = _Measurement(host)
-    for _ in range(MOST_FAULTS):
+    for _ in range(MAX_FAULTS):
         fault = None
         for result in _examine(measurement.remaining, examiner, start_s, task_s):
             match result:

@@ -8,14 +8,15 @@ from collections.abc import Sequence
 import msgspec
 
 from weft.hardware import host as hosts
-from weft.hardware.cluster import NETWORK, Cluster, Node, default_link, network_bytes
+from weft.hardware.cluster import NETWORK, Cluster, Node, default_link
 from weft.hardware.cpu import CpuSpeed
 from weft.hardware.cpus import cpu_kernel_speed
 from weft.hardware.gpus import GpuSpec, gpu_spec
 from weft.hardware.host import Host
+from weft.hardware.quantities import parse_rate
 from weft.hardware.topology import Gpu, GpuPair, interconnect_domains
-from weft.probes import speeds as stored_speeds
-from weft.probes.speeds import PairSpeed, Speeds
+from weft.probes import stored_speeds
+from weft.probes.stored_speeds import PairSpeed, Speeds
 
 # Share of a data sheet's bandwidth, and of a PCIe link's, that copies reach on a sound card; a card that copies slower
 # is slower in everything. Source: bandwidthTest and nvbandwidth on A100 to H200 and RTX cards, an estimate.
@@ -35,7 +36,7 @@ def probe_cluster(*, refresh: bool = False) -> Cluster:
     """
     host = hosts.probe_host()
     if not host.gpus:
-        cpu = stored_speeds.known_cpu_speed(host, refresh=refresh)
+        cpu = stored_speeds.cpu_speed_of(host, refresh=refresh)
         return host_cluster(host, msgspec.structs.replace(stored_speeds.load_speeds(host), cpu=cpu))
     return host_cluster(host, stored_speeds.load_speeds(host))
 
@@ -50,7 +51,7 @@ def host_cluster(host: Host, speeds: Speeds) -> Cluster:
         node = Node((with_calibration(cpu_spec(host, speeds.cpu), speeds),), "memory")
     else:
         node = gpu_node(host, speeds)
-    return Cluster((node,), network_bytes(NETWORK))
+    return Cluster((node,), parse_rate(NETWORK, "network"))
 
 
 def add_cpu(cluster: Cluster, host: Host, speeds: Speeds) -> Cluster:
@@ -62,7 +63,7 @@ def add_cpu(cluster: Cluster, host: Host, speeds: Speeds) -> Cluster:
 def probe_cpu(*, refresh: bool = False) -> GpuSpec:
     """The CPU of this machine, measured: it takes a second the first time and with `refresh`."""
     host = hosts.probe_host()
-    speed = stored_speeds.known_cpu_speed(host, refresh=refresh)
+    speed = stored_speeds.cpu_speed_of(host, refresh=refresh)
     return with_calibration(cpu_spec(host, speed), stored_speeds.load_speeds(host))
 
 

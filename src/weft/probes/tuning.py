@@ -52,9 +52,9 @@ FromTuner = RaceResult | TunedSizes | Ended
 
 
 def tune_attention(
-    plan: Plan, ranks: tuple[int, ...], *, keep: bool, tell: Callable[[RaceResult], object], tuner: str = TUNER
+    plan: Plan, ranks: tuple[int, ...], *, keep: bool, report: Callable[[RaceResult], object], tuner: str = TUNER
 ) -> list[TunedSizes]:
-    """Measure on the plan's first device; `tell` gets the result of every race. Raises ConfigError on failure."""
+    """Measure on the plan's first device; `report` gets the result of every race. Raises ConfigError on failure."""
     child: Child[FromTuner] = Child(tuner, FromTuner, env=cuda.device_order_variables(os.environ))
     tuned: list[TunedSizes] = []
     try:
@@ -62,7 +62,7 @@ def tune_attention(
         for message in child.channel:
             match message:
                 case RaceResult():
-                    tell(message)
+                    report(message)
                 case TunedSizes():
                     tuned.append(message)
                 case Ended(reason=""):

@@ -21,7 +21,7 @@ class QuantisedWeight:
     low nibbles of UNIT / 2 bytes, the second half the high ones. `scales` is [rows, groups] float16; uint8 for MXFP4,
     float32 for FP8, tables and signed numbers.
     `lowest` is as many minima (float16) or zero points (uint8), or None for other schemes. In nested schemes, `scales`
-    is [rows, groups * 2] and `lowest` [rows, groups * 12] uint8: numbers of 6 bits as GGUF packs them. The first group
+    is [rows, groups * 2] and `lowest` [rows, groups * 12] uint8: 6-bit numbers as GGUF packs them. The first group
     lacks `lacking` columns. `dtype` is that of activations.
     """
 

@@ -25,9 +25,9 @@ from weft.serving.offline.job import Job, Keep, Rows
 from weft.serving.offline.rows import import_arrow
 from weft.serving.options import ServeOptions
 
-BLOCK_ROWS = 32  # that an engine gets together, and whose answers come together
+BLOCK_ROWS = 32  # rows that an engine gets together, and whose answers come together
 CALLS = 16  # blocks that an engine has at once
-CLOSE_S = 5.0  # for the end of an engine
+CLOSE_S = 5.0  # seconds for the end of an engine
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ from weft.serving.options import ServeOptions
 DEPLOYMENT = "weft"  # name of the deployment, by which weft gateway knows it
 # Their files lie on one replica's disk, and the next request asks another one.
 NOT_HERE = ("/v1/files", "/v1/batches")
-STOP_S = 30.0  # that Ray Serve lets running requests have
+STOP_S = 30.0  # seconds that Ray Serve lets running requests have
 
 
 class ServeArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

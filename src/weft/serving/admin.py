@@ -17,7 +17,7 @@ from weft.serving.access import check_owner
 from weft.serving.errors import HttpError, JsonResponse
 from weft.serving.service import Service
 
-MOST_STEPS = 1000  # of a trace: hundreds of megabytes
+MAX_TRACED_STEPS = 1000  # steps of a trace, which then has hundreds of megabytes
 
 Endpoint = Callable[[Service, Request], Awaitable[Response]]
 
@@ -47,11 +47,11 @@ async def reset_prefix_cache(service: Service, request: Request) -> Response:
 
 
 async def start_profile(service: Service, request: Request) -> Response:
-    """/start_profile?steps=N: trace the next steps, at most MOST_STEPS, or until /stop_profile."""
-    steps = integer_query(request, "steps", MOST_STEPS)
-    if steps > MOST_STEPS:
+    """/start_profile?steps=N: trace the next steps, at most MAX_TRACED_STEPS, or until /stop_profile."""
+    steps = integer_query(request, "steps", MAX_TRACED_STEPS)
+    if steps > MAX_TRACED_STEPS:
         raise RequestError(
-            f"steps is {steps}; it must be at most {MOST_STEPS:,}: longer traces no browser opens",
+            f"steps is {steps}; it must be at most {MAX_TRACED_STEPS:,}: longer traces no browser opens",
             param="steps",
             code="profile-steps",
         )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from weft.serving.errors import HttpError
 
-MOST_BYTES = 512 * 2**20
+MAX_ANSWER_BYTES = 512 * 2**20
 
 
 class AnswerBytes:
     """Bytes of long answers under way on one server, from their requests until they are sent: at most `most`."""
 
-    def __init__(self, most: int = MOST_BYTES) -> None:
+    def __init__(self, most: int = MAX_ANSWER_BYTES) -> None:
         self._most, self.taken = most, 0
 
     def take(self, size: int) -> None:

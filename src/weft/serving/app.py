@@ -34,7 +34,7 @@ from weft.serving.errors import HANDLERS, api_path, handle_exception
 from weft.serving.ollama import chat as ollama_chat
 from weft.serving.ollama import embed as ollama_embed
 from weft.serving.ollama import models as ollama
-from weft.serving.ollama.pull import pull_model
+from weft.serving.ollama.pull import answer_pull
 from weft.serving.openapi import openapi
 from weft.serving.responses.stream import responses
 from weft.serving.scores import rerank, score
@@ -46,7 +46,7 @@ KEYLESS_PATHS = ("/", "/health/live", "/health/ready", *(route.path for route in
 
 log = logging.getLogger("weft.serving")
 
-MOST_ID = 256  # characters of an X-Request-Id
+MAX_ID_CHARACTERS = 256  # characters of an X-Request-Id
 
 ROUTES = (
     Route("/v1/chat/completions", chat, methods=["POST"]),
@@ -88,7 +88,7 @@ ROUTES = (
     Route("/api/generate", ollama_chat.generate, methods=["POST"]),
     Route("/api/embed", ollama_embed.embed, methods=["POST"]),
     Route("/api/embeddings", ollama_embed.embeddings, methods=["POST"]),
-    Route("/api/pull", pull_model, methods=["POST"]),
+    Route("/api/pull", answer_pull, methods=["POST"]),
     Route("/api/delete", ollama.delete, methods=["DELETE"]),
     *(Route(f"/api/{name}", ollama.absent, methods=["POST"]) for name in ("create", "copy", "push")),
     Route("/api/blobs/{digest}", ollama.absent, methods=["POST", "HEAD"]),
@@ -190,7 +190,7 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
-        id = given if 0 < len(given) <= MOST_ID and given.isprintable() else uuid.uuid4().hex
+        id = given if 0 < len(given) <= MAX_ID_CHARACTERS and given.isprintable() else uuid.uuid4().hex
         began, status = time.monotonic(), 0
 
         async def send_with_id(message: Message) -> None:

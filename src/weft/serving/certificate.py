@@ -10,7 +10,7 @@ from contextlib import suppress
 
 log = logging.getLogger("weft.serving")
 
-RENEW_S = 2.0  # between two looks at the files
+RENEW_S = 2.0  # seconds between two looks at the files
 # Codes of OpenSSL's verification.
 FAULTS = {9: "is not valid yet", 10: "has expired"}
 

@@ -20,7 +20,7 @@ from weft.monitor.history import GpuMoment
 from weft.plan.plan import Plan
 
 FRESH_S = 1.0  # the ranks are not asked again within this time: they answer between two steps
-PATIENCE_S = 1.0  # for the answer; a step of a long prompt takes longer, and the last report stands
+PATIENCE_S = 1.0  # seconds for the answer; a step of a long prompt takes longer, and the last report stands
 RANK_LABELS = ("rank", "stage", "device")
 # Labels as dcgm-exporter writes them.
 GPU_LABELS = ("gpu", "UUID", "device", "modelName", "Hostname")

@@ -151,7 +151,7 @@ class KeyRates:
 def seconds_until_room(window: tuple[int, float, int, float], expiry: int, most: int) -> int:
     """Whole seconds until a sliding window has counted at most `most`, if nothing is added to it.
 
-    `window` is as `limits` tells it: the count of the period of `expiry` seconds that has ended, the seconds after
+    `window` is as `limits` reports it: the count of the period of `expiry` seconds that has ended, the seconds after
     which that counts for nothing, the count of the period that runs, and the seconds after which that will. The count
     of a period that has ended falls linearly during the next one; parts of one do not count.
     """

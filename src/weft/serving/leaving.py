@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class LeaveNotice(Protocol):
-    """Tells that a client has disconnected, without a task that waits for it."""
+    """Reports that a client has disconnected, without a task that waits for it."""
 
     def on_leave(self, call: Callable[[], None] | None) -> None:
         """Call `call` when the client has disconnected, at once if it has; None: nothing is to be called any more."""

@@ -31,8 +31,8 @@ log = logging.getLogger("weft.serving")
 
 HISTORY_S = 60.0
 FRESH_S = 1.0  # a history grows by at most one moment in this time
-PREFIX_TOKENS = 64  # with which prompts are compared
-PREFIXES = 4096  # of the latest prompts
+PREFIX_TOKENS = 64  # tokens with which prompts are compared
+PREFIXES = 4096  # prefixes of the latest prompts
 
 
 class PrefixCount:

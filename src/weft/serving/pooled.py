@@ -21,12 +21,12 @@ from weft.serving.pooling_types import PoolingUsage
 from weft.serving.service import Service
 from weft.text.limits import LIMITS
 
-INPUTS = 2048  # of one HTTP request, as OpenAI's
+INPUTS = 2048  # inputs of one HTTP request, as OpenAI's
 WAVE = 256  # requests that one HTTP request has in the engine at once
 FULL_POLL_S = 0.02
-NUMBER_BYTES = 24  # of an answer, for each of its numbers: as text, twice while it is encoded
-PIECE_BYTES = 2**18  # of an answer that is sent at once
-LOOP_NUMBERS = 2**13  # of an answer that is built and encoded in the event loop; a longer one is in a thread
+NUMBER_BYTES = 24  # bytes of an answer, for each of its numbers: as text, twice while it is encoded
+PIECE_BYTES = 2**18  # bytes of an answer that is sent at once
+LOOP_NUMBERS = 2**13  # numbers of an answer that is built and encoded in the event loop; a longer one is in a thread
 
 
 def check_inputs(count: int, param: str) -> None:

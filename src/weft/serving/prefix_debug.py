@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 HEADER = "X-Weft-Prefix"
 PER_KEY = 16  # prompts of one key that are remembered
-MOST_KEYS = 1000  # of which prompts are remembered
-ENTRY_BYTES = 200  # of memory that a prompt takes beside its tokens, at least
-MOST_BYTES = 2**25  # of all prompts that are remembered: 8 million tokens
+MAX_KEYS = 1000  # keys whose prompts are remembered
+ENTRY_BYTES = 200  # bytes of memory that a prompt takes beside its tokens, at least
+MAX_BYTES = 2**25  # bytes of all prompts that are remembered: 8 million tokens
 TOKEN_BYTES = 4
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # a header has no text of a client
 
@@ -47,7 +47,7 @@ class PrefixDebug:
         """Remember a prompt, in place of those that it goes on with."""
         prompts = self._seen.pop(key, deque())
         self._bytes -= _size(prompts)
-        if len(ids) + ENTRY_BYTES <= MOST_BYTES:
+        if len(ids) + ENTRY_BYTES <= MAX_BYTES:
             kept = deque((seen for seen in prompts if not ids.startswith(seen)), PER_KEY)
             kept.append(ids)
             self._seen[key] = kept
@@ -55,7 +55,7 @@ class PrefixDebug:
         elif prompts:
             self._seen[key] = prompts
             self._bytes += _size(prompts)
-        while len(self._seen) > MOST_KEYS or self._bytes > MOST_BYTES:
+        while len(self._seen) > MAX_KEYS or self._bytes > MAX_BYTES:
             self._bytes -= _size(self._seen.popitem(last=False)[1])
 
 

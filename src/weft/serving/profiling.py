@@ -22,7 +22,7 @@ log = logging.getLogger("weft.serving")
 
 
 class LastProfile:
-    """Paths of the traces that a server has started last, as its ranks have told them: no client names any."""
+    """Paths of the traces that a server has started last, as its ranks have reported them: no client names any."""
 
     def __init__(self) -> None:
         self.files: tuple[str, ...] = ()

@@ -47,7 +47,7 @@ from weft.serving.tracing import check_tracing, traced
 
 if TYPE_CHECKING:
     from weft.planner.forecast import Forecast
-    from weft.probes.speeds import Speeds
+    from weft.probes.stored_speeds import Speeds
 
 log = logging.getLogger("weft.serving")
 

@@ -23,9 +23,9 @@ from weft.logs import request_id
 
 log = logging.getLogger("weft.serving")
 
-QUEUE_SPANS = 2**14  # that wait for the thread which sends them; more replace the oldest
+QUEUE_SPANS = 2**14  # spans that wait for the thread which sends them; more replace the oldest
 QUEUE_VARIABLE = "OTEL_BSP_MAX_QUEUE_SIZE"
-CLOSE_S = 2.0  # for the last spans at the end of a server
+CLOSE_S = 2.0  # seconds for the last spans at the end of a server
 
 Attribute = str | int | float | Sequence[str]
 Phase = tuple[str, float, float]

@@ -23,7 +23,7 @@ from weft.client.outputs import RequestOutput
 from weft.errors import RequestError, WeftError
 
 VERSION = 1
-FIRST_LINE_S = 1.0  # to wait for `load` before an engine without a model says that it is ready
+FIRST_LINE_S = 1.0  # seconds to wait for `load` before an engine without a model says that it is ready
 
 
 class Load(msgspec.Struct, tag="load"):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from weft.serving.options import ServeOptions
     from weft.serving.service import Service
 
-PATH = "/v1/traces"  # of a collector that gets spans over HTTP
+PATH = "/v1/traces"  # path of a collector that gets spans over HTTP
 GRPC_PORT = 4317
 TRACE_HEADERS = (b"traceparent", b"tracestate")  # W3C Trace Context
 

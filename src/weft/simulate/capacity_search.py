@@ -14,7 +14,7 @@ from weft.simulate.study import MeasurementWindow, Study
 
 CLOSE = 0.02  # relative accuracy of the rate
 CLOSE_REPLICAS = 0.01  # relative accuracy of the number of replicas
-MOST_RISES = 6  # doublings of the first guess
+MAX_DOUBLINGS = 6  # doublings of the first guess
 LONE_REQUESTS = 300  # requests simulated one after the other
 
 
@@ -59,7 +59,7 @@ def find_replicas(simulate: Callable[[int], Report], guess: float, *, too_few: i
 
     low, high = too_few, max(too_few + 1, ceil(guess))
     while not met(high):
-        if len(runs) > MOST_RISES:
+        if len(runs) > MAX_DOUBLINGS:
             reason = f"{high:,} replicas still have {'; '.join(_misses(runs[-1]))}"
             return CapacityResult(value=None, reason=reason, report=None, runs=tuple(runs))
         low, high = high, 2 * high
@@ -96,7 +96,7 @@ def find_rate(simulate: Callable[[float], Report], guess: float) -> CapacityResu
 def _double_rate(met: Callable[[float], bool], guess: float) -> tuple[float, float]:
     """Double the rate until it misses the objective. Return the highest rate that met it (or 0), and the next."""
     low, high = 0.0, guess
-    for _ in range(MOST_RISES):
+    for _ in range(MAX_DOUBLINGS):
         if not met(high):
             break
         low, high = high, 2 * high

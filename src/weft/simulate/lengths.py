@@ -12,7 +12,7 @@ import msgspec
 
 from weft.errors import ConfigError
 
-MOST_TOKENS = 100_000_000  # largest mean or deviation: beyond every model, yet small enough to compute with
+MAX_TOKENS = 100_000_000  # largest mean or deviation: beyond every model, yet small enough to compute with
 
 
 class FixedLength(msgspec.Struct, frozen=True):
@@ -120,10 +120,9 @@ def parse_lengths(text: str, flag: str) -> Lengths:
 
 
 def _log_normal(mean: float, deviation: float, given: str) -> LogNormalLength:
-    if not (1 <= mean <= MOST_TOKENS and 0 <= deviation <= MOST_TOKENS):
+    if not (1 <= mean <= MAX_TOKENS and 0 <= deviation <= MAX_TOKENS):
         raise ConfigError(
-            f"{given}: the mean must be 1 or more, the deviation 0 or more, in tokens, and both {MOST_TOKENS:,} at "
-            "most",
+            f"{given}: the mean must be 1 or more, the deviation 0 or more, in tokens, and both {MAX_TOKENS:,} at most",
             code="lognormal-out-of-range",
         )
     return LogNormalLength(mean, deviation)

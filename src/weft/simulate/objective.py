@@ -9,7 +9,7 @@ import msgspec
 
 from weft.errors import ConfigError
 
-METRICS = {  # that a target may name, with their meaning
+METRICS = {  # metrics that a target may name, with their meaning
     "ttft": "time to first token",
     "tpot": "time per token after it",
     "itl": "gap between tokens",

@@ -26,11 +26,11 @@ from weft.simulate.tally import RequestTimes, Tally
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Step times and scheduler limits of one replica, or of one engine of several attention groups.
 
-    `steps` has an entry per attention group. The limits are those of each group. `stages` steps are in flight at once,
-    and with `lookahead` one more. `num_blocks` KV blocks are kept as `kv` says.
+    `predictors` has an entry per attention group. The limits are those of each group. `stages` steps are in flight at
+    once, and with `lookahead` one more. `num_blocks` KV blocks are kept as `kv` says.
     """
 
-    steps: tuple[StepPredictor, ...]
+    predictors: tuple[StepPredictor, ...]
     kv: KVLayout
     num_blocks: int
     max_num_seqs: int
@@ -43,12 +43,12 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def all_blocks(self) -> int:
         """KV blocks of all groups."""
-        return len(self.steps) * self.num_blocks
+        return len(self.predictors) * self.num_blocks
 
     @property
     def most(self) -> int:
         """Number of requests that all groups accept at once."""
-        return len(self.steps) * (self.max_num_queued + self.max_num_seqs)
+        return len(self.predictors) * (self.max_num_queued + self.max_num_seqs)
 
 
 class Stretch:
@@ -98,13 +98,13 @@ class SimulatedReplica:
         # A lone request may outgrow a small cache, and ends there.
         self.longest = spec.kv.longest(spec.num_blocks, spec.max_model_len)
         self.most = spec.most
-        self._groups = [_create_scheduler(spec, prefix_caching) for _ in spec.steps]
+        self._groups = [_create_scheduler(spec, prefix_caching) for _ in spec.predictors]
         self.scheduler = self._groups[0] if len(self._groups) == 1 else GroupedScheduler(self._groups)
-        self._steps, self._tally, self._stretches = spec.steps, tally, stretches
+        self._predictors, self._tally, self._stretches = spec.predictors, tally, stretches
         self._blocks_per_token = spec.kv.blocks_per_token
         self._stages, self._depth = spec.stages, spec.stages + spec.lookahead
         self._flights: deque[tuple[StepResult | LockStepResult, float]] = deque()  # steps' results, and their times
-        self._keys = [[0] * spec.max_num_seqs for _ in spec.steps]  # by group: key of the request in each slot
+        self._keys = [[0] * spec.max_num_seqs for _ in spec.predictors]  # by group: key of the request in each slot
         self._last_result_s = 0.0
         self._stretch: Stretch | None = None
         self._unfinished: dict[str, RequestTimes] = {}
@@ -189,15 +189,15 @@ class SimulatedReplica:
         flights = min(len(self._flights) + 1, self._stages)
         if isinstance(step, StepPlan):
             contexts, chunks, ends = _rows(step)
-            return self._steps[0].step_s(contexts, chunks, ends=ends, groups=flights)
+            return self._predictors[0].step_s(contexts, chunks, ends=ends, groups=flights)
         rows = [_rows(plan) for plan in step.plans]
         routed = (
             sum(len(contexts) for contexts, _, _ in rows),
             sum(count for _, chunks, _ in rows for _, count in chunks),
         )
         costs = [
-            steps.step_s(contexts, chunks, ends=ends, groups=flights, routed=routed)
-            for steps, (contexts, chunks, ends) in zip(self._steps, rows, strict=True)
+            predictor.step_s(contexts, chunks, ends=ends, groups=flights, routed=routed)
+            for predictor, (contexts, chunks, ends) in zip(self._predictors, rows, strict=True)
         ]
         return StepSeconds(max(cost.latency_s for cost in costs), max(cost.interval_s for cost in costs))
 
@@ -239,7 +239,7 @@ class SimulatedReplica:
         if steady is None:
             return False
         rounds, groups = steady
-        for window in filter(None, self._steps[0].windows):
+        for window in filter(None, self._predictors[0].windows):
             # The rounds' times grow evenly until a context reaches the window of a layer; a new stretch begins there.
             below = [context for group in groups for context in group if context < window]
             if below:
@@ -250,7 +250,7 @@ class SimulatedReplica:
 
     def _round_s(self, groups: Sequence[Sequence[int]]) -> float:
         """Seconds for one step of each group; the groups' steps are in flight together."""
-        steps = [self._steps[0].step_s(contexts, groups=len(groups)) for contexts in groups]
+        steps = [self._predictors[0].step_s(contexts, groups=len(groups)) for contexts in groups]
         return max(max(step.latency_s for step in steps), sum(step.interval_s for step in steps))
 
     def _advance(self, stretch: Stretch) -> list[RequestTimes]:

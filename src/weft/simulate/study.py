@@ -17,10 +17,10 @@ from weft.simulate.report import Report, create_report, request_waits
 from weft.simulate.simulation import simulate
 from weft.simulate.tally import Tally
 
-REQUESTS = 200_000  # of all runs of a study together; with more, only a sample of equal replicas is simulated
-LEAST_SAMPLE = 16  # replicas
+REQUESTS = 200_000  # requests of all runs of a study together; with more, only a sample of equal replicas is simulated
+MIN_SAMPLE = 16  # replicas that are simulated
 # Limits of one run, which then takes minutes: each request is an event, and the policy looks at every replica.
-MOST_REQUESTS, MOST_REPLICAS = 10_000_000, 10_000
+MAX_REQUESTS, MAX_REPLICAS = 10_000_000, 10_000
 MARGIN = 1.2  # more requests than rate times time may arrive, by at most this factor
 
 
@@ -108,9 +108,9 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
     def check_run_length(self, load: SimulatedLoad, replicas: int | None = None) -> None:
         """Raise ConfigError for a run with too many replicas or requests to simulate."""
         count = replicas or len(self.specs)
-        if count > MOST_REPLICAS:
+        if count > MAX_REPLICAS:
             raise ConfigError(
-                f"{count:,} replicas; at most {MOST_REPLICAS:,} are simulated: give a smaller --replicas or --rate, "
+                f"{count:,} replicas; at most {MAX_REPLICAS:,} are simulated: give a smaller --replicas or --rate, "
                 "since equal ones carry equal shares",
                 code="too-many-replicas",
             )
@@ -124,10 +124,10 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
         else:
             assert load.rate is not None
             rate, source = load.rate, f"{load.rate:g} requests/s"
-        if rate * last_s > MOST_REQUESTS:
+        if rate * last_s > MAX_REQUESTS:
             raise ConfigError(
                 f"{source} make about {rate * last_s:,.3g} requests in {format_duration(last_s)}, of which this "
-                f"deployment can answer {most * last_s:,.3g}; at most {MOST_REQUESTS:,} are simulated: give fewer, or "
+                f"deployment can answer {most * last_s:,.3g}; at most {MAX_REQUESTS:,} are simulated: give fewer, or "
                 "a shorter --duration",
                 code="too-many-requests",
             )
@@ -147,7 +147,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
         else:
             requests = min(count * self.capacity, load.offered or inf) * self.times.duration_s
         share = REQUESTS / self.runs / requests if requests else 1.0
-        return count if share >= 1 else min(count, max(LEAST_SAMPLE, ceil(count * share)))
+        return count if share >= 1 else min(count, max(MIN_SAMPLE, ceil(count * share)))
 
     def _early_stop(self, load: SimulatedLoad, share: float) -> EarlyStop | None:
         """Condition to end a run early, if `share` of the replicas are simulated; None without one."""

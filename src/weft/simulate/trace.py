@@ -15,9 +15,9 @@ import msgspec
 from weft.errors import ConfigError, error_reason
 from weft.simulate.simulated_request import ContentIds, SimulatedRequest
 
-MOST_ERROR_CHARS = 60  # of a value in an error message
-MOST_TOKENS = 2**24  # of a prompt or an answer; far above every model's length
-MOST_S = 1e11  # a time in seconds: 3,000 years. A float does not hold the milliseconds of a larger one.
+MAX_ERROR_CHARS = 60  # characters of a value in an error message
+MAX_TOKENS = 2**24  # tokens of a prompt or an answer; far above every model's length
+MAX_S = 1e11  # largest time, in seconds: 3,000 years. A float does not hold the milliseconds of a larger one.
 
 
 class TraceRow(msgspec.Struct, frozen=True):
@@ -171,7 +171,7 @@ def _time(value: Any, columns: TraceFormat, where: str) -> float:
     if not _is_number(value) or not isfinite(float(value)):
         raise _time_error(value, columns, where)
     seconds = float(value) * columns.unit_s
-    if abs(seconds) > MOST_S:
+    if abs(seconds) > MAX_S:
         raise ConfigError(
             f"{where}: {columns.time} is {_short(value)}, more than 3,000 years", code="trace-time-too-large"
         )
@@ -192,9 +192,9 @@ def _tokens(value: Any, column: str, where: str) -> int:
             f"{where}: {column} is {_short(value)}; it must be a whole number of tokens, 1 or more",
             code="bad-trace-tokens",
         )
-    if number > MOST_TOKENS:
+    if number > MAX_TOKENS:
         raise ConfigError(
-            f"{where}: {column} is {_short(value)}; a simulated request has at most {MOST_TOKENS:,} tokens",
+            f"{where}: {column} is {_short(value)}; a simulated request has at most {MAX_TOKENS:,} tokens",
             code="too-many-trace-tokens",
         )
     return int(number)
@@ -212,7 +212,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    """A value for an error message, cut to MOST_ERROR_CHARS."""
+    """A value for an error message, cut to MAX_ERROR_CHARS."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     text = " ".join(text.split())
-    return repr(text if len(text) <= MOST_ERROR_CHARS else text[:MOST_ERROR_CHARS] + "...")
+    return repr(text if len(text) <= MAX_ERROR_CHARS else text[:MAX_ERROR_CHARS] + "...")

@@ -32,7 +32,7 @@ from weft.weights.quantised import quantise
 from weft.weights.sharded import read_shard
 from weft.weights.signed import SignedWeights
 from weft.weights.stored import StoredWeights
-from weft.weights.tabled import TabledWeights
+from weft.weights.tabled import BitsAndBytesWeights
 
 # Fields of a Fill that the loader knows. With any other field set it would load the wrong numbers in silence.
 KNOWN_FIELDS = frozenset({"param", "source", "rows", "cols", "at", "expert"})
@@ -112,7 +112,7 @@ def open_source(plan: Plan) -> WeightSource:
     if published.floating:
         return Fp8Weights(infos)
     if published.wide:
-        return (SignedWeights if published.wide == "signed" else TabledWeights)(infos)
+        return (SignedWeights if published.wide == "signed" else BitsAndBytesWeights)(infos)
     return Mxfp4Weights(infos) if published.method == "mxfp4" else PackedWeights(infos)
 
 

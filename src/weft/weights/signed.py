@@ -1,4 +1,4 @@
-"""Matrices of signed integers of 8 bits, read number by number. Layouts: `formats.signed`."""
+"""Matrices of signed 8-bit integers, read number by number. Layouts: `formats.signed`."""
 
 from __future__ import annotations
 

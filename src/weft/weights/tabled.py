@@ -1,4 +1,7 @@
-"""Matrices of 4 bits as bitsandbytes publishes them, read number by number. Layout: `formats.bitsandbytes`."""
+"""Reader of bitsandbytes' 4-bit (nf4, fp4) matrices: 4-bit codes into a table of 16 values, times a scale per block.
+
+Layout: `formats.bitsandbytes`.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ from weft.formats.tensor import TensorInfo
 from weft.quant.quantised import QuantisedWeight, pack_nibbles
 from weft.weights.stored import StoredWeights, map_bytes, rows_at_once, view_bytes
 
-NEAR = 1e-3  # of the table's values: old files have some that are rounded to four digits
+TABLE_TOLERANCE = 1e-3  # absolute; some old files round the table to four digits
 
 
-class TabledWeights(StoredWeights):
-    """A `WeightSource` of safetensors files with matrices of bitsandbytes' 4 bits."""
+class BitsAndBytesWeights(StoredWeights):
+    """A `WeightSource` of safetensors files with 4-bit matrices of bitsandbytes."""
 
     def read_range(self, source: str, rows: Span, cols: Span | None, into: torch.Tensor) -> None:
         info = self.tensors[source]
@@ -28,10 +31,10 @@ class TabledWeights(StoredWeights):
         _check_table(info, source)
         cols = cols or Span(0, info.dims[1])
         table = torch.tensor(TABLES[info.state.quant_type], device=into.device)
-        for chunk, at in _row_chunks(info, rows, into.device):
-            numbers = _numbers(info, chunk, cols).to(into.device)
-            scales = _scales(info, chunk, torch.arange(cols.start, cols.stop)).to(into.device)
-            into[at : at + len(chunk)].copy_(table.take(numbers.long()).mul_(scales))
+        for row_span, offset in _row_chunks(info, rows, into.device):
+            codes = _codes(info, row_span, cols).to(into.device)
+            scales = _scales(info, row_span, torch.arange(cols.start, cols.stop)).to(into.device)
+            into[offset : offset + len(row_span)].copy_(table.take(codes.long()).mul_(scales))
 
     def holds(self, source: str, scheme: str) -> bool:
         info = self.tensors[source]
@@ -44,22 +47,22 @@ class TabledWeights(StoredWeights):
         if not self.holds(source, into.type):
             return False
         _check_table(info, source)
-        firsts = torch.arange(cols.start // info.group, -(-cols.stop // info.group)) * info.group
-        for chunk, at in _row_chunks(info, rows, into.device):
-            part = into.narrow(0, at, len(chunk))
-            part.values.copy_(pack_nibbles(_numbers(info, chunk, cols).to(into.device)))
-            part.scales.copy_(_scales(info, chunk, firsts))
+        group_starts = torch.arange(cols.start // info.group, -(-cols.stop // info.group)) * info.group
+        for row_span, offset in _row_chunks(info, rows, into.device):
+            part = into.narrow(0, offset, len(row_span))
+            part.values.copy_(pack_nibbles(_codes(info, row_span, cols).to(into.device)))
+            part.scales.copy_(_scales(info, row_span, group_starts))
         return True
 
 
 def _row_chunks(info: TablePacked, rows: Span, device: torch.device) -> Iterator[tuple[Span, int]]:
-    """Cut `rows` into chunks of a good size for the device, each with the number of rows before it."""
+    """Cut `rows` into chunks of a good size for the device; yield (rows, their offset within `rows`)."""
     step = rows_at_once(device, info.dims[1], 0)
     for row in range(rows.start, rows.stop, step):
         yield Span(row, min(row + step, rows.stop)), row - rows.start
 
 
-def _numbers(info: TablePacked, rows: Span, cols: Span) -> torch.Tensor:
+def _codes(info: TablePacked, rows: Span, cols: Span) -> torch.Tensor:
     """Indices of the table: [rows, cols] uint8, on the CPU."""
     width = info.dims[1]
     first, last = rows.start * width, rows.stop * width
@@ -67,8 +70,8 @@ def _numbers(info: TablePacked, rows: Span, cols: Span) -> torch.Tensor:
     if width % 2 == 0 and cols.start % 2 == 0 and cols.stop % 2 == 0:
         data = data.view(len(rows), width // 2)[:, cols.start // 2 : cols.stop // 2]
         return torch.stack((data >> 4, data & 15), dim=2).flatten(1)
-    numbers = torch.stack((data >> 4, data & 15), dim=1).flatten()[first % 2 :][: last - first]
-    return numbers.view(len(rows), width)[:, cols.start : cols.stop]
+    codes = torch.stack((data >> 4, data & 15), dim=1).flatten()[first % 2 :][: last - first]
+    return codes.view(len(rows), width)[:, cols.start : cols.stop]
 
 
 def _scales(info: TablePacked, rows: Span, cols: torch.Tensor) -> torch.Tensor:
@@ -86,9 +89,9 @@ def _floats(info: TensorInfo) -> torch.Tensor:
 
 
 def _check_table(info: TablePacked, source: str) -> None:
-    """Raise ModelError if the table in the file is not that of the type which the quant_state names."""
+    """Raise ModelError if the file's table differs from the standard table of its quant_type."""
     table = torch.tensor(TABLES[info.state.quant_type])
-    if not torch.allclose(_floats(info.table), table, atol=NEAR, rtol=0):
+    if not torch.allclose(_floats(info.table), table, atol=TABLE_TOLERANCE, rtol=0):
         raise ModelError(
             f"{info.table.file}: tensor {source}.quant_map is not the table of {info.state.quant_type}; fetch it again",
             code="other-table",

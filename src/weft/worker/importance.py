@@ -36,7 +36,7 @@ from weft.worker.device import allocate_cache
 
 TOKENS = 64
 # Least importance, as a share of the group's mean: below it, chance in so few tokens would decide between columns.
-LEAST = 0.1
+MIN_IMPORTANCE = 0.1
 
 
 @torch.inference_mode()
@@ -200,7 +200,7 @@ class StreamedTable:
 
 
 def relative_importance(squares: torch.Tensor) -> torch.Tensor:
-    """Mean squares [cols], relative to the mean of their group of UNIT columns, LEAST at least."""
+    """Mean squares [cols], relative to the mean of their group of UNIT columns, MIN_IMPORTANCE at least."""
     groups = squares.nan_to_num(0, 0, 0).view(-1, UNIT)
     mean = groups.mean(dim=1, keepdim=True)
-    return torch.where(mean > 0, groups / mean, 1).clamp_(min=LEAST).flatten()
+    return torch.where(mean > 0, groups / mean, 1).clamp_(min=MIN_IMPORTANCE).flatten()

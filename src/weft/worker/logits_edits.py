@@ -16,7 +16,7 @@ from weft.core.params import SamplingParams
 from weft.core.step import Admission
 from weft.worker.sample_arrays import EditArrays
 
-LEAST = torch.finfo(torch.float32).min
+MIN_LOGIT = torch.finfo(torch.float32).min
 FIRST_ID = np.zeros(1, dtype=np.int64)
 NO_IDS = np.zeros(0, dtype=np.int64)
 NO_VALUES = np.zeros(0, dtype=np.float32)
@@ -154,7 +154,7 @@ def apply_edits(logits: torch.Tensor, edits: EditArrays[torch.Tensor]) -> None:
     if len(edits.forbidden_at):
         flat.index_fill_(0, edits.forbidden_at, -torch.inf)
     if len(edits.fallback_at):
-        flat.index_copy_(0, edits.fallback_at, flat.index_select(0, edits.fallback_at).clamp(min=LEAST))
+        flat.index_copy_(0, edits.fallback_at, flat.index_select(0, edits.fallback_at).clamp(min=MIN_LOGIT))
 
 
 class LogitsEdits:

@@ -40,7 +40,7 @@ from weft.worker.importance import measure_importance
 
 logger = logging.getLogger("weft")
 
-GRAPH_BYTES = 8 << 20  # of the driver's, for one graph; a prior, to be measured
+GRAPH_BYTES = 8 << 20  # bytes of the driver's, for one graph; a prior, to be measured
 # Bytes of KV that a GPU reads while the host launches one layer's kernels; a prior, to be measured.
 EAGER_BYTES = 128 << 20
 

@@ -27,12 +27,12 @@ from weft.errors import error_reason
 
 logger = logging.getLogger("weft")
 
-CATEGORY = "weft"  # of Weft's own events
+CATEGORY = "weft"  # category of Weft's own events
 ROW = 1 << 30  # thread numbers of Weft's own rows begin here: those of the system are smaller
 
 # Torch traces a process at most once at a time; with two profilers it crashes. Ranks may be threads of one process.
 _joining = threading.Condition()
-PATIENCE_S = 10.0  # for the other ranks of this process to leave the trace before, and for torch to write it
+PATIENCE_S = 10.0  # seconds for the other ranks of this process to leave the trace before, and for torch to write it
 HEAD_BYTES, COPIED_BYTES = 2**16, 2**20  # of torch's file: in which its list of events begins, and copied at once
 _running: list[Trace] = []  # at most one
 _spans: list[dict[str, Any]] = []  # of all ranks of this process, in the trace that runs

@@ -20,7 +20,7 @@ def load_entries(dtype: torch.dtype, *, fixed_order: bool = False, head_dim: int
 
 
 def needs_narrow(head_dim: int) -> bool:
-    """Return True if sums in a fixed order need a library for vectors of 256 bits: those of AMX's tiles depend on the
+    """Return True if sums in a fixed order need a library for 256-bit vectors: those of AMX's tiles depend on the
     number of tokens, and of CPUs with wider vectors the order is shown for those that multiply bf16 only."""
     features = cpu_features()
     if WIDE_VECTORS not in features:

@@ -12,7 +12,7 @@ from weft.formats.schemes import UNIT, Scheme
 from weft.kernels.native.entries import load_entries
 from weft.native.structures import LONGEST_GROUP, LOWEST_KINDS, WEIGHT_TYPES, RoundingDescriptor
 from weft.quant.quantised import QuantisedWeight
-from weft.quant.rounding import Rounding, column_weights, round_into
+from weft.quant.rounding import Rounding, column_error_weights, round_into
 
 CPU = torch.device("cpu")
 
@@ -32,7 +32,7 @@ class NativeRounding:
     def _native(self) -> Rounding:
         try:
             entries = load_entries(self._dtype)
-        except (OSError, subprocess.SubprocessError):  # whose reason is told when the kernels are created
+        except (OSError, subprocess.SubprocessError):  # whose reason is reported when the kernels are created
             return round_into
 
         def rounding(weight: torch.Tensor, into: QuantisedWeight, importance: torch.Tensor | None) -> None:
@@ -48,10 +48,10 @@ class NativeRounding:
                 lacking=into.lacking,
                 cols=into.shape[1],
             )
-            counts = column_weights(importance, width, scheme.group, CPU)
+            error_weights = column_error_weights(importance, width, scheme.group, CPU)
             lowest = None if into.lowest is None else into.lowest.data_ptr()
             parts = into.values.data_ptr(), into.scales.data_ptr(), lowest
-            entries.round_rows(ctypes.byref(descriptor), weight.data_ptr(), counts.data_ptr(), *parts)
+            entries.round_rows(ctypes.byref(descriptor), weight.data_ptr(), error_weights.data_ptr(), *parts)
 
         return rounding
 

@@ -22,9 +22,9 @@ from weft.kernels.warm import KernelLaunch, first_of_variants
 
 LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
-LEAST = 16  # rows or columns of the smallest matrix product
-HEAD_BYTES = 256  # of the widest head whose tiles fit the 99 KiB of any GPU since Ampere; half as wide for 64 KiB
-MOST_SPLITS = 32
+MIN_PRODUCT = 16  # rows or columns of the smallest matrix product
+HEAD_BYTES = 256  # bytes of the widest head whose tiles fit the 99 KiB of any GPU since Ampere; half as wide for 64 KiB
+MAX_SPLITS = 32
 AT_ONCE = tl.constexpr(4)  # parts that the program that joins them loads at once
 
 
@@ -72,7 +72,7 @@ def _mix(
     columns = tl.arange(0, HEAD)
     inside = columns < head_dim
     if keys.dtype.element_ty == tl.float8e4nv and query.dtype == tl.bfloat16:
-        # Two keys of 8 bits become float16 in one instruction, but bfloat16 only by way of float32.
+        # Two 8-bit keys become float16 in one instruction, but bfloat16 only by way of float32.
         query = query.to(tl.float16)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -175,17 +175,17 @@ def _decode(
 
 def splits_of(tuning: Tuning, processors: int, rows: int, kv_heads: int) -> int:
     """Number of parts into which the contexts of a decode step of `rows` rows are split."""
-    return min(MOST_SPLITS, triton.cdiv(tuning.programs * processors, rows * kv_heads))
+    return min(MAX_SPLITS, triton.cdiv(tuning.programs * processors, rows * kv_heads))
 
 
 def tile_of(tuning: Tuning, part: int, cache: KVCache) -> int:
-    """Number of keys in a tile, with `part` of `tiles`. Keys of 8 bits are twice as many, in as many bytes."""
-    return max(LEAST, tuning.tile * (2 if cache.keys.itemsize == 1 else 1) // part)
+    """Number of keys in a tile, with `part` of `tiles`. 8-bit keys are twice as many, in as many bytes."""
+    return max(MIN_PRODUCT, tuning.tile * (2 if cache.keys.itemsize == 1 else 1) // part)
 
 
 def tiles(head_dim: int, dtype: torch.dtype, shared: int) -> tuple[int, int]:
     """Width of a head in the kernels, and the number by which a tile's rows are divided to fit into `shared` bytes."""
-    head = max(LEAST, triton.next_power_of_2(head_dim))
+    head = max(MIN_PRODUCT, triton.next_power_of_2(head_dim))
     widest = HEAD_BYTES if shared >= AMPERE_SHARED_BYTES else HEAD_BYTES // 2
     return head, max(1, head * dtype.itemsize // widest)
 
@@ -233,7 +233,7 @@ def decode(
         LSE=lse is not None,
         SINKS=sinks is not None,
         KV_BLOCK=cache.block_size,
-        GROUP=max(LEAST, triton.next_power_of_2(q_heads // kv_heads)),
+        GROUP=max(MIN_PRODUCT, triton.next_power_of_2(q_heads // kv_heads)),
         HEAD=head,
         TILE=tile_of(tuning, part, cache),
         num_warps=tuning.warps,
@@ -298,7 +298,7 @@ def prefill(
     kv_heads, rows = cache.keys.shape[2], batch.rows - first_row
     group = q_heads // kv_heads
     head, part = tiles(head_dim, q.dtype, shared)
-    lanes = max(tuning.rows // part, LEAST, triton.next_power_of_2(group))
+    lanes = max(tuning.rows // part, MIN_PRODUCT, triton.next_power_of_2(group))
     queries = lanes // group
     _prefill[((tokens - first_row) // queries + rows, kv_heads)](
         q,
@@ -326,7 +326,7 @@ def prefill(
         QUERIES=queries,
         ROWS=lanes,
         HEAD=head,
-        TILE=max(LEAST, tuning.tile // part),
+        TILE=max(MIN_PRODUCT, tuning.tile // part),
         num_warps=tuning.warps,
         num_stages=tuning.stages,
     )

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from weft.architectures.shape import Experts
 from weft.kernels.base import ExpertStack
-from weft.kernels.triton.products import MOST, TILES, QuantisedMatrix
+from weft.kernels.triton.products import MAX_ROWS, TILES, QuantisedMatrix
 from weft.kernels.triton.routing import SortedRows, most_blocks, sort_rows, sum_parts
 from weft.kernels.triton.weights import PackedWeight, load_weights, pack_weight
 from weft.kernels.warm import KernelLaunch, first_of_variants
@@ -29,12 +29,12 @@ from weft.quant.quantised import QuantisedWeight
 
 # The same as TILES for weights that are not quantised: chosen by bytes in flight and shared memory. Not yet measured.
 FLOAT_TILES = {16: (64, 2, 4), 32: (64, 2, 4), 64: (64, 2, 4), 128: (128, 2, 8)}
-LEAST_ROWS = 32  # of a matrix per program: fewer than in a tile if there are fewer programs than processors
+MIN_ROWS = 32  # rows of a matrix per program, if whole tiles' programs would be fewer than the processors
 # Blocks that go through all rows of the matrices before the next ones: their tokens stay in the second cache.
 TOGETHER = 16
 # Tokens up to which shared experts are computed beside the routed ones; for more, products of their own have larger
 # tiles. Not yet measured.
-MOST_SHARED = 64
+MAX_SHARED_TOKENS = 64
 
 
 # None of two values that a branch chooses between may be a constant, as a 1 would be.
@@ -219,7 +219,7 @@ class TritonExperts:
 
     def _block_size(self, rows: int) -> int:
         """Number of rows of a block: about as many as an expert has if all are chosen alike."""
-        most = MOST[self.down.weight.dtype.itemsize]
+        most = MAX_ROWS[self.down.weight.dtype.itemsize]
         return min(most, max(min(TILES), triton.next_power_of_2(triton.cdiv(rows, self.spec.count))))
 
     def _tile(self, stack: TritonStack, rows: int) -> tuple[int, int, int, int]:
@@ -227,7 +227,7 @@ class TritonExperts:
         size = self._block_size(rows)
         taken_rows, taken_units, warps = (FLOAT_TILES if stack.weight.scheme is None else TILES)[size]
         blocks = most_blocks(rows, self._count, size)
-        while taken_rows > LEAST_ROWS and blocks * triton.cdiv(stack.rows, taken_rows) < self.processors:
+        while taken_rows > MIN_ROWS and blocks * triton.cdiv(stack.rows, taken_rows) < self.processors:
             taken_rows //= 2
         return size, taken_rows, taken_units, warps
 
@@ -299,7 +299,7 @@ class TritonMixture:
     experts: TritonExperts
     shared: tuple[PackedWeight, PackedWeight]  # of the gate and up projection, and of the down projection
 
-    most_tokens = MOST_SHARED
+    most_tokens = MAX_SHARED_TOKENS
 
     def __call__(
         self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, gate: torch.Tensor | None

@@ -13,7 +13,7 @@ from weft.architectures.published import ROW
 from weft.formats.schemes import Scheme
 from weft.hardware.gpus import FP8_CAPABILITY
 from weft.kernels.triton.products import MANY, QuantisedMatrix
-from weft.quant.rounding import LARGEST_FP8, TINIEST_FP8
+from weft.quant.rounding import LARGEST_FP8, TINIEST_FP32_SCALE
 
 # torch._scaled_mm takes a scale for each row of both matrices if results are bfloat16 and dims are multiples of UNITS.
 DTYPE, UNITS = torch.bfloat16, 16
@@ -31,7 +31,7 @@ class ScaledMatrix(QuantisedMatrix):
         return super().__call__(x) if x.shape[0] < MANY else self._multiply_scaled(x)
 
     def _multiply_scaled(self, x: torch.Tensor) -> torch.Tensor:
-        scale = (x.abs().amax(dim=1, keepdim=True).float() / LARGEST_FP8).clamp_(min=TINIEST_FP8)
+        scale = (x.abs().amax(dim=1, keepdim=True).float() / LARGEST_FP8).clamp_(min=TINIEST_FP32_SCALE)
         numbers = (x / scale).clamp_(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn)
         return torch._scaled_mm(
             numbers,

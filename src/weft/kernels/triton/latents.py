@@ -16,15 +16,15 @@ from weft.kernels import attention_inputs
 from weft.kernels.base import AttentionShape, KVCache, PagedAttention
 from weft.kernels.batch import Batch
 from weft.kernels.latents import EXPANDED_BLOCK, LatentDims, LatentNorm, contiguous_row
-from weft.kernels.triton.attention import LEAST, LN_2, LOG2_E, MOST_SPLITS, _join
+from weft.kernels.triton.attention import LN_2, LOG2_E, MAX_SPLITS, MIN_PRODUCT, _join
 from weft.kernels.usable import AMPERE_SHARED_BYTES
 from weft.kernels.warm import KernelLaunch, first_of_variants
 
 HEADS = 16  # query heads of a program that decodes
-QUERIES = 32  # of a program of a row of several tokens, tokens times heads
-QUERY_BYTES = 1 << 10  # of the widest query of which so many fit beside the latents; of wider ones half as many
+QUERIES = 32  # queries of a program of a row of several tokens, tokens times heads
+QUERY_BYTES = 1 << 10  # bytes of the widest query of which so many fit beside the latents; of wider ones half as many
 PROGRAMS = 2  # per multiprocessor, until which contexts are split
-TILE_BYTES = 32 << 10  # of the latents that a program works on at once
+TILE_BYTES = 32 << 10  # bytes of the latents that a program works on at once
 ROTATED = 8  # heads of queries that a program rotates
 
 
@@ -204,7 +204,7 @@ def _store_latents(
 
 def splits_of(processors: int, programs: int) -> int:
     """Number of parts into which the contexts of a decode step are split that would take `programs` programs."""
-    return max(1, min(MOST_SPLITS, triton.cdiv(PROGRAMS * processors, programs)))
+    return max(1, min(MAX_SPLITS, triton.cdiv(PROGRAMS * processors, programs)))
 
 
 class LatentTiles(NamedTuple):
@@ -221,11 +221,11 @@ class LatentTiles(NamedTuple):
 
 def latent_tiles(rank: int, width: int, dtype: torch.dtype, shared: int) -> LatentTiles:
     """Sizes whose programs need at most `shared` bytes of shared memory."""
-    low, high = (max(LEAST, triton.next_power_of_2(part)) for part in (rank, width - rank))
-    latents = max(LEAST, min(64, TILE_BYTES // (low * dtype.itemsize)))
+    low, high = (max(MIN_PRODUCT, triton.next_power_of_2(part)) for part in (rank, width - rank))
+    latents = max(MIN_PRODUCT, min(64, TILE_BYTES // (low * dtype.itemsize)))
     if shared < AMPERE_SHARED_BYTES:
         # Turing multiplies in 32 bits, and has 64 KiB for the queries and the latents.
-        return LatentTiles(low, high, LEAST, HEADS // 2, HEADS // 2, 1)
+        return LatentTiles(low, high, MIN_PRODUCT, HEADS // 2, HEADS // 2, 1)
     wide = low * dtype.itemsize > QUERY_BYTES
     return LatentTiles(low, high, latents, HEADS, QUERIES // 2 if wide else QUERIES, 2)
 

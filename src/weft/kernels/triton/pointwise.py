@@ -9,7 +9,7 @@ import triton.language as tl
 from weft.kernels.base import HeadNorm, KVCache
 from weft.kernels.batch import Batch
 
-COLUMNS = 1024  # of the MLP that one program of silu_mul computes
+COLUMNS = 1024  # columns of the MLP that one program of silu_mul computes
 # Heads that one program rotates. With one head each, starting programs takes longer than moving their bytes; with all
 # heads of a token, a step of one row would use a single multiprocessor.
 HEADS = 8

@@ -24,9 +24,9 @@ from weft.quant.quantised import QuantisedWeight
 # by the compiled code: with 16 rows 5 instructions per number of W, and registers for 20 warps on a multiprocessor. Not
 # yet measured.
 TILES = {16: (64, 2, 2), 32: (64, 4, 4), 64: (64, 4, 4), 128: (128, 2, 8)}
-MOST = {2: 128, 4: 32}  # rows of x per program at most, by bytes of a number: with more, tiles exceed 99 KiB
+MAX_ROWS = {2: 128, 4: 32}  # rows of x per program, by bytes of a number: with more, tiles exceed 99 KiB
 WARPS = 16  # wanted on a multiprocessor, to hide each other's latency
-PART_UNITS = 8  # of a program's columns at least: with fewer it ends before its loads overlap
+PART_UNITS = 8  # units of a program's columns at least: with fewer it ends before its loads overlap
 SUMS_SHARE = 0.5  # of W's bytes: the most that writing and reading sums of parts may move, unless processors are idle
 # Rows of x from which W is dequantised to memory instead. That moves 4.5 more bytes per number of W (4 bits read, 16
 # written and read again), which takes 4.5 / B seconds at a bandwidth B. A product in which each program dequantises
@@ -34,7 +34,7 @@ SUMS_SHARE = 0.5  # of W's bytes: the most that writing and reading sums of part
 # longer per number and row of x. The two are equal at 1.8 F / B rows: 280 on an A100 (312 TFLOPS, 2.0 TB/s), 370 on an
 # H200 (990, 4.8), 300 on an RTX 4090 (165, 1.0). Not yet measured.
 MANY = 257
-SCRATCH_BYTES = 64 << 20  # of W that is dequantised at once
+SCRATCH_BYTES = 64 << 20  # bytes of W that is dequantised at once
 AT_ONCE = tl.constexpr(4)  # parts that the program that adds them loads at once
 TABLE_ROWS, TABLE_UNITS = 4, 16  # of W that one program dequantises to memory
 
@@ -184,7 +184,7 @@ class QuantisedMatrix:
     def _cut(self, tokens: int) -> tuple[int, int]:
         """Number of rows of x, and of units of columns, that one program multiplies."""
         rows, units = self.weight.rows, self.weight.units
-        taken = min(MOST[self.weight.dtype.itemsize], max(min(TILES), triton.next_power_of_2(tokens)))
+        taken = min(MAX_ROWS[self.weight.dtype.itemsize], max(min(TILES), triton.next_power_of_2(tokens)))
         taken_rows, taken_units, warps = TILES[taken]
         parts = self._parts(tokens, triton.cdiv(rows, taken_rows) * triton.cdiv(tokens, taken), warps)
         return taken, max(PART_UNITS, triton.cdiv(units, parts * taken_units) * taken_units)
@@ -242,6 +242,6 @@ def create_quantised_matrix(
     """Prepare a quantised weight [rows, cols] for the kernels, to be multiplied by a class of `product`."""
     packed = pack_weight(weight)
     tiles = triton.cdiv(packed.rows, min(rows for rows, _, _ in TILES.values()))
-    tiles *= triton.cdiv(MANY, MOST[packed.dtype.itemsize])
+    tiles *= triton.cdiv(MANY, MAX_ROWS[packed.dtype.itemsize])
     through = torch.zeros(tiles, dtype=torch.int32, device=packed.words.device)
     return product(weight=packed, bias=bias, through=through, processors=processors)

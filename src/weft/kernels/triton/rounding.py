@@ -11,7 +11,7 @@ import triton.language as tl
 
 from weft.formats.schemes import UNIT, Scheme
 from weft.quant.quantised import QuantisedWeight
-from weft.quant.rounding import BELOW_AND_ABOVE, SHARES, TINY, round_into
+from weft.quant.rounding import RANGE_FACTORS, SIDE_FACTORS, TINY, round_into
 
 LARGEST_GROUP = 128  # columns
 TILE = 1024  # elements that one program rounds
@@ -21,7 +21,7 @@ WHOLE = tl.constexpr(12582912.0)
 
 
 @triton.jit
-def _half(x):
+def _to_float16(x):
     return x.to(tl.float16).to(tl.float32)
 
 
@@ -32,67 +32,67 @@ def _whole(x, least: tl.constexpr, most: tl.constexpr):
 
 
 @triton.jit
-def _fit_minimum(w, each, below: tl.constexpr, above: tl.constexpr, most: tl.constexpr):
-    """Errors [G], numbers [G, GROUP], scales [G] and minima [G] for the shares `below` and `above` of a group's range
+def _fit_minimum(w, error_weights, below: tl.constexpr, above: tl.constexpr, most: tl.constexpr):
+    """Errors [G], numbers [G, GROUP], scales [G] and minima [G] for the factors `below` and `above` on a group's range,
     on both sides of its middle."""
     low, high = tl.min(w, 1), tl.max(w, 1)
-    middle, mean = (high + low) / 2, tl.sum(w * each, 1)
+    middle, mean = (high + low) / 2, tl.sum(w * error_weights, 1)
     first = middle - (middle - low) * below
-    scale = _half(tl.maximum(((high - middle) * above + (middle - low) * below) / most, TINIEST))
+    scale = _to_float16(tl.maximum(((high - middle) * above + (middle - low) * below) / most, TINIEST))
     q = _whole((w - first[:, None]) * (1.0 / scale)[:, None], 0.0, most)
-    average = tl.sum(q * each, 1)
+    average = tl.sum(q * error_weights, 1)
     centred = q - average[:, None]
-    variance = tl.sum(centred * centred * each, 1)
-    fitted = tl.sum((w - mean[:, None]) * centred * each, 1) / tl.maximum(variance, TINIEST)
-    scale = tl.where(variance > 0.0, _half(tl.maximum(fitted, TINIEST)), scale)
-    minimum = _half(mean - scale * average)
+    variance = tl.sum(centred * centred * error_weights, 1)
+    fitted = tl.sum((w - mean[:, None]) * centred * error_weights, 1) / tl.maximum(variance, TINIEST)
+    scale = tl.where(variance > 0.0, _to_float16(tl.maximum(fitted, TINIEST)), scale)
+    minimum = _to_float16(mean - scale * average)
     q = _whole((w - minimum[:, None]) * (1.0 / scale)[:, None], 0.0, most)
     off = q * scale[:, None] + minimum[:, None] - w
-    return tl.sum(off * off * each, 1), q, scale, minimum
+    return tl.sum(off * off * error_weights, 1), q, scale, minimum
 
 
 @triton.jit
-def _fit_middle(w, each, share: tl.constexpr, half: tl.constexpr, BITS: tl.constexpr):
-    """Errors [G], numbers [G, GROUP] from -half on, and scales [G] for a share of a group's range."""
+def _fit_middle(w, error_weights, factor: tl.constexpr, offset: tl.constexpr, BITS: tl.constexpr):
+    """Errors [G], numbers [G, GROUP] from -offset on, and scales [G] for a factor on a group's range."""
     low, high = tl.min(w, 1), tl.max(w, 1)
     far = tl.where(high > -low, high, low)
-    full = far / -half if BITS < 8 else tl.abs(far) / (half - 1.0)
-    scale = _half(full * share)
+    full = far / -offset if BITS < 8 else tl.abs(far) / (offset - 1.0)
+    scale = _to_float16(full * factor)
     scale = tl.where(tl.abs(scale) < TINIEST, TINIEST, scale)
-    q = _whole(w * (1.0 / scale)[:, None], -half, half - 1.0)
+    q = _whole(w * (1.0 / scale)[:, None], -offset, offset - 1.0)
     if BITS < 8:
-        squares = tl.sum(q * q * each, 1)
-        fitted = _half(tl.sum(w * q * each, 1) / tl.maximum(squares, TINIEST))
+        squares = tl.sum(q * q * error_weights, 1)
+        fitted = _to_float16(tl.sum(w * q * error_weights, 1) / tl.maximum(squares, TINIEST))
         scale = tl.where(tl.abs(fitted) < TINIEST, scale, fitted)
-        q = _whole(w * (1.0 / scale)[:, None], -half, half - 1.0)
+        q = _whole(w * (1.0 / scale)[:, None], -offset, offset - 1.0)
     off = q * scale[:, None] - w
-    return tl.sum(off * off * each, 1), q, scale
+    return tl.sum(off * off * error_weights, 1), q, scale
 
 
 @triton.jit
-def _fit(w, each, BITS: tl.constexpr, LOWEST: tl.constexpr, TRIED: tl.constexpr):
+def _fit(w, error_weights, BITS: tl.constexpr, LOWEST: tl.constexpr, TRIED: tl.constexpr):
     """Unsigned numbers [G, GROUP], scales [G], and minima or zero points [G] (unused if the scheme has none) of the
     candidate of TRIED with the smallest error."""
     most: tl.constexpr = 2.0**BITS - 1.0
-    half: tl.constexpr = 2.0 ** (BITS - 1)
+    offset: tl.constexpr = 2.0 ** (BITS - 1)
     if LOWEST == "minimum":
-        error, q, scale, lowest = _fit_minimum(w, each, TRIED[0][0], TRIED[0][1], most)
+        error, q, scale, lowest = _fit_minimum(w, error_weights, TRIED[0][0], TRIED[0][1], most)
         for n in tl.static_range(1, len(TRIED)):
-            other, q_, scale_, lowest_ = _fit_minimum(w, each, TRIED[n][0], TRIED[n][1], most)
+            other, q_, scale_, lowest_ = _fit_minimum(w, error_weights, TRIED[n][0], TRIED[n][1], most)
             better = other < error
             error, q = tl.where(better, other, error), tl.where(better[:, None], q_, q)
             scale, lowest = tl.where(better, scale_, scale), tl.where(better, lowest_, lowest)
     elif LOWEST == "middle":
-        error, q, scale = _fit_middle(w, each, TRIED[0], half, BITS)
+        error, q, scale = _fit_middle(w, error_weights, TRIED[0], offset, BITS)
         for n in tl.static_range(1, len(TRIED)):
-            other, q_, scale_ = _fit_middle(w, each, TRIED[n], half, BITS)
+            other, q_, scale_ = _fit_middle(w, error_weights, TRIED[n], offset, BITS)
             better = other < error
             error, q = tl.where(better, other, error), tl.where(better[:, None], q_, q)
             scale = tl.where(better, scale_, scale)
-        q, lowest = q + half, scale
+        q, lowest = q + offset, scale
     else:
         low, high = tl.minimum(tl.min(w, 1), 0.0), tl.maximum(tl.max(w, 1), 0.0)
-        scale = _half(tl.maximum((high - low) / most, TINIEST))
+        scale = _to_float16(tl.maximum((high - low) / most, TINIEST))
         lowest = _whole(-low / scale, 0.0, most)
         q = tl.clamp(_whole(w * (1.0 / scale)[:, None], -most, most) + lowest[:, None], 0.0, most)
     return q, scale, lowest
@@ -110,14 +110,14 @@ def _round(
     # Columns past the last one repeat it, which changes neither end of a range.
     source = tl.minimum(column, width - 1)
     w = tl.load(weight + row[:, None] * width + source, mine[:, None], other=0.0).to(tl.float32)
-    each = tl.full([GROUPS, GROUP], 1.0 / GROUP, tl.float32)
+    error_weights = tl.full([GROUPS, GROUP], 1.0 / GROUP, tl.float32)
     if COUNTED:
-        each = tl.load(importance + source, mine[:, None], other=1.0)
-        each = each / tl.sum(each, 1)[:, None]
-    q, scale, least = _fit(w, each, BITS, LOWEST, TRIED)
+        error_weights = tl.load(importance + source, mine[:, None], other=1.0)
+        error_weights = error_weights / tl.sum(error_weights, 1)[:, None]
+    q, scale, group_lowest = _fit(w, error_weights, BITS, LOWEST, TRIED)
     tl.store(scales + number, scale.to(tl.float16), mine)
     if LOWEST != "middle":
-        tl.store(lowest + number, least.to(lowest.dtype.element_ty), mine)
+        tl.store(lowest + number, group_lowest.to(lowest.dtype.element_ty), mine)
     if BITS == 8:
         target = column - lacking
         kept = mine[:, None] & (target >= 0) & (target < cols)
@@ -143,8 +143,8 @@ def round_on_gpu(weight: torch.Tensor, into: QuantisedWeight, importance: torch.
         return
     assert weight.is_contiguous() and into.values.is_contiguous()
     groups = triton.cdiv(width, scheme.group)
-    each = TILE // scheme.group
-    _round[(triton.cdiv(rows * groups, each),)](
+    groups_at_once = TILE // scheme.group
+    _round[(triton.cdiv(rows * groups, groups_at_once),)](
         weight,
         weight if importance is None else importance,
         into.values,
@@ -158,9 +158,9 @@ def round_on_gpu(weight: torch.Tensor, into: QuantisedWeight, importance: torch.
         BITS=scheme.bits,
         GROUP=scheme.group,
         LOWEST=scheme.lowest,
-        TRIED=tried_shares(scheme),
+        TRIED=tried_factors(scheme),
         COUNTED=importance is not None,
-        GROUPS=each,
+        GROUPS=groups_at_once,
         UNIT=UNIT,
     )
 
@@ -171,9 +171,9 @@ def has_kernel(scheme: Scheme) -> bool:
     return scheme.lowest in ("middle", "zero", "minimum", "nested") and scheme.bits in (4, 8) and divides
 
 
-def tried_shares(scheme: Scheme) -> tuple[tuple[float, float], ...] | tuple[float, ...]:
-    """Shares of a group's range that are tried for a scheme."""
-    shares: tuple[tuple[float, float], ...] | tuple[float, ...] = (
-        BELOW_AND_ABOVE if scheme.lowest == "minimum" else SHARES
+def tried_factors(scheme: Scheme) -> tuple[tuple[float, float], ...] | tuple[float, ...]:
+    """Factors on a group's range that are tried for a scheme."""
+    factors: tuple[tuple[float, float], ...] | tuple[float, ...] = (
+        SIDE_FACTORS if scheme.lowest == "minimum" else RANGE_FACTORS
     )
-    return shares if scheme.bits < 8 else shares[:1]
+    return factors if scheme.bits < 8 else factors[:1]

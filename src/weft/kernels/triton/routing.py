@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 
 from weft.architectures.shape import Experts
-from weft.kernels.experts import LEAST_SUM, is_plain_choice
+from weft.kernels.experts import MIN_SUM, is_plain_choice
 
 NOBODY = -1  # number of the expert that a padding row chooses; owner of a block without rows; row that does not exist
-PAIRS = 1024  # of token and choice, which one program of _sort reads in one pass
-LEAST_BINS = 32  # of a histogram
-COLUMNS = 1024  # of the hidden dim that one program of _sum computes
+PAIRS = 1024  # pairs of token and choice, which one program of _sort reads in one pass
+MIN_BINS = 32  # bins of a histogram
+COLUMNS = 1024  # columns of the hidden dim that one program of _sum computes
 UNAVAILABLE = tl.constexpr(-(2**31))  # below the place of every score
 
 
@@ -63,7 +63,7 @@ def _choose(
     scores, correction, slots, chosen, shares, count, size, scaling,
     TOP_K: tl.constexpr, NORMALISED: tl.constexpr, PLAIN: tl.constexpr, SIGMOID: tl.constexpr,
     CORRECTED: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
-    PADDED: tl.constexpr, NOBODY: tl.constexpr, LEAST_SUM: tl.constexpr,
+    PADDED: tl.constexpr, NOBODY: tl.constexpr, MIN_SUM: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, SIZE_BLOCK: tl.constexpr, CHOICES: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -104,7 +104,7 @@ def _choose(
     else:
         share = tl.where(choice < TOP_K, highest, 0.0)
         if NORMALISED:
-            share = share / (tl.sum(share, 0) + LEAST_SUM)
+            share = share / (tl.sum(share, 0) + MIN_SUM)
         share = share * scaling
     if PADDED:
         numbers = tl.where(tl.load(slots + token) >= 0, numbers, NOBODY)
@@ -140,7 +140,7 @@ def choose_experts(
             GROUP_BEST=2 if spec.group_score == "top2" else 1,
             PADDED=slots is not None,
             NOBODY=NOBODY,
-            LEAST_SUM=LEAST_SUM,
+            MIN_SUM=MIN_SUM,
             GROUP_BLOCK=triton.next_power_of_2(spec.groups),
             SIZE_BLOCK=triton.next_power_of_2(size),
             CHOICES=triton.next_power_of_2(spec.top_k),
@@ -204,7 +204,7 @@ def sort_rows(chosen: torch.Tensor, first: int, routed: torch.Tensor, size: int)
     blocks = most_blocks(rows, count, size)
     members = torch.empty(blocks, size, dtype=torch.int32, device=chosen.device)
     owners = torch.empty(blocks, dtype=torch.int32, device=chosen.device)
-    bins = max(LEAST_BINS, triton.next_power_of_2(count + 1))
+    bins = max(MIN_BINS, triton.next_power_of_2(count + 1))
     _sort[(count,)](
         chosen, members, owners, routed, rows, blocks, first, count, SIZE=size, PAIRS=PAIRS, BINS=bins, NOBODY=NOBODY
     )

@@ -15,9 +15,9 @@ from weft.kernels import streams
 from weft.native.structures import MASK_BITS
 
 BLOCK = streams.SAMPLING_BLOCK
-SURVEY_BLOCKS = 16  # that one program reads
-FILTER_BLOCKS = 32  # that a row's program reads or skips at once
-MASK_PROGRAM_WORDS = 64  # of a mask that one program applies
+SURVEY_BLOCKS = 16  # blocks that one program reads
+FILTER_BLOCKS = 32  # blocks that a row's program reads or skips at once
+MASK_PROGRAM_WORDS = 64  # words of a mask that one program applies
 
 STEP = tl.constexpr(streams.SPLITMIX_STEP)
 FIRST = tl.constexpr(streams.SPLITMIX_FIRST)

@@ -11,8 +11,8 @@ import triton.language as tl
 from weft.kernels.batch import Batch
 from weft.kernels.staged import NOWHERE, StagedStep
 
-TOKENS = 256  # that one program writes
-COLUMNS = 1024  # of a row's block table that one program copies
+TOKENS = 256  # tokens that one program writes
+COLUMNS = 1024  # columns of a row's block table that one program copies
 
 
 # Integers that differ from step to step must not cause a new compilation.

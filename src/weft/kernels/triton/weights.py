@@ -253,7 +253,7 @@ class PackedWeight:
 
 
 def pack_weight(weight: torch.Tensor | QuantisedWeight) -> PackedWeight:
-    """Prepare a weight [rows, cols] or a stack [experts, rows, cols] for the kernels; numbers of 4 bits and bytes of
+    """Prepare a weight [rows, cols] or a stack [experts, rows, cols] for the kernels; 4-bit numbers and bytes of
     groups are copied once."""
     if isinstance(weight, torch.Tensor):
         words = weight.flatten(0, -2)
@@ -286,7 +286,7 @@ def flatten_stack(weight: QuantisedWeight) -> QuantisedWeight:
 
 
 def _pairs(numbers: torch.Tensor) -> torch.Tensor:
-    """Two bytes as one int16; numbers of 16 bits unchanged."""
+    """Two bytes as one int16; 16-bit numbers unchanged."""
     if numbers.dtype != torch.uint8:
         return numbers
     flat = numbers.flatten()

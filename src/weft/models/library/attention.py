@@ -13,7 +13,7 @@ from weft.architectures.place import Place, Span
 from weft.kernels.base import Kernels, KVCache
 from weft.kernels.batch import Batch
 
-NAME = "weft"  # of the attention function in Transformers' registry
+NAME = "weft"  # name of the attention function in Transformers' registry
 
 
 @dataclass

@@ -141,10 +141,10 @@ inline void amx_one_tile(AmxPanel panel, AmxRows x, float *sums, bool add, AmxAh
 // Sums of any number of tokens with columns of a panel, [tokens][32]; added to what is there if `add`. Meanwhile
 // `bytes` are prefetched from `at` on.
 inline void amx_product(AmxPanel panel, AmxRows x, float *sums, bool add, const char *at, int64_t bytes) {
-    constexpr int64_t MOST = 2 * AMX_TOKENS;
+    constexpr int64_t MAX_TOKENS = 2 * AMX_TOKENS;
     const int64_t tiles = panel.cols / AMX_COLUMNS, all = x.tokens;
-    for (; x.tokens > 0; x = x.skip(MOST), sums += MOST * 32) {
-        int64_t n = std::min(MOST, x.tokens), one = std::min(AMX_TOKENS, n);
+    for (; x.tokens > 0; x = x.skip(MAX_TOKENS), sums += MAX_TOKENS * 32) {
+        int64_t n = std::min(MAX_TOKENS, x.tokens), one = std::min(AMX_TOKENS, n);
         AmxShapes shapes(one, n > one ? n - one : one);
         _tile_loadconfig(&shapes);
         AmxAhead ahead{at, (bytes * n / (all * tiles) + 63) / 64 * 64};

@@ -59,10 +59,10 @@ struct Choice {
 
 // Rows of tokens, one for each expert of a token, that go through the experts at once. A step of more tokens is
 // divided: each expert then has so many that the products take longer than the weights take to be read.
-constexpr int64_t MOST_ROWS = 1 << 13;
+constexpr int64_t MAX_ROWS = 1 << 13;
 
 inline int64_t tokens_at_once(int64_t tokens, int64_t top_k) {
-    return std::min(tokens, std::max<int64_t>(1, MOST_ROWS / std::max<int64_t>(1, top_k)));
+    return std::min(tokens, std::max<int64_t>(1, MAX_ROWS / std::max<int64_t>(1, top_k)));
 }
 
 // Rows from which on panels are dealt one by one: experts may have very different numbers of them.

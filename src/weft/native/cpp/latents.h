@@ -18,7 +18,7 @@ constexpr int64_t WIDEST_LATENT = 640;  // values of a latent at most
 constexpr int64_t LATENT_QUERIES = 32;  // query vectors, tokens x heads, that go over latents together, at most
 constexpr int64_t LATENT_KEYS = 48;     // latents that are worked on at once
 constexpr int64_t LATENT_PART = 10 * LATENT_KEYS;  // positions of a part of a context, unless it has too many parts
-constexpr int64_t MOST_PARTS = 32;
+constexpr int64_t MAX_PARTS = 32;
 
 constexpr int64_t whole_vectors(int64_t count) { return (count + 15) / 16 * 16; }
 
@@ -45,7 +45,7 @@ template <class T> struct PagedLatents {
     int64_t part_size(int64_t row) const {
         if (fixed_order) return LATENT_PART;
         int64_t parts = (rows.context[row] + LATENT_PART - 1) / LATENT_PART;
-        return (parts + MOST_PARTS - 1) / MOST_PARTS * LATENT_PART;
+        return (parts + MAX_PARTS - 1) / MAX_PARTS * LATENT_PART;
     }
 
     int64_t parts(int64_t row) const { return (rows.context[row] + part_size(row) - 1) / part_size(row); }
@@ -92,7 +92,7 @@ public:
         bool few = int64_t(tiles.size()) < 2 * threads && threads > 1;
         for (size_t i = 0; i < tiles.size(); i++) {
             int64_t parts = a.parts(tiles[i].row);
-            tiles[i].slot = few && parts > 1 && parts <= MOST_PARTS ? slots : -1;
+            tiles[i].slot = few && parts > 1 && parts <= MAX_PARTS ? slots : -1;
             if (tiles[i].slot < 0) {
                 pieces.push_back({int64_t(i), -1});
                 continue;

@@ -211,9 +211,9 @@ ENTRY void weft_pack_values(const char *values, char *to, int64_t rows, int64_t 
 ENTRY void weft_pack_groups(const char *from, char *to, int64_t rows, int64_t groups, int64_t size) {
     pack_groups(from, to, rows, groups, size);
 }
-ENTRY void weft_round_rows(const Rounding *rounding, const char *weights, const float *counts, char *values,
+ENTRY void weft_round_rows(const Rounding *rounding, const char *weights, const float *error_weights, char *values,
                            uint16_t *scales, void *lowest) {
-    round_rows(*rounding, weights, counts, values, scales, lowest);
+    round_rows(*rounding, weights, error_weights, values, scales, lowest);
 }
 
 EXPORT(WEFT_TYPE, WEFT_NAME)

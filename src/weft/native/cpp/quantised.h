@@ -8,7 +8,7 @@
 // [BLOCK / 4][SLICE][4] numbers; with 4 bits, the first half of the columns are the low nibbles and the second half the
 // high ones. The panel's scales are [groups][PANEL] fp16, with as many minima in fp16 or zero points of a byte. A group
 // is one or more blocks, or half a block: PER_BLOCK, the number of groups in a block, is 2 for the latter and 1 for all
-// others. Nested groups have two fp16 numbers, [groups][2][PANEL], and 12 bytes with scales and minima of 6 bits for
+// others. Nested groups have two fp16 numbers, [groups][2][PANEL], and 12 bytes with scales and 6-bit minima for
 // their NEST blocks, [groups][12][PANEL]: see `Packed::nested_at`.
 #pragma once
 
@@ -29,7 +29,7 @@ constexpr int64_t SLICES = PANEL / SLICE;
 constexpr int64_t NEST = 8;  // blocks of a nested group
 
 // The source of a group's lowest number, see formats/schemes.py. Numbers of MXFP4 stand for values of a table, and scales
-// are powers of two of a byte each. FP8 and all after it have scales of 32 bits, and their numbers become floats: see
+// are powers of two of a byte each. FP8 and all after it have 32-bit scales, and their numbers become floats: see
 // float8.h for FP8's, tabled.h for others. Mirrored in native/structures.py.
 enum class Lowest : int64_t { MIDDLE, ZERO, MINIMUM, MXFP4, NESTED, FP8, NF4, FP4, SIGNED };
 
@@ -557,8 +557,8 @@ void quantised_tiles(const Packed &panel, const char *x, int64_t tokens, float *
 template <class C>
 void tiles(const Packed &panel, const char *x, int64_t tokens, float *sums, const char *after, bool fetch) {
     // A single tile prefetches its own panel; several tiles prefetch what is read `after` it.
-    constexpr int64_t MOST = 8 / SLICES;  // tokens of a tile that reads the panel once
-    bool alone = tokens <= MOST && !(tokens & (tokens - 1));
+    constexpr int64_t MAX_TOKENS = 8 / SLICES;  // tokens of a tile that reads the panel once
+    bool alone = tokens <= MAX_TOKENS && !(tokens & (tokens - 1));
     const char *next = alone ? panel.values + AHEAD : after;
     int64_t all = fetch ? tokens : 0;
 #ifdef __AVX512VNNI__

@@ -1,5 +1,5 @@
-// Rounding of rows of weights to the numbers of a scheme, with the scales that have the smallest error. The candidates,
-// and the choice among them, are those of quant/rounding.py.
+// Rounding of rows of weights to the numbers of a scheme. The candidates, and the choice among them, are those of
+// quant/rounding.py.
 //
 // The same columns of several rows lie side by side, one row in each lane of a vector: no sum has to be gathered from
 // several lanes.
@@ -27,15 +27,15 @@ struct Rounding {
 
 constexpr int64_t LONGEST_GROUP = 128;  // columns of a group at most
 
-// Shares of a group's range that are tried with 4 bits, whose steps are coarse: of its part below the middle, and
-// above.
-struct Shares {
+// Factors on a group's range that are tried with 4 bits, whose steps are coarse: on its part below the middle, and on
+// the part above.
+struct RangeFactors {
     float below, above;
 };
-constexpr Shares OF_MINIMUM[] = {{1.0f, 1.0f}, {1.0f, 0.9f}, {0.9f, 1.0f}, {0.9f, 0.9f}};
-constexpr Shares OF_MIDDLE[] = {{1.0f, 1.0f}, {0.9f, 0.9f}, {0.8f, 0.8f}};
+constexpr RangeFactors OF_MINIMUM[] = {{1.0f, 1.0f}, {1.0f, 0.9f}, {0.9f, 1.0f}, {0.9f, 0.9f}};
+constexpr RangeFactors OF_MIDDLE[] = {{1.0f, 1.0f}, {0.9f, 0.9f}, {0.8f, 0.8f}};
 
-constexpr float TINY = 0x1p-23f;  // the smallest scale
+constexpr float TINY = 0x1p-23f;  // smallest float16 scale: two steps of subnormal float16
 
 // ---------------------------------------------------------------------------------------------- vectors
 
@@ -75,25 +75,26 @@ inline floats number(const Rounding &r, floats w, floats from, floats inverse) {
     return between(whole((w - from) * inverse), -r.zero(), r.most() - r.zero());
 }
 
-// The first scale for shares of the range [low, high], and their beginning.
-inline Fit first_fit(const Rounding &r, floats low, floats high, Shares shares) {
+// The first scale for factors on the range [low, high], and where the range then begins.
+inline Fit first_fit(const Rounding &r, floats low, floats high, RangeFactors factors) {
     floats zero = floats{} + r.zero();
     if (r.kind == Lowest::MINIMUM) {
-        floats middle = (high + low) / 2, below = (middle - low) * shares.below, above = (high - middle) * shares.above;
+        floats middle = (high + low) / 2;
+        floats below = (middle - low) * factors.below, above = (high - middle) * factors.above;
         return {as_stored(at_least((above + below) / r.most(), TINY)), middle - below, zero, floats{}};
     }
     // The number farthest from zero is on the side that has one step more.
-    floats scale = as_stored((high > -low ? high : low) / -r.zero() * shares.above);
+    floats scale = as_stored((high > -low ? high : low) / -r.zero() * factors.above);
     return {size_of(scale) < TINY ? floats{} + TINY : scale, floats{}, zero, floats{}};
 }
 
 // The scale, and the minimum, with the smallest error for the numbers that `fit` rounds to. Errors of columns are
-// weighted by `counts`, which add up to 1.
-inline Fit refine_fit(const Rounding &r, const floats *w, const float *counts, floats mean, Fit fit) {
+// weighted by `error_weights`, which add up to 1.
+inline Fit refine_fit(const Rounding &r, const floats *w, const float *error_weights, floats mean, Fit fit) {
     bool minimum = r.kind == Lowest::MINIMUM;
     floats inverse = 1 / fit.scale, centre = minimum ? mean : floats{}, average = {}, squares = {}, products = {};
     for (int64_t c = 0; c < r.group; c++) {
-        floats q = number(r, w[c], fit.from, inverse), counted = counts[c] * q;
+        floats q = number(r, w[c], fit.from, inverse), counted = error_weights[c] * q;
         average += counted;
         squares += counted * q;
         products += (w[c] - centre) * counted;
@@ -111,22 +112,22 @@ inline Fit refine_fit(const Rounding &r, const floats *w, const float *counts, f
 }
 
 // The weighted mean of squared errors.
-inline floats error_of(const Rounding &r, const floats *w, const float *counts, const Fit &fit) {
+inline floats error_of(const Rounding &r, const floats *w, const float *error_weights, const Fit &fit) {
     floats inverse = 1 / fit.scale, sum = {};
     for (int64_t c = 0; c < r.group; c++) {
         floats off = number(r, w[c], fit.from, inverse) * fit.scale + (fit.from - w[c]);
-        sum += counts[c] * (off * off);
+        sum += error_weights[c] * (off * off);
     }
     return sum;
 }
 
 // The best fit of each lane's group, whose columns are w.
-inline Fit best_fit(const Rounding &r, const floats *w, const float *counts) {
+inline Fit best_fit(const Rounding &r, const floats *w, const float *error_weights) {
     floats low = w[0], high = w[0], mean = {}, none = {};
     for (int64_t c = 0; c < r.group; c++) {
         low = smaller(low, w[c]);
         high = larger(high, w[c]);
-        mean += counts[c] * w[c];
+        mean += error_weights[c] * w[c];
     }
     if (r.kind == Lowest::ZERO) {
         low = smaller(low, none);
@@ -137,13 +138,13 @@ inline Fit best_fit(const Rounding &r, const floats *w, const float *counts) {
     if (r.kind == Lowest::MIDDLE && r.bits == 8)
         return {as_stored(at_least(larger(high, -low) / (r.zero() - 1), TINY)), none, none + r.zero(), none};
     const bool minimum = r.kind == Lowest::MINIMUM;
-    const Shares *tried = minimum ? OF_MINIMUM : OF_MIDDLE;
+    const RangeFactors *tried = minimum ? OF_MINIMUM : OF_MIDDLE;
     const size_t tries = r.bits == 8 ? 1 : minimum ? std::size(OF_MINIMUM) : std::size(OF_MIDDLE);
     Fit best = {};
     floats least = {};
     for (size_t i = 0; i < tries; i++) {
-        Fit candidate = refine_fit(r, w, counts, mean, first_fit(r, low, high, tried[i]));
-        floats error = error_of(r, w, counts, candidate);
+        Fit candidate = refine_fit(r, w, error_weights, mean, first_fit(r, low, high, tried[i]));
+        floats error = error_of(r, w, error_weights, candidate);
         ints better = i ? error < least : ~ints{};
         least = better ? error : least;
         best.scale = better ? candidate.scale : best.scale;
@@ -169,11 +170,11 @@ inline void read_weights(int64_t type, const char *from, int64_t count, float *t
 // Write the numbers of BLOCK weights; with 4 bits, those of the second half are the high nibbles.
 template <int BITS> void write_block(const float *w, float scale, float from, float zero, char *to) {
     constexpr int64_t PARTS = BLOCK / SLICE;
-    constexpr float MOST = (1 << BITS) - 1;
+    constexpr float MAX_NUMBER = (1 << BITS) - 1;
     float inverse = 1 / scale;
     ints q[PARTS];
     for (int64_t i = 0; i < PARTS; i++)
-        q[i] = nearest(between((wide(w + i * SLICE) - from) * inverse, -zero, MOST - zero)) + int32_t(zero);
+        q[i] = nearest(between((wide(w + i * SLICE) - from) * inverse, -zero, MAX_NUMBER - zero)) + int32_t(zero);
     for (int64_t i = 0; i < PARTS * BITS / 8; i++) {
         eights some = __builtin_convertvector(BITS == 8 ? q[i] : q[i] | q[i + PARTS / 2] << 4, eights);
         std::memcpy(to + i * SLICE, &some, sizeof some);
@@ -181,10 +182,10 @@ template <int BITS> void write_block(const float *w, float scale, float from, fl
 }
 
 // Round weights [rows, width] to values [rows, cols * bits / 8] and, for each group of a row, a scale (fp16) and, as
-// the kind has it, a minimum (fp16) or a zero point (a byte). `counts` [groups, group] are the weights of squared
-// errors, which add up to 1 in each group. Runs in the calling thread.
-inline void round_rows(const Rounding &r, const char *weights, const float *counts, char *values, uint16_t *scales,
-                       void *lowest) {
+// the kind has it, a minimum (fp16) or a zero point (a byte). `error_weights` [groups, group] weight the squared errors,
+// and add up to 1 in each group. Runs in the calling thread.
+inline void round_rows(const Rounding &r, const char *weights, const float *error_weights, char *values,
+                       uint16_t *scales, void *lowest) {
     float rows[SLICE][LONGEST_GROUP];
     floats columns[LONGEST_GROUP];
     const int64_t groups = r.groups(), bytes = r.type == FP32 ? 4 : 2;
@@ -200,7 +201,7 @@ inline void round_rows(const Rounding &r, const char *weights, const float *coun
             }
             for (int64_t c = 0; c < r.group; c++)
                 for (int64_t i = 0; i < SLICE; i++) columns[c][i] = rows[i][c];
-            Fit fit = best_fit(r, columns, counts + begin);
+            Fit fit = best_fit(r, columns, error_weights + begin);
             shorts scale = to_halves(fit.scale), minimum = to_halves(fit.lowest);
             for (int64_t i = 0; i < count; i++) {
                 int64_t row = first + i, at = row * groups + g;

@@ -66,15 +66,15 @@ inline void weigh_experts(const float *scores, int64_t count, bool sigmoid, floa
     for (int64_t e = 0; e < count; e++) weights[e] *= share;
 }
 
-constexpr int64_t MOST_GROUP_BEST = 2;
+constexpr int64_t MAX_GROUP_BEST = 2;
 
 // The numbers of the best groups of experts, by their `values`, in rising order.
 inline std::vector<int64_t> best_groups(const float *values, int64_t count, const Routing &r) {
-    int64_t size = count / r.groups, ignored[MOST_GROUP_BEST];
+    int64_t size = count / r.groups, ignored[MAX_GROUP_BEST];
     std::vector<int64_t> best(r.top_groups);
     std::vector<float> sums(r.top_groups);
     for (int64_t g = 0; g < r.groups; g++) {
-        float highest[MOST_GROUP_BEST] = {}, sum = 0;
+        float highest[MAX_GROUP_BEST] = {}, sum = 0;
         for (int64_t e = 0; e < size; e++) insert_best(values[g * size + e], e, e, r.group_best, ignored, highest);
         for (int64_t i = 0; i < r.group_best; i++) sum += highest[i];
         insert_best(sum, g, g, r.top_groups, best.data(), sums.data());

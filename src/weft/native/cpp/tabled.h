@@ -1,5 +1,5 @@
 // Weights that become floats without a loss, for the products of float8.h: FP8, indices of a table of 16 values
-// (bitsandbytes' NF4 and FP4), and integers of 8 bits.
+// (bitsandbytes' NF4 and FP4), and 8-bit integers.
 #pragma once
 
 #include "quantised.h"

@@ -26,7 +26,7 @@ class Board {
     Signal over;                               // number of phases that are over
 
 public:
-    static constexpr int64_t MOST = (1 << BITS) - 1;  // pieces of a range
+    static constexpr int64_t MAX_PIECES = (1 << BITS) - 1;  // pieces of a range
 
     explicit Board(int size) : taken(size) {}
 
@@ -38,7 +38,7 @@ public:
         for (;;) {
             uint32_t then = uint32_t(seen >> 2 * BITS);
             uint64_t counts = then == phase ? seen : 0;
-            int64_t front = counts >> BITS & MOST, back = counts & MOST;
+            int64_t front = counts >> BITS & MAX_PIECES, back = counts & MAX_PIECES;
             if (then > phase || front + back >= last - first) return -1;
             uint64_t mine = uint64_t(phase) << 2 * BITS | uint64_t(front + !helps) << BITS | uint64_t(back + helps);
             if (word.compare_exchange_weak(seen, mine, std::memory_order_relaxed))
@@ -91,7 +91,7 @@ public:
         phase++;
         // A thread that is so late may have read a count that is a later phase's already.
         if (board.is_over(phase)) return;
-        grain = std::max(grain, count / (size * Board::MOST) + 1);
+        grain = std::max(grain, count / (size * Board::MAX_PIECES) + 1);
         int64_t pieces = std::max<int64_t>(1, (count + grain - 1) / grain);
         bool were_late = others_late;
         others_late = false;

@@ -9,7 +9,7 @@ import torch
 
 from weft.probes.links import GpuResult, PairResult
 
-MOST_BYTES = 256 << 20  # of one copy; large enough that the time of its launch does not count
+MAX_COPY_BYTES = 256 << 20  # bytes of one copy: large enough that the time of its launch does not count
 SHARE = 8  # one copy takes at most 1 / SHARE of a GPU's free memory
 REPEATS = 8  # the fastest counts
 STRIDE = 2  # a strided copy writes one byte of this many
@@ -104,4 +104,4 @@ def synchronise(*devices: torch.device) -> None:
 
 def copy_bytes(device: torch.device) -> int:
     """Size of one copy in bytes, from the device's free memory."""
-    return min(MOST_BYTES, torch.cuda.mem_get_info(device)[0] // SHARE)
+    return min(MAX_COPY_BYTES, torch.cuda.mem_get_info(device)[0] // SHARE)

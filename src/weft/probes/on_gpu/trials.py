@@ -24,7 +24,7 @@ from weft.kernels.triton.tuning import (
 )
 from weft.kernels.usable import multiprocessor_count, shared_memory_bytes
 
-ROWS = (1, 8, 64, 256)  # of decode steps; other numbers use the nearest
+ROWS = (1, 8, 64, 256)  # rows of decode steps; other numbers use the nearest
 SHORTEST, LONGEST = 100, 2048  # contexts of decode steps, in tokens
 PROMPTS = {"4 prompts of 512": ([512] * 4, [512] * 4), "2,048 tokens after 6,144": ([2048], [8192])}  # counts, contexts
 # A race takes keys and values from several caches in turn: more bytes in all than the L2 of any GPU holds, but at most
@@ -120,9 +120,9 @@ def measure_tunings(
     shape: AttentionShape,
     device: torch.device,
     clock: Clock = graph_seconds,
-    tell: Callable[[str, Times, Obstacles], object] = lambda title, times, obstacles: None,
+    report: Callable[[str, Times, Obstacles], object] = lambda title, times, obstacles: None,
 ) -> Tunings:
-    """Find the fastest sizes for decode and prefill; `tell` gets the result of every race.
+    """Find the fastest sizes for decode and prefill; `report` gets the result of every race.
 
     A race that does not fit into memory keeps the default. Raises RuntimeError with the reason if no race can run.
     """
@@ -135,7 +135,7 @@ def measure_tunings(
         except torch.OutOfMemoryError as error:
             times, obstacles = {}, {"all": str(error).splitlines()[0]}
         results.append((times, obstacles))
-        tell(title, times, obstacles)
+        report(title, times, obstacles)
         return times
 
     decode_tunings = {}

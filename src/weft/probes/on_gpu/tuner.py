@@ -48,11 +48,11 @@ def measure_sizes(task: TuneRequest, parent: Parent[TuneRequest]) -> None:
         shape = replace(whole, q_heads=whole.q_heads // ranks, kv_heads=whole.kv_heads // ranks)
         heads = f"{shape.q_heads} query and {shape.kv_heads} KV heads, "
 
-        def tell(title: str, times: trials.Times, obstacles: trials.Obstacles, heads: str = heads) -> None:
+        def report(title: str, times: trials.Times, obstacles: trials.Obstacles, heads: str = heads) -> None:
             seconds = {str(name): took for name, took in times.items()}
             parent.send(RaceResult(heads + title, seconds, {str(name): why for name, why in obstacles.items()}))
 
-        tunings = trials.measure_tunings(shape, device, tell=tell)
+        tunings = trials.measure_tunings(shape, device, report=report)
         path = lost = ""
         if task.keep:
             try:

@@ -38,8 +38,8 @@ Row = TypeVar("Row", FileObject, BatchObject)
 
 PURPOSE = "batch"
 OWNER_HEADER = "x-weft-owner"
-MOST_WINDOW_H = 24 * 30
-MOST_ROWS = 10_000  # of a list
+MAX_WINDOW_H = 24 * 30
+MAX_ROWS = 10_000  # rows of a list
 METADATA = 16, 64, 512  # most entries, and characters of a key and of a value
 
 
@@ -133,7 +133,7 @@ async def list_files(request: Request) -> Response:
     if request.query_params.get("order", "desc") == "desc":
         rows.reverse()
     matching = [row for row in rows if purpose in (None, row.purpose) and not _is_expired(row)]
-    shown, more = _page(request, matching, MOST_ROWS)
+    shown, more = _page(request, matching, MAX_ROWS)
     return JsonResponse(FileList(data=shown, has_more=more, first_id=_id(shown, 0), last_id=_id(shown, -1)))
 
 
@@ -223,9 +223,9 @@ def decode_batch(service: Service, content: bytes) -> BatchRequest:
 def _window_s(window: str) -> int:
     """Seconds of a completion window. Raises RequestError."""
     match = re.fullmatch(r"(\d{1,4})h", window, re.ASCII)
-    if match is None or not 1 <= int(match[1]) <= MOST_WINDOW_H:
+    if match is None or not 1 <= int(match[1]) <= MAX_WINDOW_H:
         raise RequestError(
-            f"completion_window is {window!r:.60}; it must be a number of hours from 1h to {MOST_WINDOW_H}h",
+            f"completion_window is {window!r:.60}; it must be a number of hours from 1h to {MAX_WINDOW_H}h",
             param="completion_window",
             code="invalid-window",
         )
@@ -271,9 +271,9 @@ async def _find_batch(request: Request) -> BatchObject:
 def _page(request: Request, rows: Sequence[Row], default: int) -> tuple[list[Row], bool]:
     """The rows after `after`, at most `limit`, and True if there are more. Raises RequestError."""
     text = request.query_params.get("limit", str(default))
-    if not re.fullmatch(r"\d{1,6}", text, re.ASCII) or not 1 <= int(text) <= MOST_ROWS:
+    if not re.fullmatch(r"\d{1,6}", text, re.ASCII) or not 1 <= int(text) <= MAX_ROWS:
         raise RequestError(
-            f"limit is {text!r:.60}; it must be a number from 1 to {MOST_ROWS}", param="limit", code="invalid-limit"
+            f"limit is {text!r:.60}; it must be a number from 1 to {MAX_ROWS}", param="limit", code="invalid-limit"
         )
     after = request.query_params.get("after")
     begin = 0

@@ -7,7 +7,7 @@ from weft.serving.batches.types import ExpiresAfter
 from weft.serving.batches.uploads import Form
 
 ANCHOR = "created_at"
-LEAST_S, MOST_S = 3600, 30 * 24 * 3600
+MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 24 * 3600
 
 
 def check_expiry(given: ExpiresAfter, param: str) -> None:
@@ -16,9 +16,9 @@ def check_expiry(given: ExpiresAfter, param: str) -> None:
         raise RequestError(
             f"{param}.anchor is {given.anchor!r:.60}; it must be {ANCHOR!r}", param=param, code="unknown-anchor"
         )
-    if not LEAST_S <= given.seconds <= MOST_S:
+    if not MIN_EXPIRY_S <= given.seconds <= MAX_EXPIRY_S:
         raise RequestError(
-            f"{param}.seconds is {given.seconds}; it must be from {LEAST_S} to {MOST_S}",
+            f"{param}.seconds is {given.seconds}; it must be from {MIN_EXPIRY_S} to {MAX_EXPIRY_S}",
             param=param,
             code="invalid-expiry",
         )

@@ -27,10 +27,10 @@ log = logging.getLogger("weft.serving")
 
 T = TypeVar("T")
 
-POLL_S = 5.0  # after which batches of other servers are looked at: one of these may have ended
+POLL_S = 5.0  # seconds after which batches of other servers are looked at: one of these may have ended
 CLEAN_S = 600.0
 DAY_S = 24 * 3600.0
-KEEPING_S = 2.0  # for answers that are there when the server ends
+KEEPING_S = 2.0  # seconds for answers that are there when the server ends
 
 
 class BatchKeeper:
@@ -125,7 +125,7 @@ class BatchKeeper:
                 continue
 
     async def _answer_all(self, key: str) -> None:
-        """Answer the batches of a key, also those that come meanwhile."""
+        """Answer the batches of a key, even those that come meanwhile."""
         seen = -1
         while seen != self._arrivals:
             seen = self._arrivals

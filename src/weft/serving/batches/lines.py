@@ -14,8 +14,8 @@ from weft.serving.batches.types import LINE, BatchError, BatchLine
 from weft.serving.body import check_structure
 from weft.text.limits import LIMITS
 
-MOST_LINES = 50_000  # as OpenAI's API
-MOST_ERRORS = 100  # that are told
+MAX_LINES = 50_000  # lines of a file, as in OpenAI's API
+MAX_ERRORS = 100  # errors that are reported
 FEW = 64  # lines that are read without a pause for other threads
 
 
@@ -33,17 +33,17 @@ def check_lines(path: Path, endpoint: str, limits: LineLimits) -> tuple[int, str
     seen: set[str] = set()
     total, model = 0, None
     try:
-        for total, text in numbered_lines(path, limits, most_blank=MOST_LINES):  # the last number is their count
+        for total, text in numbered_lines(path, limits, most_blank=MAX_LINES):  # the last number is their count
             fault = _fault(text, endpoint, limits, seen)
             if fault is not None:
                 errors.append(_error(*fault, total))
-                if len(errors) >= MOST_ERRORS:
+                if len(errors) >= MAX_ERRORS:
                     break
             elif total == 1:
                 named = decode_line(text, limits).body.get("model")
                 model = named if isinstance(named, str) else None
-            if total > MOST_LINES:
-                errors.append(_error("too_many_lines", f"more than {MOST_LINES:,} lines; send several"))
+            if total > MAX_LINES:
+                errors.append(_error("too_many_lines", f"more than {MAX_LINES:,} lines; send several"))
                 break
     except RequestError as error:
         errors.append(_error("too_many_lines", str(error)))

@@ -23,10 +23,10 @@ from weft.serving.batches import results
 from weft.serving.batches.types import BATCH, FILE, BatchObject, FileObject
 from weft.serving.errors import HttpError
 
-BUSY_S = 30.0  # to wait for another server's transaction
-PIECE_BYTES = 2**20  # of a file that are read at once
-MOST_STORED = 20 * 2**30  # bytes of all files
-PART_S = 24 * 3600.0  # after which an upload without a name is nobody's any more
+BUSY_S = 30.0  # seconds to wait for another server's transaction
+PIECE_BYTES = 2**20  # bytes of a file that are read at once
+MAX_STORED_BYTES = 20 * 2**30  # bytes of all files
+PART_S = 24 * 3600.0  # seconds after which an upload without a name is nobody's any more
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (id TEXT PRIMARY KEY, owner TEXT NOT NULL, row BLOB NOT NULL);
@@ -170,11 +170,11 @@ class Store:
         They may come to as much as stays free for all others: no owner fills the store, and a new one has room.
         """
         own = self.used_bytes(owner) + size
-        free = MOST_STORED - self.used_bytes() - size
+        free = MAX_STORED_BYTES - self.used_bytes() - size
         if own > free:
             raise HttpError(
                 413,
-                f"your files would come to {own:,} bytes, and of the {MOST_STORED:,} bytes for all clients "
+                f"your files would come to {own:,} bytes, and of the {MAX_STORED_BYTES:,} bytes for all clients "
                 f"{max(0, free):,} would be left, the most that one may have; delete some files first",
                 code="storage-full",
             )

@@ -15,10 +15,10 @@ from starlette.requests import Request
 from weft.errors import RequestError
 from weft.serving.errors import HttpError
 
-MOST_BYTES = 200 * 2**20  # of one file, as OpenAI's API
-FORM_BYTES = 2**16  # of the other fields and the parts' heads
+MAX_FILE_BYTES = 200 * 2**20  # bytes of one file, as in OpenAI's API
+FORM_BYTES = 2**16  # bytes of the other fields and the parts' heads
 HEAD_BYTES = 2**13
-MOST_PARTS = 32
+MAX_PARTS = 32
 WINDOW = 2**18  # bytes that are searched at once: mmap.find holds Python's lock, here for about 1 ms
 
 
@@ -37,8 +37,10 @@ async def receive_body(request: Request, file: BinaryIO) -> None:
     size = 0
     async for piece in request.stream():
         size += len(piece)
-        if size > MOST_BYTES + FORM_BYTES:
-            raise HttpError(413, f"the file is longer than {MOST_BYTES:,} bytes; send several", code="file-too-large")
+        if size > MAX_FILE_BYTES + FORM_BYTES:
+            raise HttpError(
+                413, f"the file is longer than {MAX_FILE_BYTES:,} bytes; send several", code="file-too-large"
+            )
         file.write(piece)
     file.flush()
 
@@ -75,7 +77,7 @@ def read_form(file: BinaryIO, boundary: bytes) -> Form:
 def _parts(data: mmap.mmap, boundary: bytes) -> Iterator[tuple[int, int]]:
     """Start and end of each part, its head included."""
     at = _find(data, boundary, 0)
-    for _ in range(MOST_PARTS):
+    for _ in range(MAX_PARTS):
         if at < 0:
             break
         start = at + len(boundary)

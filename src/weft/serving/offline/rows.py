@@ -13,7 +13,7 @@ import msgspec
 from weft.errors import ConfigError, error_reason
 from weft.serving.batches.lines import LineLimits, numbered_lines
 
-CHUNK_ROWS = 1024  # of a Parquet file that are in memory at once
+CHUNK_ROWS = 1024  # rows of a Parquet file that are in memory at once
 # A longer line is read no further; the engine's own limit, which is lower, says what is wrong with it.
 LIMITS = LineLimits(nbytes=2**28, values=0)
 

@@ -122,7 +122,7 @@ class OllamaAnswer(ABC):
         return self.part(self._name, delta.content, thinking=thinking, calls=calls, logprobs=logprobs or UNSET)
 
     def _new_calls(self, *, last: bool) -> list[OllamaToolCall]:
-        """The calls that are complete, and were not told yet: all but the last one, which goes on until the end."""
+        """The calls that are complete, and were not sent yet: all but the last one, which goes on until the end."""
         made = self._answers.whole()[0].tool_calls
         complete = made if last else made[:-1]
         new, begun = complete[self._told_calls :], self._told_calls

@@ -37,7 +37,7 @@ OPTIONS = {
 # Options that would change the answer and that Weft does not have, and the values that ask for nothing.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {"mirostat": (0,), "tfs_z": (1,), "typical_p": (0, 1)}
 
-LEAST_TOP_P = 1e-6  # in the place of Ollama's 0: the likeliest token
+MIN_TOP_P = 1e-6  # in place of Ollama's 0, which means the likeliest token
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def option_fields(service: Service, options: OllamaOptions) -> dict[str, Any]:
     if fields.get("max_tokens", 1) <= 0:
         del fields["max_tokens"]  # -1 and 0: no limit, -2: until the context is full
     if fields.get("top_p") == 0:
-        fields["top_p"] = LEAST_TOP_P
+        fields["top_p"] = MIN_TOP_P
     check_lengths(fields, vocab=service.frontend.vocab, max_model_len=service.frontend.max_model_len)
     return fields
 

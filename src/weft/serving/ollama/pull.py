@@ -1,4 +1,4 @@
-"""/api/pull: fetch a model from the hub, and tell how far it is."""
+"""/api/pull: fetch a model from the hub, and report progress."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ from weft.serving.ollama.types import PullRequest, PullStatus
 from weft.serving.service import Service
 from weft.serving.sse import send_reply
 
-MOST = 2  # downloads at once
-STATUS_S = 0.2  # between two lines about one file
+MAX_DOWNLOADS = 2  # downloads at once
+STATUS_INTERVAL_S = 0.2  # seconds between two reports about one file
 
-Tell = Callable[[PullStatus], None]
+Report = Callable[[PullStatus], None]
 
 
-async def pull_model(request: Request) -> Response:
-    """Answer /api/pull. A client that hangs up ends the download, which continues at the next one."""
+async def answer_pull(request: Request) -> Response:
+    """Answer /api/pull.
+
+    If the client disconnects, the download stops (except `demo`); a later pull of the same model resumes it.
+    """
     check_owner(request)
     service: Service = request.app.state.service
     body = await service.prepare(request, decode_pull)
@@ -47,7 +50,7 @@ async def pull_model(request: Request) -> Response:
 
 
 def decode_pull(service: Service, content: bytes) -> PullRequest:
-    """Decode a body, and check that its name means something, before anything is sent."""
+    """Decode a body, and check that the model's name can be resolved, before the response begins."""
     body = service.decode_body(content, PullRequest)
     name = requested_name(body).removesuffix(":latest")
     try:
@@ -59,13 +62,16 @@ def decode_pull(service: Service, content: bytes) -> PullRequest:
 
 
 class Download:
-    """One download, in a thread of its own, and its states."""
+    """One download, in a thread of its own, and the states that it reports."""
 
     def __init__(self, service: Service, name: str) -> None:
-        """Raises HttpError 429 while MOST others run."""
-        if len(service.downloads) >= MOST:
+        """Start the download. Raises HttpError 429 while MAX_DOWNLOADS others run."""
+        if len(service.downloads) >= MAX_DOWNLOADS:
             raise HttpError(
-                429, f"{MOST} models are being fetched already; wait for one", code="too-many-pulls", retry_after_s=60
+                429,
+                f"{MAX_DOWNLOADS} models are being fetched already; wait for one",
+                code="too-many-pulls",
+                retry_after_s=60,
             )
         self._service, self._name = service, name
         self._states: asyncio.Queue[PullStatus | Exception | None] = asyncio.Queue()
@@ -73,23 +79,23 @@ class Download:
         self._progress: FetchProgress | None = None
         self._stopped = False
         service.downloads.add(self)
-        Thread(target=self._download, name="weft-pull", daemon=True).start()
+        Thread(target=self._fetch, name="weft-pull", daemon=True).start()
 
-    def _download(self) -> None:
+    def _fetch(self) -> None:
         try:
-            pull.pull_model(self._name, create_progress=self._begin)
-            self._tell(None)
+            pull.pull_model(self._name, create_progress=self._create_progress)
+            self._report(None)
         except Exception as error:  # of the hub's library too
-            self._tell(error)
+            self._report(error)
 
-    def _begin(self, commit: Commit) -> FetchProgress:
-        progress = StatusProgress(commit, self._tell)
+    def _create_progress(self, commit: Commit) -> FetchProgress:
+        progress = StatusProgress(commit, self._report)
         self._progress = progress
-        if self._stopped:
+        if self._stopped:  # the client left before the list of files was known
             progress.stop()
         return progress
 
-    def _tell(self, state: PullStatus | Exception | None) -> None:
+    def _report(self, state: PullStatus | Exception | None) -> None:
         try:
             self._loop.call_soon_threadsafe(self._take, state)
         except RuntimeError:  # the server has ended
@@ -106,47 +112,48 @@ class Download:
             if isinstance(state, Exception):
                 raise state
             yield state
+        # Ollama's clients expect these; the files are verified and in place already.
         for status in ("verifying sha256 digest", "writing manifest", "success"):
             yield PullStatus(status=status)
 
     async def lines(self) -> AsyncGenerator[bytes, None]:
-        """The states as lines of JSON."""
+        """Body of a streamed response: each state as a line of JSON."""
         async for status in self._statuses():
             yield encode_line(status)
 
     async def whole(self) -> Response:
-        """The last state."""
+        """The response that is not streamed: the last state."""
         last = PullStatus(status="")
         async for status in self._statuses():
             last = status
         return JsonResponse(last)
 
     async def aclose(self) -> None:
-        """End the download in the middle of its files, unless it is complete."""
+        """Stop the download, even within a file, unless it is complete."""
         self._stopped = True
         if self._progress is not None:
             self._progress.stop()
 
 
 class StatusProgress(FetchProgress):
-    """Progress that is told as PullStatus."""
+    """Progress that is reported as PullStatus, at most every STATUS_INTERVAL_S for each file."""
 
-    def __init__(self, commit: Commit, tell: Tell) -> None:
+    def __init__(self, commit: Commit, report: Report) -> None:
         super().__init__(commit.repository, {file.name: file.size for file in commit.files})
-        self._tell = tell
+        self._report = report
         self._files = {file.name: file for file in commit.files}
         self._bytes = dict.fromkeys(self._files, 0)
-        self._told_s = dict.fromkeys(self._files, 0.0)
+        self._reported_s = dict.fromkeys(self._files, 0.0)
 
     def add(self, file: str, nbytes: int) -> None:
         super().add(file, nbytes)
         self._bytes[file] += nbytes
         now, about = time.monotonic(), self._files[file]
-        if self._bytes[file] < about.size and now - self._told_s[file] < STATUS_S:
+        if self._bytes[file] < about.size and now - self._reported_s[file] < STATUS_INTERVAL_S:
             return
-        self._told_s[file] = now
+        self._reported_s[file] = now
         hashed = about.sha256
-        self._tell(
+        self._report(
             PullStatus(
                 status=f"pulling {hashed[:12] if hashed else file}",
                 digest=f"sha256:{hashed}" if hashed else msgspec.UNSET,

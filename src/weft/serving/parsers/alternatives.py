@@ -8,16 +8,16 @@ from functools import lru_cache
 from typing import Any
 
 from weft.errors import RequestError
-from weft.serving.parsers.json_text import MOST_DEPTH
+from weft.serving.parsers.json_text import MAX_DEPTH
 from weft.serving.parsers.schemas import TYPES, resolve, types_of
 from weft.structured.grammar import with_options
 from weft.structured.places import placed, problem_of
 
-MOST_ALTERNATIVES = 256  # of one schema
-MOST_PARTS = 2048  # that combinators and references of one schema lead to
-LEAST_BOUNDS = {"minLength": max, "minItems": max, "minimum": max, "exclusiveMinimum": max}
-MOST_BOUNDS = {"maxLength": min, "maxItems": min, "maximum": min, "exclusiveMaximum": min}
-BOUNDS = LEAST_BOUNDS | MOST_BOUNDS
+MAX_ALTERNATIVES = 256  # alternatives of one schema
+MAX_PARTS = 2048  # schemas to which combinators and references of one schema lead
+MIN_BOUNDS = {"minLength": max, "minItems": max, "minimum": max, "exclusiveMinimum": max}
+MAX_BOUNDS = {"maxLength": min, "maxItems": min, "maximum": min, "exclusiveMaximum": min}
+BOUNDS = MIN_BOUNDS | MAX_BOUNDS
 WHOLE = "whole-schema"  # definition that is the schema itself
 DEFINITIONS = ("#/$defs/", "#/definitions/")
 Plain = dict[str, Any]
@@ -29,7 +29,7 @@ def refused(problem: str, code: str = "invalid-grammar") -> RequestError:
 
 
 def checked(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A tool's schema in which all references name definitions, also those to the whole of it.
+    """A tool's schema in which all references name definitions, even those to the whole of it.
 
     Raises RequestError, with the place, for a schema that the compiler of JSON grammars refuses.
     """
@@ -70,17 +70,17 @@ def _problem(text: str) -> str:
 
 def alternatives(schema: Any, root: Any) -> list[Plain]:
     """The plain schemas of a schema, whose definitions are in `root`; at least one. Raises RequestError."""
-    plain_schemas = _expanded(schema, root, 0, iter(range(MOST_PARTS)))
+    plain_schemas = _expanded(schema, root, 0, iter(range(MAX_PARTS)))
     if not plain_schemas:
         raise refused(f"no value follows the schema {schema!r:.200}")
     return plain_schemas
 
 
 def _expanded(schema: Any, root: Any, depth: int, left: Iterator[int]) -> list[Plain]:
-    if depth > MOST_DEPTH:
+    if depth > MAX_DEPTH:
         raise refused(f"the schema is too deeply nested, or a definition is nothing but itself: {schema!r:.80}")
     if next(left, None) is None:
-        raise refused(f"a schema leads to more than {MOST_PARTS:,} others", "grammar-too-large")
+        raise refused(f"a schema leads to more than {MAX_PARTS:,} others", "grammar-too-large")
     if schema is False:
         return []
     if not isinstance(schema, Mapping):
@@ -94,8 +94,8 @@ def _expanded(schema: Any, root: Any, depth: int, left: Iterator[int]) -> list[P
     ways += [[part] for part in parts] if isinstance(parts, list) else []
     for way in ways:
         others = [plain for part in way for plain in _expanded(part, root, depth + 1, left)]
-        if len(plain_schemas) * len(others) > MOST_ALTERNATIVES:
-            raise refused(f"a schema has more than {MOST_ALTERNATIVES} alternatives", "grammar-too-large")
+        if len(plain_schemas) * len(others) > MAX_ALTERNATIVES:
+            raise refused(f"a schema has more than {MAX_ALTERNATIVES} alternatives", "grammar-too-large")
         plain_schemas = [_merged(one, other) for one in plain_schemas for other in others]
     return [plain for one in plain_schemas for plain in _single_typed(one)]
 

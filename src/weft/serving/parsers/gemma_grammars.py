@@ -9,7 +9,7 @@ from typing import Any
 from weft.serving.parsers import text_formats
 from weft.serving.parsers.alternatives import Plain, alternatives, checked, choices_of, refused
 from weft.serving.parsers.arguments import dumped, parts_of, separated
-from weft.serving.parsers.json_text import MOST_DEPTH
+from weft.serving.parsers.json_text import MAX_DEPTH
 from weft.serving.parsers.rules import Rules, json_rule
 from weft.serving.parsers.text_values import bounds_of, text_until
 from weft.structured.grammar import quoted
@@ -48,7 +48,7 @@ class GemmaValues:
 
     def value(self, schema: Any, depth: int = 0) -> str:
         """Rule for a value of a schema. Raises RequestError for one that no value follows."""
-        if depth > MOST_DEPTH:
+        if depth > MAX_DEPTH:
             raise refused(f"the schema is too deeply nested: {schema!r:.80}")
         if schema in (None, True, {}):
             return self._any_value()
@@ -106,7 +106,7 @@ class GemmaValues:
 
     def _literal(self, value: Any, depth: int) -> str:
         """Lark of one value."""
-        if depth > MOST_DEPTH:
+        if depth > MAX_DEPTH:
             raise refused(f"a value is too deeply nested: {value!r:.80}")
         if isinstance(value, str):
             mark = self._rules.mark(self._quote)

@@ -10,7 +10,7 @@ from typing import Any
 
 from weft.serving.parsers.reader import Reader, Steps, Take
 
-MOST_DEPTH = 64  # of lists and objects in arguments that are not JSON yet
+MAX_DEPTH = 64  # levels of lists and objects in arguments that are not JSON yet
 ARGUMENT_KEYS = ("arguments", "parameters")
 
 LITERAL = re.compile(r"[A-Za-z0-9+\-.]+")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from weft.errors import RequestError
 from weft.serving.parsers.alternatives import refused
-from weft.serving.parsers.json_text import MOST_DEPTH
+from weft.serving.parsers.json_text import MAX_DEPTH
 from weft.serving.parsers.rules import ANYTHING
 from weft.structured.grammar import regex
 from weft.structured.places import problem_of
@@ -45,7 +45,7 @@ def _found(pattern: str, flags: str, depth: int) -> str:
     for way in _split(pattern):
         begins, ends = way.startswith("^"), _ends(way)
         inner = way[begins : len(way) - ends]
-        if not (begins or ends) and depth < MOST_DEPTH and (group := _whole_group(inner)) is not None:
+        if not (begins or ends) and depth < MAX_DEPTH and (group := _whole_group(inner)) is not None:
             ways.append(_found(group, flags, depth + 1))
             continue
         ways.append(f"{'' if begins else ANYTHING}(?{flags}:{inner}){'' if ends else ANYTHING}")

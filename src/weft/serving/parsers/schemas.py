@@ -8,13 +8,13 @@ from typing import Any
 from weft.serving.parsers.json_text import from_json, to_json
 
 TYPES = frozenset(("string", "number", "integer", "boolean", "null", "array", "object"))
-MOST_REFERENCES = 16  # of a schema that is only a reference to another
+MAX_REFERENCES = 16  # references in a row, each only to the next
 
 
 def resolve(schema: Any, root: Any) -> Any:
     """A schema without a reference to a definition of `root`; as it is if there is no such definition."""
     resolved = schema
-    for _ in range(MOST_REFERENCES):
+    for _ in range(MAX_REFERENCES):
         reference = resolved.get("$ref") if isinstance(resolved, Mapping) else None
         if not isinstance(reference, str) or not reference.startswith("#/"):
             return resolved
@@ -69,7 +69,7 @@ def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:
 def schema_types(schema: object, root: object, depth: int = 0) -> set[str]:
     """Names of the types that a schema allows; none if it does not say."""
     schema = resolve(schema, root)
-    if not isinstance(schema, Mapping) or depth > MOST_REFERENCES:
+    if not isinstance(schema, Mapping) or depth > MAX_REFERENCES:
         return set()
     types = schema.get("type")
     if isinstance(types, str):

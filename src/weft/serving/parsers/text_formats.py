@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from weft.serving.parsers.between import Between
-from weft.serving.parsers.json_text import MOST_DEPTH, from_json, to_json
+from weft.serving.parsers.json_text import MAX_DEPTH, from_json, to_json
 from weft.serving.parsers.reader import Reader, Steps
 from weft.serving.parsers.schemas import ToolSchemas
 
@@ -124,14 +124,14 @@ def gemma(reader: Reader, tools: ToolSchemas) -> Steps[None]:
 
 
 def _gemma_value(reader: Reader, depth: int = 0) -> Steps[Any]:
-    """Read one value; what the end of the answer cuts off is left out, and what lies deeper than `MOST_DEPTH`."""
+    """Read one value; what the end of the answer cuts off is left out, and what lies deeper than `MAX_DEPTH`."""
     quote = yield from reader.accept(*GEMMA_QUOTES)
     if quote is not None:
         text, _ = yield from reader.text_until(quote)
         return text
-    if depth < MOST_DEPTH and (yield from reader.accept("{")) is not None:
+    if depth < MAX_DEPTH and (yield from reader.accept("{")) is not None:
         return (yield from _gemma_object(reader, depth + 1))
-    if depth < MOST_DEPTH and (yield from reader.accept("[")) is not None:
+    if depth < MAX_DEPTH and (yield from reader.accept("[")) is not None:
         return (yield from _gemma_list(reader, depth + 1))
     literal = yield from reader.skip(GEMMA_LITERAL)
     try:

@@ -9,7 +9,7 @@ from weft.serving.parsers.alternatives import refused
 from weft.serving.parsers.patterns import pattern_expression
 from weft.serving.parsers.rules import ANYTHING, Rules, escaped, is_token
 
-MOST_LEAST = 100_000  # characters or items that a schema may demand at least
+MAX_MINIMUM = 100_000  # largest minLength or minItems of a schema
 _DATE = "[0-9]{4}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12][0-9]|3[01])"
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _OCTET = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
@@ -49,8 +49,8 @@ def text_until(rules: Rules, schema: Mapping[str, Any], closing: str) -> str:
 def bounds_of(schema: Mapping[str, Any], least_key: str, most_key: str) -> tuple[int, int | None]:
     """The least and the most that a schema allows. Raises RequestError for bounds that nothing meets."""
     least, most = (_number(schema.get(key)) for key in (least_key, most_key))
-    if least is not None and least > MOST_LEAST:
-        raise refused(f"{least_key} is {least:,}; the limit is {MOST_LEAST:,}", "grammar-too-large")
+    if least is not None and least > MAX_MINIMUM:
+        raise refused(f"{least_key} is {least:,}; the limit is {MAX_MINIMUM:,}", "grammar-too-large")
     if least is not None and most is not None and least > most:
         raise refused(f"{least_key} ({least:,}) is greater than {most_key} ({most:,})")
     return least or 0, most

@@ -9,7 +9,7 @@ from weft.serving.responses.types import ResponseEvent
 
 
 def error_event(error: Exception) -> ResponseEvent:
-    """The event that tells of an error."""
+    """The event that reports an error."""
     _, body, _ = describe_error(error)
     return ResponseEvent(type="error", code=body.code, message=body.message, param=body.param)
 

@@ -1,4 +1,4 @@
-"""Replica specifications of a planned deployment."""
+"""Specifications of the replicas of a planned deployment, for their simulation."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from weft.simulate.replica import ReplicaSpec
 
 
 class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The user's limits for each replica's scheduler; None takes the engine's default.
+    """The user's limits for each replica's scheduler.
 
-    `lookahead` schedules a step before the current one has finished, if there is no pipeline.
+    `max_num_seqs`: None or 0 for the default of the planned engine. `max_num_queued`: Weft's default if not given.
+    `lookahead`: asynchronous scheduling, which plans a step before the current one has finished; None enables it on
+    GPUs. It is ignored with a pipeline.
     """
 
     max_num_seqs: int | None = None
@@ -35,31 +37,33 @@ def replica_specs(question: Question, candidate: Candidate, limits: SchedulerLim
     Raises PlanError for limits under which no step could run.
     """
     profile = engine_profile(question)
-    steps: dict[int, StepPredictor] = {}
+    # By id: `build_replicas` and the footprint return one object for equal replicas.
+    predictors: dict[int, StepPredictor] = {}
     cache: dict[tuple[int, int], ReplicaSpec] = {}
     specs = []
     planned = build_replicas(question.shape, candidate.layout, question.cluster, profile)
     if candidate.layout.shares_experts:
-        groups = tuple(steps.setdefault(id(replica), StepPredictor(replica)) for replica in planned)
+        groups = tuple(predictors.setdefault(id(replica), StepPredictor(replica)) for replica in planned)
         specs.append(_replica_spec(question, candidate, limits, profile, groups, candidate.memory.replicas[0]))
-        return _checked(specs, candidate)
+        _require_kv_blocks(specs, candidate)
+        return specs
     for replica, memory in zip(planned, candidate.memory.replicas, strict=True):
         key = id(replica), id(memory)
         if key not in cache:
-            costs = steps.setdefault(id(replica), StepPredictor(replica))
-            cache[key] = _replica_spec(question, candidate, limits, profile, (costs,), memory)
+            predictor = predictors.setdefault(id(replica), StepPredictor(replica))
+            cache[key] = _replica_spec(question, candidate, limits, profile, (predictor,), memory)
         specs.append(cache[key])
-    return _checked(specs, candidate)
-
-
-def _checked(specs: list[ReplicaSpec], candidate: Candidate) -> list[ReplicaSpec]:
-    """The specifications. Raises PlanError for a KV cache without blocks."""
-    if not specs[0].num_blocks:
-        raise PlanError(
-            f"the KV cache holds {candidate.memory.kv_tokens:,} tokens, less than one block of {BLOCK}",
-            code="kv-cache-below-block",
-        )
+    _require_kv_blocks(specs, candidate)
     return specs
+
+
+def _require_kv_blocks(specs: list[ReplicaSpec], candidate: Candidate) -> None:
+    """Raise PlanError for a replica whose KV cache has no block."""
+    if any(not spec.num_blocks for spec in specs):
+        least = min(replica.kv_tokens for replica in candidate.memory.replicas)
+        raise PlanError(
+            f"the KV cache holds {least:,} tokens, less than one block of {BLOCK}", code="kv-cache-below-block"
+        )
 
 
 def _replica_spec(
@@ -67,7 +71,7 @@ def _replica_spec(
     candidate: Candidate,
     limits: SchedulerLimits,
     profile: Profile,
-    steps: tuple[StepPredictor, ...],
+    predictors: tuple[StepPredictor, ...],
     memory: ReplicaMemory,
 ) -> ReplicaSpec:
     layout = candidate.layout
@@ -77,10 +81,10 @@ def _replica_spec(
     lookahead = not question.cluster.on_cpu if limits.lookahead is None else limits.lookahead
     max_num_seqs = limits.max_num_seqs
     if not max_num_seqs:
-        most = min(profile.batch_limits(rank.memory_bytes)[1] for rank in memory.ranks)
-        max_num_seqs = most * (layout.pipeline_parallel if profile.max_num_seqs_by_stage.value else 1)
+        _, sequences = zip(*(profile.batch_limits(rank.memory_bytes) for rank in memory.ranks), strict=True)
+        max_num_seqs = min(sequences) * (layout.pipeline_parallel if profile.max_num_seqs_by_stage.value else 1)
     return ReplicaSpec(
-        steps=steps,
+        predictors=predictors,
         kv=memory.kv.layout,
         num_blocks=memory.num_blocks,
         max_num_seqs=max_num_seqs,

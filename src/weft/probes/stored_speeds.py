@@ -1,4 +1,4 @@
-"""Speeds: this machine's measured figures, stored in the cache as long as the machine stays the same."""
+"""Stored speeds: this machine's measured figures, kept in the cache as long as the machine stays the same."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from weft.probes.fingerprint import fingerprint
 
 logger = logging.getLogger("weft")
 
-VERSION = 2  # of the measurements: raised when their meaning changes
-CPU_DEADLINE_S = 20.0  # for a measurement of one second; other processes may be busy
-LEAST_BYTES = 256 << 20  # of memory to read: far more than caches hold
-CACHES = 8  # and at least this multiple of the last-level cache
+VERSION = 2  # version of the measurements: raised when their meaning changes
+CPU_DEADLINE_S = 20.0  # limit of the CPU's measurement, which takes about 1 s: other processes may be busy
+MIN_READ_BYTES = 256 << 20  # lower bound of the array that is read
+CACHE_MULTIPLE = 8  # and at least 8 times the last-level cache
 MEASURED_AGAIN = "this machine is measured again"
 BUSY = 0.25  # load, as a share of the cores, above which the machine counts as busy
 
@@ -48,7 +48,7 @@ class GpuSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PairSpeed(msgspec.Struct, frozen=True, kw_only=True):
-    """Copies between two GPUs, by their UUIDs. `peer`: each reaches the other's memory without the host's. `Bps` is the
+    """Copies between two GPUs, by their UUIDs. `peer`: direct GPU-to-GPU access, not by the host. `Bps` is the
     slower direction's bytes per second, 0 unless copies work; `detail` says what went wrong."""
 
     first: str
@@ -80,7 +80,7 @@ def speeds_path(host: Host) -> Path:
     return cache_path() / f"speeds-{fingerprint(host, VERSION)}.json"
 
 
-def calibrated_machine(host: Host) -> str:
+def calibration_fingerprint(host: Host) -> str:
     """Fingerprint under which calibrations are stored; other versions of libraries count as another machine."""
     return fingerprint(host, "calibration", *calibration.calibration_versions())
 
@@ -88,7 +88,7 @@ def calibrated_machine(host: Host) -> str:
 def load_speeds(host: Host) -> Speeds:
     """Load this machine's speeds from the cache; without figures if there is no file, or a damaged one."""
     machine = fingerprint(host, VERSION)
-    empty = Speeds(machine=machine, calibrations=calibration.load_calibrations(calibrated_machine(host)))
+    empty = Speeds(machine=machine, calibrations=calibration.load_calibrations(calibration_fingerprint(host)))
     try:
         stored = msgspec.json.decode(speeds_path(host).read_bytes(), type=Speeds)
     except (FileNotFoundError, RuntimeError):  # RuntimeError: there is no home directory, and so no cache
@@ -96,14 +96,17 @@ def load_speeds(host: Host) -> Speeds:
     except (OSError, msgspec.DecodeError) as error:
         warn_damaged(speeds_path(host), str(error), MEASURED_AGAIN)
         return empty
-    if (stored.machine, stored.version) != (machine, VERSION) or not is_plausible(stored):
+    if (stored.machine, stored.version) != (machine, VERSION):
+        warn_damaged(speeds_path(host), "it describes another machine or an older measurement", MEASURED_AGAIN)
+        return empty
+    if not is_plausible(stored):
         warn_damaged(speeds_path(host), "its figures are impossible", MEASURED_AGAIN)
         return empty
     return msgspec.structs.replace(stored, calibrations=empty.calibrations)
 
 
 def is_plausible(speeds: Speeds) -> bool:
-    """Return True if all figures are possible; a file that was edited by hand, or mixed from two, may hold anything."""
+    """Return True if all figures are possible: a file that was edited by hand, or merged from two, may hold any."""
     figures = [pair.Bps for pair in speeds.pairs if pair.verdict == "works"]
     for gpu in speeds.gpus:
         figures += [gpu.copy_Bps, gpu.from_host_Bps, gpu.to_host_Bps]
@@ -134,11 +137,11 @@ def store_speeds(host: Host, speeds: Speeds) -> None:
         )
 
 
-def known_cpu_speed(host: Host, *, refresh: bool = False) -> CpuSpeed:
-    """Speed of this machine's CPU: from the cache, or measured now, which takes less than a second.
+def cpu_speed_of(host: Host, *, refresh: bool = False) -> CpuSpeed:
+    """Speed of this machine's CPU: from the cache, or measured now if it is unknown, which takes about a second.
 
-    It is measured once more with `refresh`, if the machine was busy the last time and no longer is, and if the kernels
-    have been built since. Raises ConfigError if measuring is impossible.
+    It is measured again in any of three cases: with `refresh`; if the machine was busy the last time and no longer is;
+    if other kernels have been built since. Raises ConfigError if measuring is impossible.
     """
     speeds = load_speeds(host)
     if speeds.cpu and not refresh and not is_outdated(speeds.cpu):
@@ -150,11 +153,16 @@ def known_cpu_speed(host: Host, *, refresh: bool = False) -> CpuSpeed:
 
 
 def is_outdated(speed: CpuSpeed) -> bool:
-    """Return True if a measurement now would be better."""
+    """Return True if a measurement now would be better: without other processes, or with the kernels that run now.
+
+    The library of kernels is one of three: a path, whose name must be that of the measured library; None without a
+    compiler, for which the measurement must have had none either; "" if it is not built yet, for which a measurement
+    with the kernels of an older library is better than none.
+    """
     if speed.busy and not is_busy():
         return True
     built = library.built_library()
-    if built == "":  # not built yet: figures of an older library are better than none
+    if built == "":
         return not speed.runs_own
     return (built and Path(built).name) != speed.library
 
@@ -165,28 +173,30 @@ def is_busy() -> bool:
 
 
 def measure_cpu(host: Host) -> CpuSpeed:
-    """Measure with a thread on each core that computes, and with Weft's kernels if they are built and run.
+    """Measure with one thread on each of `host.compute_cores`, and with Weft's kernels if they are built and run.
 
     Raises ConfigError if that is impossible.
     """
-    built, reason = library.built_library(), ""
-    for kernels in dict.fromkeys((built or None, None)):
+    built = library.built_library()
+    name = built and Path(built).name
+    if built:
         try:
-            return msgspec.structs.replace(_measure_in_child(host, kernels), library=built and Path(built).name)
+            return msgspec.structs.replace(_measure_in_child(host, built), library=name)
         except OSError as error:
-            reason = str(error)
-        if kernels:
-            logger.warning("the CPU kernels do not run (%s); delete %s, and they are built anew", reason, kernels)
-    raise ConfigError(
-        f"cannot measure the CPU of {host.hostname}: {reason}; describe the hardware to plan for, as in "
-        "--gpus 4xRTX4090 or --gpus FILE.yaml",
-        code="cannot-measure-cpu",
-    )
+            logger.warning("the CPU kernels do not run (%s); delete %s, and they are built anew", error, built)
+    try:
+        return msgspec.structs.replace(_measure_in_child(host, None), library=name)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot measure the CPU of {host.hostname}: {error}; describe the hardware to plan for, as in "
+            "--gpus 4xRTX4090 or --gpus FILE.yaml",
+            code="cannot-measure-cpu",
+        ) from None
 
 
 def _measure_in_child(host: Host, kernels: str | None) -> CpuSpeed:
     """Measure in a process of its own, since the kernels' library may crash it. Raises OSError on failure."""
-    size = max(LEAST_BYTES, CACHES * cpu.last_cache_bytes())
+    size = max(MIN_READ_BYTES, CACHE_MULTIPLE * cpu.last_cache_bytes())
     size = min(size, host.memory_free_bytes // 4)
     command = [sys.executable, "-P", "-m", "weft.probes.cpu_speed", ",".join(map(str, host.compute_cores)), str(size)]
     command += [kernels] if kernels else []
@@ -213,7 +223,7 @@ def _measure_in_child(host: Host, kernels: str | None) -> CpuSpeed:
 def _child_variables(host: Host) -> dict[str, str]:
     """Environment of the measuring process, which starts its own threads: numpy's library adds none."""
     variables = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    # OpenBLAS uses fewer instruction sets than there are on a CPU that it does not know.
+    # On a CPU that OpenBLAS does not recognise, it falls back to old instructions.
     core_type = openblas_core_type(host.cpu.features if host.cpu else ())
     if core_type:
         variables["OPENBLAS_CORETYPE"] = core_type
@@ -223,6 +233,6 @@ def _child_variables(host: Host) -> dict[str, str]:
 
 
 def openblas_core_type(features: Collection[str]) -> str | None:
-    """Name of CPUs with the largest of these instruction sets in OpenBLAS, numpy's library; None for its own choice."""
+    """OPENBLAS_CORETYPE for a CPU with these features; None to let OpenBLAS, numpy's library, choose."""
     core_types = {"avx512f": "SkylakeX", "avx2": "Haswell"}
     return next((core_type for feature, core_type in core_types.items() if feature in features), None)

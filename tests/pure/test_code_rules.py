@@ -1,4 +1,4 @@
-"""Rules of the house that no linter knows."""
+"""Rules of the code that no linter knows."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def source_nodes() -> Nodes:
     return {path: list(ast.walk(ast.parse(path.read_text()))) for path in sorted(SOURCE.rglob("*.py"))}
 
 
-def test_every_room_is_on_one_side_of_torch() -> None:
+def test_every_package_is_on_one_side_of_torch() -> None:
     contract = next(c for c in TOOLS["importlinter"]["contracts"] if c["name"] == "Torch stays with the ranks")
     free = {name.removeprefix("weft.") for name in contract["source_modules"]}
     torch = {name.removeprefix("weft.") for name in contract["forbidden_modules"] if name.startswith("weft.")}
-    rooms = {path.stem for path in SOURCE.glob("*.py")} | {path.parent.name for path in SOURCE.glob("*/__init__.py")}
-    assert free | torch == rooms - {"__init__"}
+    packages = {path.stem for path in SOURCE.glob("*.py")} | {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    assert free | torch == packages - {"__init__"}
     assert not free & torch
 
 
