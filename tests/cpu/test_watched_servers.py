@@ -199,9 +199,12 @@ def test_a_rank_whose_core_is_busy(pair: Server) -> None:
         found = diagnosis(pair.url, "straggler")["straggler"]
         figures = top(pair.url)
         assert gauge(pair.url, "straggler") == 1.0
-    assert "rank 1" in found["text"] and found["value"] > LIMITS.straggler
-    # The planner's figure of the change.
-    assert "--tensor-split" in found["remedy"] and "tokens/s" in found["remedy"]
+    # By its time without a core, or by its work at the same time as the other's, whichever is noticed first.
+    assert found["ranks"] == [1] and found["value"] > found["limit"] in (LIMITS.delayed, LIMITS.straggler)
+    if found["limit"] == LIMITS.straggler:
+        assert "--tensor-split" in found["remedy"] and "tokens/s" in found["remedy"], (
+            "the planner's figure of the change"
+        )
     assert {"straggler"} <= {one["code"] for one in figures["diagnosis"]}
     fast, slow = (row["waiting"] for row in figures["ranks"])
     assert fast > slow, "the other one waits for it"
