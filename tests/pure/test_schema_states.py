@@ -149,12 +149,19 @@ def test_answers_in_one_state_have_one_mask(name: str) -> None:
         {"type": "object", "properties": {"a": {"$ref": "#/properties/b"}, "b": {"type": "string"}}},
         {"type": "object", "properties": {"a": {"type": "array", "items": {"not": {"type": "null"}}}}},
         {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}}},
+        {"$schema": "http://json-schema.org/draft-07/schema#", "type": "array", "prefixItems": [{"type": "integer"}]},
+        {"type": "array", "items": {"$id": "b", "$defs": {"a": {"type": "string"}}, "$ref": "#/$defs/a"}},
+        {"type": "string", "$defs": []},
+        {"type": "string", "$defs": {"x": {"enum": 5}, "y": {"anyOf": [{"type": [{}]}]}}},
+        {"anyOf": [{"$ref": "#/$defs/a"}] * 9, "$defs": {"a": {"type": "string"}}},
+        {"$ref": "#/$defs/a0", "$defs": {f"a{n}": {"$ref": f"#/$defs/a{n + 1}"} for n in range(40)}},
     ],
     ids=json.dumps,
 )
 def test_a_schema_in_which_more_matters_has_no_keys(schema: Any) -> None:
     assert not has_keys(schema)
     assert has_keys({"type": "string"}) and has_keys(True)
+    assert has_keys({"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "x", "type": "string"})
 
 
 def test_masks_that_are_kept_are_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,6 +189,28 @@ def test_masks_that_are_kept_are_not_computed_again(monkeypatch: pytest.MonkeyPa
         pattern.accept(QUOTE)
     maker.masks([(pattern, []) for pattern in patterns])
     assert computed == [1, 1, 1, 2], "a state without a key shares no mask"
+
+
+def test_masks_without_those_before() -> None:
+    """As in an engine whose masks are all kept: the matcher goes on by tokens, and computes no mask between them."""
+    for text in ('"ab"', '"x y', '"'):
+        followed, asked = begin(SCHEMAS["a text"]), begin(SCHEMAS["a text"])
+        for byte in text.encode():
+            asked.inner.compute_bitmask()
+            followed.accept(byte)
+            asked.accept(byte)
+        assert followed.inner.compute_bitmask() == asked.inner.compute_bitmask()
+        assert followed.ended == asked.ended and followed.error is asked.error is None
+
+
+def test_a_row_whose_matcher_fails_leaves_the_others_theirs() -> None:
+    grammars = compiler()[0]
+    (expected,) = grammars.masks([(begin(SCHEMAS["maps"]), [])])
+    for failing in (0, 1):
+        maker, rows = MaskMaker(compiler()[1]), [begin(SCHEMAS["maps"]), begin(SCHEMAS["maps"])]
+        rows[failing].inner.consume_token(ord("]"))  # an error, with the state as it was
+        made = maker.masks([(row, []) for row in rows])
+        assert made[1 - failing] == expected and rows[1 - failing].error is None
 
 
 def test_masks_are_kept_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

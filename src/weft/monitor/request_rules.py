@@ -85,7 +85,8 @@ def prefix_unused(history: History, limits: Limits) -> Iterator[Finding]:
     if hits >= limits.hits:
         return
     doubled = 2 * needed_cache_bytes(history, max(1, history.last.total.running))
-    larger = f"restart with --kv-cache-memory-bytes {doubled}"
+    # Nothing says how much, if nothing runs.
+    larger = f"restart with --kv-cache-memory-bytes {doubled}" if doubled else "a larger --kv-cache-memory-bytes"
     if not history.caching:
         remedy = "restart with --enable-prefix-caching, which is off"
     elif len(history.plans) > 1:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import cached_property
+from itertools import count
 from threading import Lock
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from weft.core.grammar import Matcher
 from weft.errors import RequestError
@@ -17,7 +18,7 @@ from weft.structured.grammar import PARAM
 from weft.structured.masks import MaskMaker
 from weft.structured.matcher import GuidedMatcher
 from weft.structured.places import first_line, placed
-from weft.structured.schema_state import SchemaState, has_keys
+from weft.structured.schema_state import Schema, SchemaState, has_keys
 from weft.structured.vocabulary import build_vocabulary
 from weft.text.tokenizer import Tokenizer
 
@@ -36,6 +37,14 @@ class UnpreparedError(Exception):
 must_be_quick: ContextVar[bool] = ContextVar("must_be_quick", default=False)
 
 
+class Compiled(NamedTuple):
+    """A compiled grammar: a matcher at its beginning, a number that no other has, and its schema if that has keys."""
+
+    base: LLMatcher
+    number: int
+    schema: Schema | None
+
+
 class GrammarCompiler:
     """Compiles grammars for one vocabulary: `load` returns its tokenizer, `vocab` is the number of embedding rows.
 
@@ -48,7 +57,8 @@ class GrammarCompiler:
         self._vocab = vocab
         self._eos = eos
         self._lock = Lock()
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[str, Compiled] = OrderedDict()
+        self._numbers = count()
         self._mask_maker = MaskMaker(vocab)
 
     @cached_property
@@ -75,7 +85,7 @@ class GrammarCompiler:
         Raises UnpreparedError if this has to be quick, and the vocabulary is not prepared.
         """
         try:
-            self._base(grammar)
+            self._compile(grammar)
         except RequestError as error:
             raise RequestError(self._with_place(grammar, str(error)), param=param, code=error.code) from None
 
@@ -83,37 +93,31 @@ class GrammarCompiler:
         return self._mask_maker.masks(cast(Sequence[tuple[GuidedMatcher, Sequence[int]]], rows))
 
     def _matcher(self, grammar: str, answered: list[int]) -> Matcher:
-        inner = self._base(grammar).deep_copy()
+        compiled = self._compile(grammar)
+        inner = compiled.base.deep_copy()
         if answered and not inner.consume_tokens(answered):
             raise RequestError(
                 "continue_token_ids do not follow the request's grammar",
                 param="continue_token_ids",
                 code="continuation-not-possible",
             )
-        return GuidedMatcher(inner, self.vocabulary, grammar, self._state(grammar, answered))
+        state = None if compiled.schema is None else SchemaState(compiled.schema)
+        if state:
+            for token in answered:
+                state.advance(self.vocabulary.decode_bytes([token]))
+        return GuidedMatcher(inner, self.vocabulary, compiled.number, state)
 
-    def _state(self, grammar: str, answered: list[int]) -> SchemaState | None:
-        """The state after the tokens that are answered already; None for a grammar of which no states are known."""
-        parts = json.loads(grammar)["grammars"]
-        schema = parts[0].get("json_schema")
-        if len(parts) > 1 or not isinstance(schema, Mapping) or not has_keys(schema):
-            return None
-        state = SchemaState(schema)
-        for token in answered:
-            state.advance(self.vocabulary.decode_bytes([token]))
-        return state
-
-    def _base(self, grammar: str) -> LLMatcher:
-        """A matcher at the beginning of a grammar, to be copied. Its first mask has been computed."""
+    def _compile(self, grammar: str) -> Compiled:
+        """Compile a grammar, unless it is kept. The first mask of its matcher, which is to be copied, is computed."""
         from llguidance import LLMatcher, LLParserLimits
 
         # Before the lock, which the thread that prepares the vocabulary holds.
         if must_be_quick.get() and "vocabulary" not in vars(self):
             raise UnpreparedError
         with self._lock:
-            if (base := self._compiled.get(grammar)) is not None:
+            if (kept := self._compiled.get(grammar)) is not None:
                 self._compiled.move_to_end(grammar)
-                return base
+                return kept
             vocabulary = self.vocabulary
         limits = LLParserLimits(verbose_errors=False)
         base = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
@@ -121,11 +125,12 @@ class GrammarCompiler:
             base.compute_bitmask()  # the library fills its caches with the first mask
         if base.is_error():
             raise RequestError(first_line(base.get_error()), param=PARAM, code="invalid-grammar")
+        compiled = Compiled(base, next(self._numbers), schema_with_keys(grammar))
         with self._lock:
-            self._compiled[grammar] = base
+            self._compiled[grammar] = compiled
             while len(self._compiled) > CACHED:
                 self._compiled.popitem(last=False)
-        return base
+        return compiled
 
     def _with_place(self, grammar: str, problem: str) -> str:
         """The problem of a grammar with the innermost part of its schema that has it too."""
@@ -134,3 +139,10 @@ class GrammarCompiler:
         if not isinstance(schema, Mapping):
             return f"the grammar cannot be compiled: {problem}"
         return placed(schema, problem)
+
+
+def schema_with_keys(grammar: str) -> Schema | None:
+    """The schema that is all of a grammar, if answers to it have states with keys."""
+    parts = json.loads(grammar)["grammars"]
+    schema = parts[0].get("json_schema")
+    return schema if len(parts) == 1 and isinstance(schema, Mapping) and has_keys(schema) else None

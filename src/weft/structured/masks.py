@@ -48,7 +48,13 @@ class MaskMaker:
             for state in states:
                 if state in computed and missing[state][0].error is None:
                     self._keep(state, computed[state])
-        return [masks[key] for key in keys]
+        return [self._own_mask(key, row, masks[key], missing.get(key)) for key, row in zip(keys, rows, strict=True)]
+
+    def _own_mask(self, key: Hashable, row: Row, mask: bytes, computed: Row | None) -> bytes:
+        """The mask of a row; `mask` unless it was computed for another row, whose matcher then could not go on."""
+        if computed is None or computed is row or computed[0].error is None:
+            return mask
+        return self._compute([row])[0]
 
     def _find(self, states: set[Hashable]) -> dict[Hashable, bytes]:
         kept = {state: self._kept[state] for state in states if state in self._kept}

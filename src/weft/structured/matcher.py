@@ -13,9 +13,13 @@ if TYPE_CHECKING:
 
 
 class GuidedMatcher:
-    """The Matcher of one answer. `state`, if there is one, follows the answer in the schema that is its grammar."""
+    """The Matcher of one answer.
 
-    def __init__(self, inner: LLMatcher, vocabulary: LLTokenizer, grammar: str, state: SchemaState | None) -> None:
+    `grammar` is a number of its compiled grammar. `state`, if there is one, follows the answer in the schema that is
+    the grammar.
+    """
+
+    def __init__(self, inner: LLMatcher, vocabulary: LLTokenizer, grammar: int, state: SchemaState | None) -> None:
         self.inner = inner
         self.error: str | None = None
         self._vocabulary, self._grammar, self._state = vocabulary, grammar, state

@@ -11,7 +11,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
-FILES = {"$schema", "$id", "$defs", "definitions", "x-guidance"}
+FILES = {"$defs", "definitions", "x-guidance"}
+OF_ROOT = {"$schema", "$id"}  # below the root they change the meaning of what is inside
 NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 STRINGS = {"minLength", "maxLength", "pattern", "format"}
 LISTS = {"items", "prefixItems", "minItems", "maxItems"}
@@ -20,7 +21,8 @@ KNOWN = {"type", "enum", "const"} | ANNOTATIONS | FILES | NUMBERS | STRINGS | LI
 BESIDE_OTHERS = ANNOTATIONS | FILES  # what may stand beside `$ref` and `anyOf`
 BEGINNINGS = {"string": '"', "object": "{", "array": "[", "number": "0", "integer": "0", "boolean": "t", "null": "n"}
 ENDED = b"."  # the text of a state after a name or a value
-MAX_SCHEMAS = 2000  # of one schema, references not followed
+MAX_SCHEMAS = 2000  # schemas within one, references not followed
+MAX_REFERENCES = 32  # references that lead from one to the other
 
 Schema = Mapping[str, Any]
 ANYTHING: Schema = {}
@@ -28,6 +30,13 @@ ANYTHING: Schema = {}
 
 def has_keys(root: Any) -> bool:
     """Return True if each value of a schema has the same continuations whatever the values before it are."""
+    try:
+        return _all_simple(root)
+    except (AttributeError, TypeError):
+        return False  # a definition that nothing refers to may be anything
+
+
+def _all_simple(root: Any) -> bool:
     waiting: list[Any] = [root]
     seen = 0
     while waiting:
@@ -45,12 +54,15 @@ def has_keys(root: Any) -> bool:
 
 
 def _is_simple(schema: Schema, root: Schema) -> bool:
+    keys = schema.keys() - OF_ROOT if schema is root else schema.keys()
     if "$ref" in schema:
-        return schema.keys() <= {"$ref"} | BESIDE_OTHERS and _resolve_once(schema, root) is not None
+        return keys <= {"$ref"} | BESIDE_OTHERS and _resolve(schema, root) is not None
     if alternatives := _alternatives(schema):
-        return len(schema.keys() - BESIDE_OTHERS) == 1 and _begin_differently(alternatives, root)
+        return len(keys - BESIDE_OTHERS) == 1 and _begin_differently(alternatives, root)
+    if "prefixItems" in schema and "2020-12" not in root.get("$schema", "2020-12"):
+        return False  # drafts before do not know it
     constants = [*schema.get("enum", ()), schema.get("const")]
-    return schema.keys() <= KNOWN and not any(isinstance(constant, Mapping | list) for constant in constants)
+    return keys <= KNOWN and not any(isinstance(constant, Mapping | list) for constant in constants)
 
 
 def _alternatives(schema: Schema) -> Sequence[Any]:
@@ -59,6 +71,8 @@ def _alternatives(schema: Schema) -> Sequence[Any]:
 
 def _begin_differently(alternatives: Sequence[Any], root: Schema) -> bool:
     """Return True if the first character of a value says which of the alternatives it is of."""
+    if len(alternatives) > len(BEGINNINGS):
+        return False
     beginnings = [_beginnings(_resolve(alternative, root)) for alternative in alternatives]
     return all(beginnings) and sum(map(len, beginnings)) == len(set().union(*beginnings))
 
@@ -71,8 +85,8 @@ def _beginnings(schema: Any) -> set[str]:
 
 
 def _resolve(schema: Any, root: Schema) -> Any:
-    """The schema that a reference names, however many steps it takes; None for one that names itself."""
-    for _ in range(MAX_SCHEMAS):
+    """The schema that a reference names in the end; None if there is none within MAX_REFERENCES."""
+    for _ in range(MAX_REFERENCES):
         if not isinstance(schema, Mapping) or "$ref" not in schema:
             return schema
         schema = _resolve_once(schema, root)
@@ -176,7 +190,7 @@ class SchemaState:
         try:
             for at in range(len(text)):
                 self._take(text[at : at + 1])
-        except (IndexError, AttributeError):
+        except (IndexError, AttributeError, TypeError):
             self._lost = True  # the text is no JSON, such as that of an end token
 
     def _take(self, char: bytes) -> None:
