@@ -191,8 +191,8 @@ def test_masks_that_are_kept_are_not_computed_again(monkeypatch: pytest.MonkeyPa
     assert computed == [1, 1, 1, 2], "a state without a key shares no mask"
 
 
+def test_masks_without_those_before() -> None:
     """The matcher goes on by tokens and computes no mask between them, if all masks are kept."""
-    """As in an engine whose masks are all kept: the matcher goes on by tokens, and computes no mask between them."""
     for text in ('"ab"', '"x y', '"'):
         followed, asked = begin(SCHEMAS["a text"]), begin(SCHEMAS["a text"])
         for byte in text.encode():
