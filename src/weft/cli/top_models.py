@@ -100,12 +100,11 @@ def rank_table(look: Look, width: int) -> Table:
         if several and url != above:
             table.add_row(Text(url.removeprefix("http://"), style=FAINT))
         above = url
-        first = row.get("first_layer", 0)
         name = f"{row['rank']} on {row['node'] + ' ' if nodes > 1 and row['node'] else ''}{row['device']}"
         table.add_row(
             marked(name, (url, row["rank"]) in faulty, beside_faulty=bool(faulty)),
             str(row.get("stage", UNKNOWN)),
-            f"{first}-{first + row['layers'] - 1}" + (f" ({row['layers']})" if wide else ""),
+            _layers(row, wide),
             format_bytes(row.get("weight_bytes", 0)),
             format_bytes(row.get("kv_bytes", 0)),
             *(share(row[name], False, alarming=False) for name, *_ in PARTS),
@@ -113,6 +112,12 @@ def rank_table(look: Look, width: int) -> Table:
             *([step_bar(row)] if wide else []),
         )
     return table
+
+
+def _layers(row: Mapping[str, Any], wide: bool) -> str:
+    """The first and the last layer of a rank, with their number if the page is wide."""
+    first, number = row.get("first_layer", 0), row["layers"]
+    return f"{first}-{first + number - 1}" + (f" ({number})" if wide else "")
 
 
 def _rank_columns(width: int, delayed: bool) -> Table:

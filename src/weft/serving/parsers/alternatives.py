@@ -77,10 +77,7 @@ def alternatives(schema: Any, root: Any) -> list[Plain]:
 
 
 def _expanded(schema: Any, root: Any, depth: int, left: Iterator[int]) -> list[Plain]:
-    if depth > MAX_DEPTH:
-        raise refused(f"the schema is too deeply nested, or a definition is nothing but itself: {schema!r:.80}")
-    if next(left, None) is None:
-        raise refused(f"a schema leads to more than {MAX_PARTS:,} others", "grammar-too-large")
+    _check_size(schema, depth, left)
     if schema is False:
         return []
     if not isinstance(schema, Mapping):
@@ -89,15 +86,27 @@ def _expanded(schema: Any, root: Any, depth: int, left: Iterator[int]) -> list[P
     if "$ref" in schema:
         raise refused(f"unknown reference: {schema['$ref']!r:.80}")
     plain_schemas = [{key: value for key, value in schema.items() if key not in ("anyOf", "oneOf", "allOf")}]
-    ways = [schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)]
-    parts = schema.get("allOf")
-    ways += [[part] for part in parts] if isinstance(parts, list) else []
-    for way in ways:
+    for way in _ways(schema):
         others = [plain for part in way for plain in _expanded(part, root, depth + 1, left)]
         if len(plain_schemas) * len(others) > MAX_ALTERNATIVES:
             raise refused(f"a schema has more than {MAX_ALTERNATIVES} alternatives", "grammar-too-large")
         plain_schemas = [_merged(one, other) for one in plain_schemas for other in others]
     return [plain for one in plain_schemas for plain in _single_typed(one)]
+
+
+def _check_size(schema: Any, depth: int, left: Iterator[int]) -> None:
+    """Take one from `left`, the schemas that may be expanded. Raises RequestError for too many, or too deep ones."""
+    if depth > MAX_DEPTH:
+        raise refused(f"the schema is too deeply nested, or a definition is nothing but itself: {schema!r:.80}")
+    if next(left, None) is None:
+        raise refused(f"a schema leads to more than {MAX_PARTS:,} others", "grammar-too-large")
+
+
+def _ways(schema: Mapping[str, Any]) -> list[list[Any]]:
+    """Lists of schemas, of each of which a value follows one."""
+    ways = [schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)]
+    parts = schema.get("allOf")
+    return [*ways, *([part] for part in parts)] if isinstance(parts, list) else ways
 
 
 def _single_typed(schema: Plain) -> list[Plain]:
