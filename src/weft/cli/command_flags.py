@@ -5,19 +5,20 @@ from __future__ import annotations
 from weft.cli import values
 from weft.cli.flags import Flag
 
+SYSTEM_PROMPT = Flag(name="system-prompt", metavar="TEXT", help="instructions to the model, before the conversation")
 PROMPT = (
     Flag(
         name="prompt",
         metavar="TEXT",
         help="the prompt, if it does not follow MODEL; without either, standard input is read",
     ),
-    Flag(name="system-prompt", metavar="TEXT", help="instructions to the model, before the conversation"),
+    SYSTEM_PROMPT,
     Flag(name="raw", parse=None, help="give the prompt to the model unchanged, without the chat template"),
     Flag(name="json", parse=None, help="print one JSON object with text, token ids, timing, layout and predictions"),
     Flag(name="verbose", parse=None, help="print memory and speed on standard error, each beside its prediction"),
     Flag(name="show-layout", parse=None, help="print the part and the memory of each rank on standard error"),
 )
-CHAT = (Flag(name="system-prompt", metavar="TEXT", help="instructions to the model, before the conversation"),)
+CHAT = (SYSTEM_PROMPT,)
 LATENCY = (
     Flag(name="input-len", parse=values.at_least(1), default=128, help="prompt tokens"),
     Flag(name="output-len", parse=values.at_least(1), default=128, help="answer tokens"),

@@ -154,8 +154,9 @@ def describe_layout(history: History) -> dict[str, int]:
 def describe_ranks(history: History, nodes: Mapping[int, str]) -> list[dict[str, Any]]:
     """A row for each rank of all plans, with the parts of its steps as far as it has reported them."""
     shares = {(rank.counters.replica, rank.counters.local_rank): rank for rank in history.shares()}
-    rows, first = [], 0
+    rows = []
     for replica, plan in enumerate(history.plans):
+        first = history.first_rank(replica)
         for local, (place, device) in enumerate(zip(plan.places, plan.devices, strict=True)):
             known: RankShares | None = shares.get((replica, local))
             rows.append(
@@ -175,7 +176,6 @@ def describe_ranks(history: History, nodes: Mapping[int, str]) -> list[dict[str,
                     "kv_bytes": kv_bytes(history, replica, local),
                 }
             )
-        first += len(plan.places)
     return rows
 
 

@@ -73,8 +73,6 @@ def price(change: Change, history: History, expected: Forecast | None) -> Figure
         # At most: the cache is as large as the device with the least free memory allows.
         now_tokens = cache_tokens(history)
         return Figure(freed_tokens(change, history.plans[0]) / now_tokens, "KV cache at most") if now_tokens else None
-    if change == Change(replica=change.replica, speeds=change.speeds):
-        return None  # nothing but the speeds that the ranks have now
     if expected is None or not expected.tells_speed:
         return None
     work = workload_of(history)

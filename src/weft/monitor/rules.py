@@ -56,7 +56,6 @@ def throttled(history: History, limits: Limits) -> Iterator[Finding]:
             limit=limits.clock,
             remedy=_throttle_remedy(gpu.figures),
             ranks=ranks_on_gpu(history, gpu.figures.index),
-            change=Change(speeds=(share,)),
         )
 
 

@@ -103,8 +103,7 @@ class GrammarCompiler:
             )
         state = None if compiled.schema is None else SchemaState(compiled.schema)
         if state:
-            for token in answered:
-                state.advance(self.vocabulary.decode_bytes([token]))
+            state.advance(self.vocabulary.decode_bytes(answered))
         return GuidedMatcher(inner, self.vocabulary, compiled.number, state)
 
     def _compile(self, grammar: str) -> Compiled:
