@@ -15,6 +15,7 @@ from typing import Any
 from weft.cache import make_private
 from weft.cluster.agent import write_private
 from weft.errors import ConfigError, error_reason
+from weft.formatting import extra_hint
 
 AUTHORITY_DAYS = 3650
 EARLIER = datetime.timedelta(minutes=5)  # clocks of nodes differ
@@ -52,7 +53,7 @@ def _cryptography() -> Any:
         from cryptography import x509
     except ImportError:
         raise ConfigError(
-            "weft cluster cert needs the package cryptography; pip install 'weft[tls]'", code="no-cryptography"
+            f"weft cluster cert needs the package cryptography: {extra_hint('tls')}", code="no-cryptography"
         ) from None
     return x509
 

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from weft.errors import ConfigError
 from weft.serving.errors import HttpError
 from weft.serving.key_file import ClientKey
 
@@ -45,14 +44,10 @@ class KeyRates:
             self._create_limiter()
 
     def _create_limiter(self) -> None:
-        try:
-            from limits import RateLimitItemPerMinute
-            from limits.storage import MemoryStorage
-            from limits.strategies import SlidingWindowCounterRateLimiter
-        except ModuleNotFoundError:
-            raise ConfigError(
-                'rpm and tpm of keys need the package limits: pip install "weft[gateway]"', code="limits-not-installed"
-            ) from None
+        from limits import RateLimitItemPerMinute
+        from limits.storage import MemoryStorage
+        from limits.strategies import SlidingWindowCounterRateLimiter
+
         self._storage: MemoryStorage = MemoryStorage()
         self._limiter = SlidingWindowCounterRateLimiter(self._storage)
         for name, key in self._keys.items():
