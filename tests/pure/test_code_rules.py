@@ -40,7 +40,7 @@ def test_every_package_is_on_one_side_of_torch() -> None:
 def test_nothing_names_the_distribution_that_another_project_has() -> None:
     """PyPI's `weft` is somebody else's package."""
     extras = "|".join(map(re.escape, PYPROJECT["project"]["optional-dependencies"]))
-    installed = r"pip install [^\n|]*[\s'\"]weft(?=[\['\"\s]|$)"
+    installed = r"pip install\b[^\n|]*[\s'\"]weft(?=[\['\"\s]|$)"
     stranger = re.compile(rf"(?<![\w-])weft\[(?:{extras})\b|{installed}", re.MULTILINE)
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
     texts = [ROOT / name for name in listed.split("\0") if name.endswith((".py", ".md", ".toml", ".txt", ".sh"))]
