@@ -94,6 +94,8 @@ class ChatTemplate:
         variables["add_generation_prompt"] = add_generation_prompt
         try:
             return run_within_budget(lambda: template.render(variables))
+        except MemoryError:
+            raise
         except Exception as error:  # a template can raise anything that an expression can
             raise RequestError(
                 f"the chat template refuses these messages: {error!s:.2000}",
