@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,6 +55,8 @@ def run(loop: str, block: str, *numbers: signal.Signals) -> tuple[int, str, str]
         try:
             assert process.stdout is not None
             begun = process.stdout.readline()
+            while block == HELD and "futex" not in Path(f"/proc/{process.pid}/wchan").read_text():
+                time.sleep(0.01)
             for number in numbers:
                 process.send_signal(number)
             out, err = process.communicate(timeout=30)
