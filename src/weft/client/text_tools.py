@@ -10,18 +10,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from weft.config import EngineConfig
-from weft.errors import RequestError
+from weft.errors import ModelError, RequestError
 from weft.formats.checkpoint import Checkpoint
 from weft.formats.config_json import chat_settings
-from weft.sandbox.isolated import Isolated
+from weft.sandbox.isolated import Isolated, run_blocking
 from weft.sandbox.limits import Limits
 from weft.structured.compiler import GrammarCompiler
 from weft.structured.examiner import GrammarExaminer
-from weft.text import rendering
+from weft.text import probing, rendering
 from weft.text.limits import LIMITS
 from weft.text.template import ChatTemplate
 from weft.text.tokenizer import Tokenizer, load_tokenizer
 
+PROBE_LIMITS = Limits(cpu_s=8, wall_s=60.0, memory=3 << 29)  # of a tokenizer's reading and of its first texts
 TEMPLATES = 8  # of callers of `LLM.chat`, whose processes are kept
 # The largest texts and all their parts take a fraction of that memory.
 RENDERING_LIMITS = Limits(cpu_s=math.ceil(LIMITS.template_s), wall_s=2 * LIMITS.template_s, memory=1 << 30)
@@ -39,7 +40,9 @@ class TextTools:
         """Load from `config.tokenizer` if it is set, else from the checkpoint. Raises ModelError."""
         if config.skip_tokenizer_init:
             return cls()
-        loaded = load_tokenizer(config.tokenizer or checkpoint.path)
+        path = config.tokenizer or checkpoint.path
+        probe_tokenizer(Path(path))
+        loaded = load_tokenizer(path)
         chat = chat_settings(Path(checkpoint.path))
         return cls(
             loaded, ChatTemplate.for_tokenizer(loaded, config.chat_template, chat.chat_format, window=chat.window)
@@ -88,6 +91,28 @@ class TextTools:
         """
         if self.tokenizer is not None:
             self.tokenizer.longest_token  # noqa: B018  # cached by the tokenizer
+
+
+def probe_tokenizer(path: Path) -> None:
+    """Raise ModelError for a tokenizer whose steps break limits. Steps that have passed once are not tried again."""
+    file = path / "tokenizer.json" if path.is_dir() else path
+    mark = probing.probe_mark(file) if file.name == "tokenizer.json" else None
+    if mark is None or probing.has_passed(mark):
+        return
+    probe = Isolated(
+        "weft.text.probing:prepare",
+        bytes,
+        PROBE_LIMITS,
+        refusal=f"{file} breaks or does not come to an end with a text of some thousand characters",
+        param="",
+        code=probing.TOO_EXPENSIVE,
+        lasting=False,
+    )
+    try:
+        run_blocking(probe.call(str(file).encode()))
+    except RequestError as error:
+        raise ModelError(str(error), code=error.code) from None
+    probing.note_passed(mark)
 
 
 def render_isolated(template: ChatTemplate) -> Isolated:
