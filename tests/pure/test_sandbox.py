@@ -129,7 +129,8 @@ def test_children_end_with_their_parent() -> None:
         "from tests.pure.test_sandbox import isolated, job\n"
         "from weft.sandbox import zygote\n"
         "from weft.sandbox.isolated import run_blocking\n"
-        "run_blocking(isolated().call(job('hi')))\n"
+        "function = isolated()\n"
+        "run_blocking(function.call(job('hi')))\n"
         "print(zygote.current_zygote()._process.pid, flush=True)\n"
         "time.sleep(60)\n"
     )

@@ -1,8 +1,8 @@
 """Isolated: a function that runs in sandboxed child processes, and coroutines that wait for its results.
 
-What prepares a request is a coroutine that awaits `Isolated.call` and nothing else. Whoever drives it decides how to
-wait: `run_blocking` waits in the caller's thread, `finish` in an event loop, with the steps between the calls wherever
-`advance` runs them.
+A coroutine that prepares a request awaits `Isolated.call` and nothing else. Its driver decides how to wait:
+`run_blocking` waits in the caller's thread, `finish` in an event loop, with the steps between the calls in a thread or
+in the loop.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Isolated:
 
     @cached_property
     def registration(self) -> Registration:
-        """What the zygote needs to know; takes as long as `setup`."""
+        """The message by which the zygote learns of the function; it takes as long as `setup`."""
         return Registration(self._number, self._target, self._setup(), self.limits)
 
     @property

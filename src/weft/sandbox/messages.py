@@ -25,6 +25,8 @@ class Job(msgspec.Struct, tag=True):
 class Ready(msgspec.Struct, tag=True):
     """The first message of a worker."""
 
+    pid: int
+
 
 class Answered(msgspec.Struct, tag=True):
     """The result of a job."""

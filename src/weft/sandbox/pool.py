@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from weft.executors.framing import FrameDecoder, FrameError, encode_frame
+from weft.executors.liveness import read_times
 from weft.sandbox.messages import Broken, FromWorker, Job, Ready
 from weft.sandbox.zygote import WorkerEnds, current_zygote
 
@@ -21,7 +22,8 @@ LARGE_PLACES = 2  # of which may have large jobs
 LARGE = 64 * 1024  # bytes of a job
 DEPTH = 32  # small jobs that a worker may have at once: their answers come together when the loop is busy
 IDLE = 1  # workers without a job that stay
-STALL_S = 0.05  # time after which a job is not quick: others do not wait behind it
+LOOK_S = 0.05  # between looks at jobs that have not ended
+SLOW_S = 0.03  # CPU time of a job between two looks with which it is not quick: others do not wait behind it
 START_S = 60.0  # for a worker to start; its zygote may be preparing what takes seconds
 RECEIVE_BYTES = 256 << 10
 
@@ -46,17 +48,30 @@ class Worker:
         self._unsent = bytearray()
         self._decoder: FrameDecoder[FromWorker] = FrameDecoder(FromWorker)
         self.jobs: deque[Pending] = deque()
-        self.ready = False
+        self.pid = 0  # until it is ready
+        self.slow = False
+        self._seen_job: Pending | None = None
+        self._seen_s = 0.0  # of CPU time, when it was seen first
         self.since_s = now_s  # its first job began, or it was started
         self.closed = False
         self.taken_over = 0  # jobs behind the first one that others do: answers to be ignored
         ends.work.setblocking(False)
         pool.loop.add_reader(ends.work.fileno(), self._receive)
 
-    def is_open(self, now_s: float) -> bool:
-        """Return True if it may get further small jobs: it has few, and answers quickly."""
-        quick = not self.jobs or not self.ready or now_s - self.since_s < STALL_S
-        return quick and len(self.jobs) < DEPTH and not self.taken_over and not (self.jobs and self.jobs[0].large)
+    @property
+    def is_open(self) -> bool:
+        """True if it may get further small jobs: it has few, and answers quickly."""
+        return not self.slow and len(self.jobs) < DEPTH and not (self.jobs and self.jobs[0].large)
+
+    def look(self) -> None:
+        """Note if the first job is slow. One whose process does not get the CPU is not: others would not get it either."""
+        if not self.pid:
+            return
+        times, job = read_times(self.pid), self.jobs[0]
+        used_s = times.cpu_s if times else self._pool.loop.time()
+        self.slow = job is self._seen_job and used_s - self._seen_s >= SLOW_S
+        if job is not self._seen_job:
+            self._seen_job, self._seen_s = job, used_s
 
     def send(self, job: Pending) -> None:
         if not self.jobs:
@@ -115,8 +130,8 @@ class Worker:
 class Pool:
     """Runs the jobs of a function in several workers, so that a slow one keeps no other waiting.
 
-    Small jobs go to one worker as long as it is quick. If its first job takes longer than STALL_S, other workers take
-    over those behind it. For one event loop.
+    Small jobs go to one worker as long as it is quick. If its first job is slow, other workers take over those behind
+    it. For one event loop.
     """
 
     def __init__(self, function: Isolated) -> None:
@@ -158,11 +173,11 @@ class Pool:
     def on_message(self, worker: Worker, message: FromWorker) -> None:
         """Pass a worker's answer on, and give it, or the next one, more to do."""
         if isinstance(message, Ready):
-            worker.ready, worker.since_s = True, self.loop.time()
+            worker.pid, worker.since_s = message.pid, self.loop.time()
             return
         job = worker.jobs.popleft()
         self._settle(job, self._function.outcome(message))
-        worker.since_s = self.loop.time()
+        worker.since_s, worker.slow = self.loop.time(), False
         spare = not worker.jobs and sum(not other.jobs for other in self._workers) > IDLE
         if worker.taken_over or isinstance(message, Broken) or not self._function.lasting or spare:
             self._end(worker)
@@ -187,9 +202,8 @@ class Pool:
             self._waiting[job.large].appendleft(job)
 
     def _give_up(self, job: Pending) -> None:
-        now = self.loop.time()
         for worker in self._workers:
-            quick = self._function.lasting and worker.is_open(now)
+            quick = self._function.lasting and not worker.slow
             if worker.jobs and worker.jobs[0] is job and not quick:
                 worker.jobs.popleft()
                 self._end(worker)
@@ -204,42 +218,46 @@ class Pool:
         for waiting in self._waiting.values():
             while waiting:
                 if not waiting[0].future.done():
-                    worker = self._choose(waiting[0])
+                    worker = self._find_worker(waiting[0])
                     if worker is None:
                         break
                     worker.send(waiting[0])
                 waiting.popleft()
         if self._watch is None and any(worker.jobs for worker in self._workers):
-            self._watch = self.loop.call_later(STALL_S, self._look)
+            self._watch = self.loop.call_later(LOOK_S, self._look)
 
-    def _choose(self, job: Pending) -> Worker | None:
+    def _find_worker(self, job: Pending) -> Worker | None:
         """Return the worker that gets a job, a new one if need be; None if it has to wait."""
         busy = [worker for worker in self._workers if worker.jobs]
         if job.large and sum(worker.jobs[0].large for worker in busy) >= LARGE_PLACES:
             return None
         if len(busy) < len(self._workers):
             return next(worker for worker in self._workers if not worker.jobs)
-        now = self.loop.time()
         if self._function.lasting and not job.large:
-            quick = [worker for worker in busy if worker.is_open(now)]
+            quick = [worker for worker in busy if worker.is_open]
             if quick:
                 return min(quick, key=lambda worker: len(worker.jobs))
         if len(self._workers) >= PLACES:
             return None
-        worker = Worker(self, current_zygote().spawn(self._function.registration), now)
+        worker = Worker(self, current_zygote().spawn(self._function.registration), self.loop.time())
         self._workers.append(worker)
         return worker
 
     def _look(self) -> None:
-        """Take jobs from workers that have stalled, and kill those whose job has had its time."""
+        """Take jobs from workers whose first job is slow, and kill those whose job has had its time."""
         self._watch = None
         now = self.loop.time()
         for worker in [worker for worker in self._workers if worker.jobs]:
             age = now - worker.since_s
-            if age > (self._function.limits.wall_s if worker.ready else START_S):
+            if age > (self._function.limits.wall_s if worker.pid else START_S):
                 self._settle(worker.jobs.popleft(), self._function.broken(f"it has taken {age:.0f} s"))
                 self._end(worker)
-            elif worker.ready and age > STALL_S and len(worker.jobs) > 1:
+                continue
+            worker.look()
+            if worker.slow and worker.jobs[0].future.done():  # given up
+                worker.jobs.popleft()
+                self._end(worker)
+            elif worker.slow and len(worker.jobs) > 1:
                 first, *others = worker.jobs
                 worker.jobs = deque([first])
                 worker.taken_over = len(others)

@@ -26,8 +26,8 @@ from weft.sandbox.messages import Answered, Broken, FromWorker, Job, Ready, Refu
 
 Handler = Callable[[bytes], bytes]
 
-# Of the control socket: an operation and the number of a registration, with descriptors. REGISTER has a file with the
-# Registration, FORK the worker's socket and lifeline, FORGET none.
+# The control socket carries an operation and the number of a registration, with descriptors. REGISTER has a file with
+# the Registration, FORK the worker's socket and lifeline, FORGET none.
 ORDER = struct.Struct("<cI")
 REGISTER, FORK, FORGET = b"r", b"f", b"x"
 MAX_FILES = 2
@@ -78,7 +78,7 @@ def run_worker(files: list[int], handler: Handler, limits: Limits) -> NoReturn:
     work, lifeline = files
     die_with(lifeline)
     channel: Channel[Job] = Channel(socket.socket(fileno=work), Job)
-    channel.send(Ready())
+    channel.send(Ready(os.getpid()))
     confine(limits)
     gc.enable()
     try:

@@ -202,7 +202,7 @@ class Service:
     ) -> Prepared:
         """Like `prepare`, with a coroutine that waits for sandboxed processes (`sandbox.isolated`).
 
-        Chat templates and grammars are untrusted code, which runs there. What is between runs as other work does.
+        Chat templates and grammars are untrusted code, which runs there. The steps between run as other work does.
         """
 
         async def in_steps(content: bytes, run: RunStep) -> Prepared:

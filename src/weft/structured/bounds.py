@@ -1,7 +1,7 @@
 """Bounds on schemas and grammars, checked before the library reads them: it recurses along references.
 
-All of it is iterative. What passes here is compiled in a sandboxed process first (`structured.examiner`), which catches
-what no count tells.
+All of it is iterative. A grammar that passes here is compiled in a sandboxed process first (`structured.examiner`),
+which finds the costs that no count tells.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 THREADS = 2
 NICE = 5  # added to their priority's number: the core's loop has steps to plan meanwhile
-# Compiled grammars are kept. What one takes is what the process has grown by meanwhile, and more than nothing.
+# Compiled grammars are kept. The size of one is the memory by which the process has grown meanwhile, and not nothing.
 KEPT_BYTES = 256 << 20
 MIN_BYTES, BYTES_PER_CHARACTER = 64 << 10, 64
 ROW_ITEMS = 5000  # states of a parse that are open at once: about four for each optional property of an object

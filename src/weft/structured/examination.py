@@ -24,7 +24,7 @@ BEGINNINGS = b'{["' + b"<(:, \n" + b"0aA1tfn-}]"
 
 
 class Question(msgspec.Struct, frozen=True):
-    """What is asked about a text: if a grammar can be compiled, and where its mistake is, or why a schema cannot be."""
+    """A question about a text: if a grammar can be compiled, and where its mistake is, or why a schema cannot be."""
 
     text: str
     whole: bool = True  # a grammar in the library's form, with all its parts; else one Lark or JSON schema alone
@@ -65,8 +65,8 @@ def check_grammar(tokenizer: LLTokenizer, grammar: str) -> None:
 
 def _walk(tokenizer: LLTokenizer, matcher: LLMatcher) -> None:
     """Follow the grammar for some tokens. A matcher that cannot go on has an error after it."""
-    ids = [tokenizer.greedy_tokenize(chr(byte)) for byte in BEGINNINGS]
-    singles = [found[0] for found in ids if len(found) == 1]
+    spelled = [tokenizer.greedy_tokenize(chr(byte)) for byte in BEGINNINGS]
+    singles = [ids[0] for ids in spelled if len(ids) == 1]
     for _ in range(WALK):
         mask = matcher.compute_bitmask()
         if matcher.is_error() or matcher.is_stopped():
