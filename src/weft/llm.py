@@ -352,6 +352,7 @@ class LLM:
         if self._engine is not None:
             self._engine = None
             self._finalizer()
+            self._frontend.close()
 
     def __repr__(self) -> str:
         engine = self._engine

@@ -348,6 +348,7 @@ class AsyncLLM:
         (result,) = await asyncio.gather(start, return_exceptions=True)
         if isinstance(result, StartedEngine):
             await result.engine.close()
+            result.frontend.close()
 
     async def _answer(
         self,

@@ -100,6 +100,11 @@ class Frontend:
         """The text of the model's chat template; None without one."""
         return self._text_tools.template.source if self._text_tools.template else None
 
+    def close(self) -> None:
+        """End the sandboxed processes that it has."""
+        self._text_tools.close()
+        self.examiner.close()
+
     def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
         """Ids of the special tokens with these texts, as far as the vocabulary has them."""
         if self.tokenizer is None:

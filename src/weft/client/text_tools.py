@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -66,6 +67,11 @@ class TextTools:
         """Create what checks grammars before they are compiled there."""
         return GrammarExaminer(self._grammar_tokenizer, vocab, eos)
 
+    def close(self) -> None:
+        """End the processes that render templates."""
+        for isolated in self._isolated:
+            isolated.close()
+
     def _grammar_tokenizer(self) -> Tokenizer:
         return self.require_tokenizer("a grammar", "structured_outputs")
 
@@ -80,9 +86,15 @@ class TextTools:
                 assert self.tokenizer is not None, "templates are those of a tokenizer"
                 template = ChatTemplate.for_tokenizer(self.tokenizer, given)
             assert template is not None, "a tokenizer comes with a template"
-            return template, render_isolated(template)
+            self._isolated.append(render_isolated(template))
+            return template, self._isolated[-1]
 
         return renderer
+
+    @cached_property
+    def _isolated(self) -> deque[Isolated]:
+        """The renderings of these templates, as far as they are kept."""
+        return deque(maxlen=TEMPLATES)
 
     def prepare_vocabulary(self) -> None:
         """Compute the longest token now, rather than for the first long prompt.

@@ -20,7 +20,7 @@ from weft.executors.framing import MAX_FRAME, Channel, FrameError
 from weft.sandbox.limits import Limits
 from weft.sandbox.messages import Answered, Broken, FromWorker, Job, Ready, Refused, Registration
 from weft.sandbox.pool import Pool
-from weft.sandbox.zygote import WorkerEnds, current_zygote, forgotten, numbers
+from weft.sandbox.zygote import WorkerEnds, close_unused, forgotten, numbers, spawn_worker
 
 T = TypeVar("T")
 MOST_BYTES = MAX_FRAME - 64  # of a job: with its frame, one message
@@ -90,6 +90,15 @@ class Isolated:
         if isinstance(outcome, RequestError):
             raise outcome
         return outcome
+
+    def close(self) -> None:
+        """End the workers, and the process that forks them if nobody else uses it. A later call starts them again."""
+        for pool in self._pools:
+            pool.close()
+        if "caller" in vars(self):
+            self.caller.close()
+        forgotten.append(self._number)
+        close_unused()
 
     def outcome(self, reply: FromWorker | None) -> Outcome:
         """Return the result, or the error, of a worker's reply; None stands for a worker that has ended instead."""
@@ -191,7 +200,7 @@ class BlockingCaller:
 
     def _ask(self, function: Isolated, data: bytes) -> FromWorker | None:
         if self._worker is None:
-            ends = current_zygote().spawn(function.registration)
+            ends = spawn_worker(function.registration)
             self._worker = ends, Channel(ends.work, FromWorker)
         ends, channel = self._worker
         ends.work.settimeout(function.limits.wall_s)

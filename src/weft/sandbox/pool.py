@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from weft.executors.framing import FrameDecoder, FrameError, encode_frame
 from weft.executors.liveness import read_times
 from weft.sandbox.messages import Broken, FromWorker, Job, Ready
-from weft.sandbox.zygote import WorkerEnds, current_zygote
+from weft.sandbox.zygote import WorkerEnds, current_zygote, spawn_worker
 
 if TYPE_CHECKING:
     from weft.sandbox.isolated import Isolated, Outcome
@@ -64,7 +64,7 @@ class Worker:
         return not self.slow and len(self.jobs) < DEPTH and not (self.jobs and self.jobs[0].large)
 
     def look(self) -> None:
-        """Note if the first job is slow. One whose process does not get the CPU is not: others would not get it either."""
+        """Note if the first job is slow. One that does not get the CPU is not: another worker would not get it either."""
         if not self.pid:
             return
         times, job = read_times(self.pid), self.jobs[0]
@@ -239,7 +239,7 @@ class Pool:
                 return min(quick, key=lambda worker: len(worker.jobs))
         if len(self._workers) >= PLACES:
             return None
-        worker = Worker(self, current_zygote().spawn(self._function.registration), self.loop.time())
+        worker = Worker(self, spawn_worker(self._function.registration), self.loop.time())
         self._workers.append(worker)
         return worker
 

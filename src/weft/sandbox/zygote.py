@@ -69,8 +69,7 @@ class Zygote:
         ends = WorkerEnds(work, lifeline)
         open_sockets.update(ends)
         with self._lock, their_work, their_lifeline, contextlib.suppress(OSError):
-            while forgotten:
-                self._forget(forgotten.popleft())
+            self._forget_collected()
             if registration.number not in self._registered:
                 self._registered.add(registration.number)
                 with _file_of(msgspec.msgpack.encode(registration)) as file:
@@ -78,11 +77,19 @@ class Zygote:
             self._order(FORK, registration.number, their_work.fileno(), their_lifeline.fileno())
         return ends
 
-    def _forget(self, number: int) -> None:
-        """Drop what a registration has prepared."""
-        if number in self._registered:
-            self._registered.discard(number)
-            self._order(FORGET, number)
+    def is_used(self) -> bool:
+        """Return True if a registration is there whose object lives."""
+        with self._lock, contextlib.suppress(OSError):
+            self._forget_collected()
+        return bool(self._registered)
+
+    def _forget_collected(self) -> None:
+        """Drop the registrations of objects that are gone."""
+        while forgotten:
+            number = forgotten.popleft()
+            if number in self._registered:
+                self._registered.discard(number)
+                self._order(FORGET, number)
 
     def close(self) -> None:
         """End the process. Its workers end with their own lifelines."""
@@ -105,13 +112,32 @@ _starting = threading.Lock()
 
 def current_zygote() -> Zygote:
     """Return this process's zygote. It is started for the first caller, and again if it has died."""
+    with _starting:
+        return _ensure()
+
+
+def spawn_worker(registration: Registration) -> WorkerEnds:
+    """Fork a worker by this process's zygote."""
+    with _starting:
+        return _ensure().spawn(registration)
+
+
+def close_unused() -> None:
+    """End this process's zygote if nobody uses it."""
     global _current
     with _starting:
-        if _current is None or not _current.alive:
-            if _current is not None:
-                _current.close()
-            _current = Zygote()
-        return _current
+        if _current is not None and not _current.is_used():
+            _current.close()
+            _current = None
+
+
+def _ensure() -> Zygote:
+    global _current
+    if _current is None or not _current.alive:
+        if _current is not None:
+            _current.close()
+        _current = Zygote()
+    return _current
 
 
 def _environment() -> dict[str, str]:

@@ -50,6 +50,10 @@ class GrammarExaminer:
         self._lock = Lock()  # steps of requests run in several threads
         self._answers: OrderedDict[bytes, str | RequestError] = OrderedDict()
 
+    def close(self) -> None:
+        """End the processes that it has."""
+        self._isolated.close()
+
     async def check(self, grammar: str, param: str = PARAM) -> None:
         """Raise RequestError, with the place of the mistake, for a grammar that cannot be compiled."""
         answer = await self._ask(Question(grammar))
