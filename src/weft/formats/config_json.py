@@ -10,10 +10,11 @@ import msgspec
 from weft.architectures.architecture import Architecture, ConfigFields
 from weft.architectures.registry import ARCHITECTURES, RUNNABLE, find_architecture
 from weft.architectures.shape import DType, ModelShape, Norm
-from weft.errors import ModelError, error_reason
+from weft.errors import ModelError
 from weft.formats import library, limits, packed, quantization_config
 from weft.formats.config_layers import ACTIVATIONS, read_activation, read_layers, with_defaults
 from weft.formats.fields import Fields
+from weft.formats.model_file import read_model_file
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 QUANTIZE = "quantize_config.json"  # AutoGPTQ's own file; newer checkpoints have these fields in config.json
@@ -98,13 +99,10 @@ def load_config(folder: Path) -> Fields:
 def load_json(path: Path) -> Fields:
     """Read the fields of a JSON file. Raises ModelError if the file cannot be read or is damaged."""
     try:
-        limits.check_file(path, limits.CONFIG_BYTES)
-        text = path.read_bytes()
+        text = read_model_file(path, limits.CONFIG_BYTES, code="cannot-read-config")
         fields = Fields(msgspec.json.decode(text, type=dict[str, object]), str(path))
         limits.check_unique(text, str(path))
         return fields
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error_reason(error)}", code="cannot-read-config") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ModelError(f"{path} is damaged: {error}; fetch it again", code="damaged-config") from error
 

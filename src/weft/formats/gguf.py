@@ -15,8 +15,10 @@ from pathlib import Path
 
 import msgspec
 
-from weft.errors import ModelError, error_reason
+from weft.errors import ModelError
+from weft.formats.model_file import file_error, open_model_file
 from weft.formats.tensor import ENCODINGS, Encoding, TensorInfo, check_bounds
+from weft.regular_files import open_regular
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -82,6 +84,11 @@ class Gguf(msgspec.Struct, frozen=True):
     path: str
     metadata: dict[str, Scalar | Array]
     tensors: dict[str, TensorInfo]
+
+    def count(self, key: str) -> int:
+        """Number of elements of a metadata array; 0 if there is none."""
+        array = self.metadata.get(key)
+        return array.count if isinstance(array, Array) else 0
 
     def array(self, key: str) -> list[Scalar]:
         """Read the elements of a metadata array from the file; [] if there is no such key."""
@@ -179,8 +186,11 @@ def without_tensors(path: str) -> bytes:
 
 
 def is_gguf(path: Path) -> bool:
-    """Return True if a file begins as GGUF does, whatever its name (Ollama names its files by their hash)."""
-    with path.open("rb") as file:
+    """Return True if a file begins as GGUF does, whatever its name (Ollama names its files by their hash).
+
+    Raises OSError.
+    """
+    with open_regular(path) as file:
         return file.read(len(MAGIC)) == MAGIC
 
 
@@ -294,7 +304,7 @@ def _read_tensor(header: _HeaderReader) -> tuple[str, TensorInfo]:
 def _open_header(path: str) -> Iterator[_HeaderReader]:
     """Map a file and yield a reader of its header; errors of the reader become ModelError."""
     try:
-        with open(path, "rb") as file:
+        with open_model_file(path) as file:
             if file.read(len(MAGIC)) != MAGIC:
                 raise ModelError(
                     f"{path} is no GGUF file: it does not begin with {MAGIC.decode()}", code="not-a-gguf-file"
@@ -316,4 +326,4 @@ def _open_header(path: str) -> Iterator[_HeaderReader]:
                         code="gguf-text-not-utf8",
                     ) from None
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error_reason(error)}", code="cannot-read-model") from error
+        raise file_error(path, error) from error

@@ -12,6 +12,7 @@ from weft.errors import ModelError
 from weft.formats.fields import Fields
 from weft.formats.gguf import Gguf
 from weft.formats.gguf_names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
+from weft.formats.model_file import read_tensor
 
 
 def planned_rope(fields: Fields) -> Rope:
@@ -92,9 +93,7 @@ def read_factors(gguf: Gguf, name: str, rotated: int) -> tuple[float, ...]:
         raise ModelError(
             f"{gguf.path}: {name} is {stored}; it must be F32 of [{rotated // 2}]", code="bad-rope-factors"
         )
-    with open(info.file, "rb") as file:
-        file.seek(info.offset)
-        values = struct.unpack(f"<{rotated // 2}f", file.read(info.nbytes))
+    values = struct.unpack(f"<{rotated // 2}f", read_tensor(info))
     if not all(isfinite(value) and value > 0 for value in values):
         raise ModelError(
             f"{gguf.path} is damaged: {name} holds values that are not above 0; fetch it again",

@@ -6,8 +6,6 @@ They refuse a damaged or hostile file in one line, before any memory is allocate
 from __future__ import annotations
 
 import json
-import stat
-from pathlib import Path
 
 from weft.errors import ModelError
 
@@ -15,25 +13,20 @@ LAYERS = 10_000  # the deepest published models have fewer than 200
 EXPERTS = 100_000  # in a layer; published models have up to 512
 POSITIONS = 100_000_000  # tokens of context; published models have up to 10 million
 CONFIG_BYTES = 100_000_000  # a config.json or the like, usually some KB; an index of tensors may have 20 MB
+TEMPLATE_BYTES = 1_000_000  # a chat template; published ones have up to 30 KB
+TOKENS = 1_000_000  # in a vocabulary; XLM-V has 901,629, large language models up to 262,144
+MERGES = 2_000_000  # Gemma has 514,906
+TOKEN_CHARACTERS = 1_024  # of a token, or bytes; published ones have up to 256
+# A vocabulary without merges, whose merges are derived from its ranks in Python: some seconds for the largest.
+MERGED_TOKENS = 400_000  # Gemma has 262,144
+MERGED_CHARACTERS = 2_500_000  # of all tokens; GPT-4o has 1.5 million, Gemma 1.7 million
 TOKENIZER_BYTES = 1_000_000_000  # a vocabulary's file, usually 2 to 35 MB
 
 
-def check_file(path: Path, most: int | None = None) -> None:
-    """Raise ModelError unless `path` is a regular file of at most `most` bytes; OSError if it cannot be inspected.
-
-    Reading a pipe could wait without end, and a device may have no end.
-    """
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise ModelError(
-            f"{path} is no regular file but a pipe, a device or a directory; fetch the model again",
-            code="not-a-regular-file",
-        )
-    if most is not None and status.st_size > most:
-        raise ModelError(
-            f"{path} has {status.st_size:,} bytes; at most {most:,} are read; fetch the model again",
-            code="file-too-large",
-        )
+def check_vocabulary(tokens: int, merges: int = 0) -> None:
+    """Raise ValueError for a vocabulary of more tokens or merges than any published one has."""
+    if tokens > TOKENS or merges > MERGES:
+        raise ValueError(f"{tokens:,} tokens and {merges:,} merges; at most {TOKENS:,} and {MERGES:,} are read")
 
 
 def check_unique(text: bytes, where: str) -> None:

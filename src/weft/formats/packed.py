@@ -36,8 +36,9 @@ from weft.architectures.published import (
     wide_scheme_name,
 )
 from weft.architectures.shape import ModelShape
-from weft.errors import ModelError, error_reason
+from weft.errors import ModelError
 from weft.formats.fields import Fields
+from weft.formats.model_file import read_tensor
 from weft.formats.quantization_config import BITS, parse_quantization, quantised_layer_predicate
 from weft.formats.tensor import TensorInfo
 
@@ -333,12 +334,7 @@ def _is_in_order(order: TensorInfo, layer: str, cols: int, group: int) -> bool:
             f"has groups in {order.type} of {list(order.dims)}; they must be I32 of [{cols}]",
             code="column-groups-of-other-dims",
         )
-    try:
-        with open(order.file, "rb") as file:
-            file.seek(order.offset)
-            data = file.read(order.nbytes)
-    except OSError as error:
-        raise ModelError(f"cannot read {order.file}: {error_reason(error)}", code="cannot-read-model") from error
+    data = read_tensor(order)
     is_unset = not any(data) or data == UNSET * len(data)
     if is_unset or data == array("i", (col // group for col in range(cols))).tobytes():
         return True

@@ -12,8 +12,9 @@ from types import MappingProxyType
 
 import msgspec
 
-from weft.errors import ModelError, error_reason
+from weft.errors import ModelError
 from weft.formats import limits
+from weft.formats.model_file import file_error, open_model_file, read_model_file
 from weft.formats.tensor import TensorInfo, check_bounds
 
 LENGTH_BYTES = 8  # a file begins with the header's length, little-endian
@@ -60,8 +61,7 @@ def read_safetensors(path: Path) -> dict[str, TensorInfo]:
 def _read_header(path: Path) -> tuple[bytes, int]:
     """Header of a file, and the bytes of the whole file. Raises ModelError."""
     try:
-        limits.check_file(path)
-        with path.open("rb") as file:
+        with open_model_file(path) as file:
             size = file.seek(0, 2)
             file.seek(0)
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
@@ -73,7 +73,7 @@ def _read_header(path: Path) -> tuple[bytes, int]:
                 )
             return file.read(length), size
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error_reason(error)}", code="cannot-read-model") from error
+        raise file_error(path, error) from error
 
 
 def read_metadata(path: Path) -> dict[str, str]:
@@ -177,13 +177,10 @@ def _read_indexed(folder: Path) -> dict[str, TensorInfo]:
 def _read_weight_map(index: Path) -> dict[str, str]:
     """The file of each tensor, from an index. Raises ModelError."""
     try:
-        limits.check_file(index, limits.CONFIG_BYTES)
-        text = index.read_bytes()
+        text = read_model_file(index, limits.CONFIG_BYTES, code="cannot-read-index")
         weight_map = msgspec.json.decode(text, type=_Index).weight_map
         limits.check_unique(text, str(index))
         return weight_map
-    except OSError as error:
-        raise ModelError(f"cannot read {index}: {error_reason(error)}", code="cannot-read-index") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ModelError(f"{index} is damaged ({error}); fetch it again", code="damaged-index") from error
 

@@ -18,7 +18,8 @@ from math import prod
 import msgspec
 
 from weft.architectures.published import ROW, PublishedQuantization
-from weft.errors import ModelError, error_reason
+from weft.errors import ModelError
+from weft.formats.model_file import read_tensor
 from weft.formats.packed import SCALE_TYPES, Packed
 from weft.formats.tensor import TensorInfo
 
@@ -73,12 +74,7 @@ def _check_order(format: TensorInfo | None, layer: str) -> None:
     """Raise ModelError if bitsandbytes stored the numbers in the order of one GPU's tensor cores."""
     if format is None or format.nbytes != 1:
         return
-    try:
-        with open(format.file, "rb") as file:
-            file.seek(format.offset)
-            order = file.read(1)
-    except OSError as error:
-        raise ModelError(f"cannot read {format.file}: {error_reason(error)}", code="cannot-read-model") from error
+    order = read_tensor(format)
     if order != b"\0":
         raise _misfit(
             format,

@@ -8,6 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from weft.errors import ModelError
+from weft.formats import limits
 from weft.formats.gguf import Gguf
 from weft.formats.gguf import read_gguf as read_header
 from weft.text import byte_level, spm
@@ -33,6 +34,7 @@ def read_gguf_tokenizer(path: Path) -> tuple[Tokenizer, TokenizerSettings]:
     """Read the tokenizer in a GGUF file. Raises ModelError for a kind that Weft does not know."""
     header = read_header(path)
     kind = header.metadata.get(PREFIX + "model")
+    limits.check_vocabulary(header.count(PREFIX + "tokens"), header.count(PREFIX + "merges"))
     tokens = [str(token) for token in header.array(PREFIX + "tokens")]
     if kind not in MODELS or not tokens:
         raise ModelError(

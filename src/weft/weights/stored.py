@@ -14,6 +14,7 @@ from weft.formats.schemes import ALL_SCHEMES, GGUF_SCHEMES
 from weft.formats.split_heads import SplitHeads
 from weft.formats.tensor import ENCODINGS, Encoding, TensorInfo
 from weft.quant.quantised import QuantisedWeight
+from weft.regular_files import open_regular
 from weft.weights.blocks import dequantise
 from weft.weights.quantised import split_blocks, unpack_blocks
 
@@ -189,7 +190,7 @@ def map_bytes(info: TensorInfo, start: int, nbytes: int, *, ahead: int = 0) -> t
     begin = info.offset + start
     slack = begin % mmap.ALLOCATIONGRANULARITY
     try:
-        with open(info.file, "rb") as file:
+        with open_regular(info.file) as file:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), begin, nbytes + ahead, os.POSIX_FADV_WILLNEED)
             data = mmap.mmap(
