@@ -7,6 +7,7 @@ from math import isfinite
 from typing import TypeGuard
 
 from weft.errors import ModelError
+from weft.formats import limits
 
 
 class Fields:
@@ -89,6 +90,13 @@ class Fields:
         if value is None or isinstance(value, str):
             return value
         raise self.wrong_value(key, "a text")
+
+    def names(self, key: str, most: int = limits.NAMES) -> list[str]:
+        """Return a list of at most `most` texts; the file may leave it out."""
+        value = self.values.get(key) or []
+        if isinstance(value, list) and len(value) <= most and all(isinstance(name, str) for name in value):
+            return value
+        raise self.wrong_value(key, f"a list of names, {most:,} at most")
 
     def token_ids(self, key: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
         """Return token ids without duplicates; the file may give a single id, a list or null."""

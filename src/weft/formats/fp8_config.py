@@ -82,7 +82,7 @@ def quantised_layer_predicate(config: Fields) -> Callable[[str], bool]:
     Entries of the lists are names of modules, or of the last or the first part of them, as Transformers matches
     `modules_to_not_convert`; vLLM calls the list `ignored_layers`.
     """
-    kept = [name for key in ("modules_to_not_convert", "ignored_layers") for name in _names(config, key)]
+    kept = [name for key in ("modules_to_not_convert", "ignored_layers") for name in config.names(key)]
 
     def is_quantised(name: str) -> bool:
         return not name.endswith("lm_head") and not any(_contains(name, entry) for entry in kept)
@@ -93,13 +93,6 @@ def quantised_layer_predicate(config: Fields) -> Callable[[str], bool]:
 def _contains(name: str, entry: str) -> bool:
     """Return True if the parts of a module's name contain those of an entry, side by side."""
     return f".{entry.strip('.')}." in f".{name}."
-
-
-def _names(config: Fields, key: str) -> list[str]:
-    names = config.values.get(key) or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise config.wrong_value(key, "a list of names")
-    return names
 
 
 def _rows_and_columns(weights: Fields) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from weft.errors import ModelError
 LAYERS = 10_000  # the deepest published models have fewer than 200
 EXPERTS = 100_000  # in a layer; published models have up to 512
 POSITIONS = 100_000_000  # tokens of context; published models have up to 10 million
+NAMES = 10_000  # of modules in a list that each module is compared with; published ones have up to 1,000
 CONFIG_BYTES = 100_000_000  # a config.json or the like, usually some KB; an index of tensors may have 20 MB
 TEMPLATE_BYTES = 1_000_000  # a chat template; published ones have up to 30 KB
 TOKENS = 1_000_000  # in a vocabulary; XLM-V has 901,629, large language models up to 262,144
