@@ -30,7 +30,7 @@ class Fields:
             f"{self.where}: {key} is {self.values.get(key)!r:.80}; it must be {expected}", code="wrong-field-value"
         )
 
-    def integer(self, key: str, *, maximum: int | None = None) -> int:
+    def integer(self, key: str, *, maximum: int = limits.INTEGER) -> int:
         """Return an integer from 1 to `maximum`."""
         value = self.integer_or(key, None, maximum=maximum)
         if value is None:
@@ -40,13 +40,15 @@ class Fields:
             )
         return value
 
-    def integer_or(self, key: str, default: int | None, *, minimum: int = 1, maximum: int | None = None) -> int | None:
+    def integer_or(
+        self, key: str, default: int | None, *, minimum: int = 1, maximum: int = limits.INTEGER
+    ) -> int | None:
         """Return an integer from `minimum` to `maximum`."""
         value = self.values.get(key, default)
         if value is None:
             return None
         if isinstance(value, int) and not isinstance(value, bool) and value >= minimum:
-            if maximum is None or value <= maximum:
+            if value <= maximum:
                 return value
             raise self.wrong_value(key, f"{maximum:,} at most, since no model is larger; download the file again")
         raise self.wrong_value(key, f"a whole number, {minimum} or more")
@@ -112,7 +114,7 @@ class Fields:
         if value is None:
             return None
         if isinstance(value, dict):
-            return Fields(value, f"{self.where}: {key}")
+            return Fields(value, f"{self.where}: {key:.80}")
         raise self.wrong_value(key, "an object")
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from weft.errors import ModelError
+from weft.formats import limits
 from weft.formats.model_file import file_error, open_model_file
 from weft.formats.tensor import ENCODINGS, Encoding, TensorInfo, check_bounds
 from weft.regular_files import open_regular
@@ -107,6 +108,7 @@ class _HeaderReader:
 
     def __init__(self, data: mmap.mmap, path: str) -> None:
         self.data, self.path, self.at = data, path, 0
+        self._text_bytes = self._texts = 0  # that were read, outside and inside of arrays
 
     def scalar(self, kind: struct.Struct) -> int:
         value: int = kind.unpack_from(self.data, self.at)[0]
@@ -118,6 +120,8 @@ class _HeaderReader:
         self.at = start + self.scalar(U64)
         if self.at > len(self.data):
             raise self.short()
+        self._text_bytes += self.at - start
+        self._check_texts()
         return self.data[start : self.at].decode()
 
     def value(self, type: int) -> Scalar | Array:
@@ -135,6 +139,8 @@ class _HeaderReader:
         if array.count * least > len(self.data) - self.at:
             raise self.short()
         if array.type == STRING:
+            self._texts += array.count
+            self._check_texts()
             data, at, length = self.data, self.at, U64.unpack_from
             for _ in range(array.count):
                 at += 8 + length(data, at)[0]
@@ -162,6 +168,15 @@ class _HeaderReader:
                 code="damaged-gguf-metadata",
             )
         return SCALARS[type]
+
+    def _check_texts(self) -> None:
+        """Raise ModelError for more texts than any published header has."""
+        if self._text_bytes > limits.GGUF_TEXT_BYTES or self._texts > limits.GGUF_TEXTS:
+            raise ModelError(
+                f"{self.path}: its header has {self._text_bytes:,} bytes of text and {self._texts:,} texts in arrays; "
+                f"at most {limits.GGUF_TEXT_BYTES:,} and {limits.GGUF_TEXTS:,} are read; fetch it again",
+                code="too-many-gguf-texts",
+            )
 
     def short(self) -> ModelError:
         return ModelError(
@@ -212,6 +227,7 @@ def read_gguf(path: str | Path) -> Gguf:
     tensors = dict(first.tensors)
     for number in range(2, parts + 1):
         tensors |= _read_part(f"{name[1]}{number:05}{name[2]}").tensors
+        limits.check_tensor_count(len(tensors), str(path))
     return Gguf(first.path, first.metadata, tensors)
 
 
@@ -270,6 +286,12 @@ def _read_counts(header: _HeaderReader) -> tuple[int, int]:
             f"{size:,} bytes; fetch it again",
             code="impossible-gguf-counts",
         )
+    limits.check_tensor_count(tensors, path)
+    if fields > limits.GGUF_FIELDS:
+        raise ModelError(
+            f"{path} has {fields:,} metadata fields; at most {limits.GGUF_FIELDS:,} are read; fetch it again",
+            code="too-many-gguf-fields",
+        )
     return tensors, fields
 
 
@@ -277,6 +299,7 @@ def _read_tensor(header: _HeaderReader) -> tuple[str, TensorInfo]:
     """Read the next entry of the tensor index; its offset counts from the start of the data section."""
     name, path = header.text(), header.path
     count = header.scalar(U32)
+    limits.check_tensor(path, name, 1)
     if not 1 <= count <= MAX_DIMS:
         raise ModelError(
             f"{path} is damaged: tensor {name!r:.80} has {count:,} dims; fetch it again", code="gguf-dims-out-of-range"

@@ -35,7 +35,7 @@ def _scaled_rope(gguf: Gguf, fields: Fields, rotated: int) -> Rope:
     if ROPE_FACTORS in gguf.tensors:
         if kind not in (None, "none"):
             raise ModelError(
-                f"{gguf.path} has both {ROPE_FACTORS} and rope.scaling.type {kind!r}; Weft knows either",
+                f"{gguf.path} has both {ROPE_FACTORS} and rope.scaling.type {kind!r:.80}; Weft knows either",
                 code="two-rope-scalings",
             )
         return Rope(theta=theta, kind="llama3", factors=read_factors(gguf, ROPE_FACTORS, rotated))

@@ -12,6 +12,13 @@ from weft.errors import ModelError
 LAYERS = 10_000  # the deepest published models have fewer than 200
 EXPERTS = 100_000  # in a layer; published models have up to 512
 POSITIONS = 100_000_000  # tokens of context; published models have up to 10 million
+INTEGER = 1 << 40  # any other number in a config; the largest real ones are in the millions
+TENSORS = 400_000  # of a checkpoint; Kimi-K2 in GPTQ has 280,000
+TENSOR_NAME = 512  # characters; published ones have up to 120
+DIMS = 8  # of a tensor
+GGUF_FIELDS = 100_000  # of metadata; published files have up to 60
+GGUF_TEXT_BYTES = 100_000_000  # of all names and texts in a header, without arrays
+GGUF_TEXTS = 10_000_000  # in arrays of a header; a vocabulary and its merges
 NAMES = 10_000  # of modules in a list that each module is compared with; published ones have up to 1,000
 CONFIG_BYTES = 100_000_000  # a config.json or the like, usually some KB; an index of tensors may have 20 MB
 TEMPLATE_BYTES = 1_000_000  # a chat template; published ones have up to 30 KB
@@ -22,6 +29,24 @@ TOKEN_CHARACTERS = 1_024  # of a token, or bytes; published ones have up to 256
 MERGED_TOKENS = 400_000  # Gemma has 262,144
 MERGED_CHARACTERS = 2_500_000  # of all tokens; GPT-4o has 1.5 million, Gemma 1.7 million
 TOKENIZER_BYTES = 1_000_000_000  # a vocabulary's file, usually 2 to 35 MB
+
+
+def check_tensor_count(count: int, where: str) -> None:
+    """Raise ModelError for more tensors than any published checkpoint has."""
+    if count > TENSORS:
+        raise ModelError(
+            f"{where} has {count:,} tensors; at most {TENSORS:,} are read; fetch it again", code="too-many-tensors"
+        )
+
+
+def check_tensor(where: str, name: str, dims: int) -> None:
+    """Raise ModelError for a tensor with a longer name or more dims than any published one has."""
+    if len(name) > TENSOR_NAME or dims > DIMS:
+        raise ModelError(
+            f"{where} is damaged: tensor {name!r:.80} has a name of {len(name):,} characters and {dims:,} dims; at "
+            f"most {TENSOR_NAME} and {DIMS} are read; fetch it again",
+            code="impossible-tensor",
+        )
 
 
 def check_vocabulary(tokens: int, merges: int = 0) -> None:

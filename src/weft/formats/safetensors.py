@@ -86,7 +86,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 def _damaged_header(path: str, error: Exception) -> ModelError:
     return ModelError(
-        f"{path} is damaged: its header is not safetensors' JSON ({error}); fetch it again",
+        f"{path} is damaged: its header is not safetensors' JSON ({error!s:.200}); fetch it again",
         code="damaged-safetensors-header",
     )
 
@@ -110,6 +110,7 @@ def decode_header(header: bytes, path: str) -> dict[str, TensorInfo]:
     try:
         entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
+        limits.check_tensor_count(len(entries), path)
         decoder = msgspec.json.Decoder(_Entry)
         limits.check_unique(header, path)
         return {name: _tensor(path, name, decoder.decode(raw)) for name, raw in entries.items()}
@@ -119,9 +120,10 @@ def decode_header(header: bytes, path: str) -> dict[str, TensorInfo]:
 
 def _tensor(path: str, name: str, entry: _Entry) -> TensorInfo:
     bits, (start, end) = BITS.get(entry.dtype), entry.data_offsets
+    limits.check_tensor(path, name, len(entry.shape))
     if bits is None:
         raise ModelError(
-            f"{path}: tensor {name!r:.80} has the unknown dtype {entry.dtype!r}; known: {', '.join(BITS)}",
+            f"{path}: tensor {name!r:.80} has the unknown dtype {entry.dtype!r:.80}; known: {', '.join(BITS)}",
             code="unknown-tensor-dtype",
         )
     if min(entry.shape, default=0) < 0 or start < 0 or (end - start) * 8 != prod(entry.shape) * bits:
@@ -157,12 +159,14 @@ def read_directory(folder: Path) -> dict[str, TensorInfo]:
                 code="tensor-in-two-files",
             )
         tensors |= part
+        limits.check_tensor_count(len(tensors), str(folder))
     return tensors
 
 
 def _read_indexed(folder: Path) -> dict[str, TensorInfo]:
     index = folder / INDEX
     weight_map = _read_weight_map(index)
+    limits.check_tensor_count(len(weight_map), str(index))
     names = sorted(set(weight_map.values()))
     files = {name: _read_listed_file(folder, name, weight_map, len(names)) for name in names}
     missing = next((tensor for tensor, file in weight_map.items() if tensor not in files[file]), None)
@@ -182,14 +186,14 @@ def _read_weight_map(index: Path) -> dict[str, str]:
         limits.check_unique(text, str(index))
         return weight_map
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{index} is damaged ({error}); fetch it again", code="damaged-index") from error
+        raise ModelError(f"{index} is damaged ({error!s:.200}); fetch it again", code="damaged-index") from error
 
 
 def _read_listed_file(folder: Path, name: str, weight_map: Mapping[str, str], count: int) -> dict[str, TensorInfo]:
     """The tensors of one of the `count` files of a directory's index. Raises ModelError."""
     if Path(name).name != name:
         raise ModelError(
-            f"{folder / INDEX} names {name!r}, which is not a file beside it; fetch it again",
+            f"{folder / INDEX} names {name!r:.80}, which is not a file beside it; fetch it again",
             code="index-names-no-file",
         )
     if not (folder / name).exists():

@@ -38,8 +38,8 @@ def read_gguf_tokenizer(path: Path) -> tuple[Tokenizer, TokenizerSettings]:
     tokens = [str(token) for token in header.array(PREFIX + "tokens")]
     if kind not in MODELS or not tokens:
         raise ModelError(
-            f"{path} has a tokenizer of kind {kind!r} with {len(tokens)} tokens; Weft reads {' and '.join(MODELS)}; "
-            "give another with --tokenizer",
+            f"{path} has a tokenizer of kind {kind!r:.80} with {len(tokens)} tokens; Weft reads "
+            f"{' and '.join(MODELS)}; give another with --tokenizer",
             code="unknown-gguf-tokenizer",
         )
     types = [int(type) for type in header.array(PREFIX + "token_type")] or [spm.NORMAL] * len(tokens)
@@ -59,7 +59,7 @@ def _create_byte_level(header: Gguf, tokens: Sequence[str], types: Sequence[int]
     spec = PRE_TOKENIZERS.get(str(name))
     if spec is None:
         raise ModelError(
-            f"{header.path} cuts words as {name!r} does, which Weft does not know; known: "
+            f"{header.path} cuts words as {name!r:.80} does, which Weft does not know; known: "
             f"{', '.join(sorted(PRE_TOKENIZERS))}; give the model's own tokenizer with --tokenizer",
             code="unknown-pre-tokenizer",
         )
@@ -80,7 +80,7 @@ def _merges(header: Gguf, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
         parts = text.split(" ")
         if len(parts) != 2 or not vocab.keys() >= {*parts, "".join(parts)}:
             raise ModelError(
-                f"{header.path} is damaged: {text!r} merges no two of its tokens; fetch it again",
+                f"{header.path} is damaged: {text!r:.80} merges no two of its tokens; fetch it again",
                 code="merge-of-no-tokens",
             )
         merges.append((parts[0], parts[1]))

@@ -51,7 +51,7 @@ def read_sentencepiece(path: Path) -> tuple[Tokenizer, TokenizerSettings]:
         return parse_sentencepiece(read_model_file(path, limits.TOKENIZER_BYTES, code="cannot-read-tokenizer"))
     except (ValueError, IndexError, struct.error) as error:
         raise ModelError(
-            f"{path} is no SentencePiece model that Weft can read, or a damaged one: {error}",
+            f"{path} is no SentencePiece model that Weft can read, or a damaged one: {error!s:.200}",
             code="damaged-sentencepiece",
         ) from error
 
@@ -67,7 +67,7 @@ def parse_sentencepiece(data: bytes) -> tuple[Tokenizer, TokenizerSettings]:
     prefix = bool(normalizer.get(ADD_PREFIX, True))
     type = trainer.get(MODEL_TYPE, UNIGRAM)
     if type not in (UNIGRAM, BPE):
-        raise ValueError(f"it is of type {type!r}, not {UNIGRAM} (Unigram) or {BPE} (BPE)")
+        raise ValueError(f"it is of type {type!r:.40}, not {UNIGRAM} (Unigram) or {BPE} (BPE)")
     hf_tokenizer = build_sentencepiece(
         pieces,
         unigram=type == UNIGRAM,

@@ -72,7 +72,9 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
         limits.check_vocabulary(len(lines))
         pairs = [(b64decode(token, validate=True), _rank(rank)) for token, rank in lines]
     except (ValueError, binascii.Error) as error:
-        raise ModelError(f"{path} is no tiktoken file, or a damaged one: {error}", code="damaged-tiktoken") from error
+        raise ModelError(
+            f"{path} is no tiktoken file, or a damaged one: {error!s:.200}", code="damaged-tiktoken"
+        ) from error
     for name, entries in zip(("token", "rank"), zip(*pairs, strict=True), strict=False):
         _check_unique(path, name, entries)
     return dict(pairs)
