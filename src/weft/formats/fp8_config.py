@@ -71,9 +71,9 @@ def unsupported_group(group: Fields, packing: str | None) -> Iterator[str]:
         )
 
 
-def parse_weights(weights: Fields) -> PublishedQuantization:
+def parse_weights(weights: Fields, *, mixed: bool) -> PublishedQuantization:
     """Parse the weights of a group of compressed-tensors without unsupported features."""
-    return _published("compressed-tensors", *_rows_and_columns(weights))
+    return _published("compressed-tensors", *_rows_and_columns(weights), mixed=mixed)
 
 
 def quantised_layer_predicate(config: Fields) -> Callable[[str], bool]:
@@ -120,5 +120,7 @@ def _unsupported_block(method: str, block: object) -> str | None:
     return None
 
 
-def _published(method: Method, rows: int, columns: int) -> PublishedQuantization:
-    return PublishedQuantization(method=method, bits=8, group=columns, symmetric=True, floating=True, rows=rows)
+def _published(method: Method, rows: int, columns: int, *, mixed: bool = False) -> PublishedQuantization:
+    return PublishedQuantization(
+        method=method, bits=8, group=columns, symmetric=True, floating=True, rows=rows, mixed=mixed
+    )

@@ -64,18 +64,7 @@ def parse_quantization(config: Fields) -> PublishedQuantization:
     if method == bitsandbytes_config.METHOD:
         return bitsandbytes_config.parse_config(config)
     if method == "compressed-tensors":
-        weights = _group_weights(next(_config_groups(config)))
-        if fp8_config.is_floating(weights):
-            return fp8_config.parse_weights(weights)
-        if _is_signed(config):
-            return signed_config.parse_weights()
-        return PublishedQuantization(
-            method="compressed-tensors",
-            bits=weights.integer("num_bits"),
-            group=_group_columns(weights, ROW),
-            symmetric=weights.flag("symmetric", True),
-            ordered=weights.values.get("actorder") in ORDERS,
-        )
+        return _parse_compressed(config)
     group = _group_columns(config, GROUP)
     if method == "awq":
         return PublishedQuantization(method="awq", bits=_bits(config), group=group, symmetric=False)
@@ -86,7 +75,33 @@ def parse_quantization(config: Fields) -> PublishedQuantization:
         symmetric=config.flag("sym", True),
         ordered=config.flag("desc_act") and group != ROW and not config.flag("static_groups"),
         zero_offset=0 if _packing(config) == "gptq_v2" else 1,
+        mixed=_has_overrides(config),
     )
+
+
+def _parse_compressed(config: Fields) -> PublishedQuantization:
+    """The first group of a compressed-tensors config; `mixed` if others are quantised otherwise."""
+    weights, *others = (_group_weights(group) for group in _config_groups(config))
+    mixed = any(other.values != weights.values for other in others)
+    if fp8_config.is_floating(weights):
+        return fp8_config.parse_weights(weights, mixed=mixed)
+    if _is_signed(config):
+        return signed_config.parse_weights(weights, mixed=mixed)
+    group = _group_columns(weights, ROW)
+    return PublishedQuantization(
+        method="compressed-tensors",
+        bits=weights.integer("num_bits"),
+        group=group,
+        symmetric=weights.flag("symmetric", True),
+        ordered=weights.values.get("actorder") in ORDERS and group != ROW,
+        mixed=mixed,
+    )
+
+
+def _has_overrides(config: Fields) -> bool:
+    """Return True if GPTQ's "dynamic" quantises some layers in another way than the others."""
+    dynamic = config.nested("dynamic")
+    return dynamic is not None and any(not key.startswith("-:") for key in dynamic.values)
 
 
 def precision_of_unsupported(config: Fields) -> str | None:

@@ -16,6 +16,7 @@ from weft.formats.tensor import ENCODINGS, Encoding, TensorInfo
 from weft.quant.quantised import QuantisedWeight
 from weft.regular_files import open_regular
 from weft.weights.blocks import dequantise
+from weft.weights.finite import check_finite
 from weft.weights.quantised import split_blocks, unpack_blocks
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -54,6 +55,7 @@ class StoredWeights:
             whole = Span(0, info.dims[0] * info.step)
             vector = torch.empty(1, len(whole), dtype=torch.float32)
             self._read_matrix(info, (1, len(whole)), Span(0, 1), whole, vector)
+            check_finite(vector)
             _copy_rows(vector[0, info.first :: info.step][rows.start : rows.stop], into, info.interleaved)
         elif info.transposed:
             self._read_transposed(info, rows, cols or Span(0, info.dims[1]), into)
