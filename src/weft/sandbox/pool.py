@@ -64,7 +64,7 @@ class Worker:
         return not self.slow and len(self.jobs) < DEPTH and not (self.jobs and self.jobs[0].large)
 
     def look(self) -> None:
-        """Note if the first job is slow. One that does not get the CPU is not: another worker would not get it either."""
+        """Note if the first job is slow. One that does not get the CPU is not: no other worker would get it."""
         if not self.pid:
             return
         times, job = read_times(self.pid), self.jobs[0]
