@@ -113,7 +113,9 @@ class EngineCore:
             self._scheduled_s.pop(id, None)
         # A later request may have one of these ids, and its own grammar.
         gone = set(ids)
-        self._compiling = {future: id for future, id in self._compiling.items() if id not in gone}
+        for future in [future for future, id in self._compiling.items() if id in gone]:
+            del self._compiling[future]
+            future.cancel()  # one that has begun goes on, for nobody
         self._uncompiled = [output for output in self._uncompiled if output.id not in gone]
 
     def call(self, command: Command | ResetPrefixCache) -> Future[Replies]:

@@ -110,7 +110,7 @@ class Sequence:
         request, tokens = self.request, self.tokens
         output = Output(request.id, [], [], cached_tokens=self.cached or 0)
         if len(tokens) == self.prompt_length and request.params.prompt_logprobs is not None:
-            output.prompt_logprobs = self.prompt_logprobs
+            output.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, []
         for token, logprob in samples:
             tokens.append(token)
             output.tokens.append(token)
