@@ -13,7 +13,7 @@ from weft.core.params import SamplingParams
 from weft.core.request import Output, Request
 from weft.core.step import SlotFailure, TokenLogprobs
 from weft.core.token_ids import TokenIds
-from weft.errors import RequestError
+from weft.errors import OutputError, RequestError
 from weft.text.stream import TextStream
 
 if TYPE_CHECKING:
@@ -129,6 +129,14 @@ class Collector:
             answer.finished = True
             answer.metrics.finished_s = now_s
         return delta
+
+    def raise_failure(self) -> None:
+        """Raise the error of a choice that could not go on: RequestError if the request is at fault, or OutputError."""
+        if (failure := self.error) is None:
+            return
+        if failure.param:
+            raise RequestError(failure.reason, param=failure.param, code=failure.code)
+        raise OutputError(failure.reason, code=failure.code)
 
     def _add_prompt_logprobs(self, prompt_logprobs: list[TokenLogprobs]) -> None:
         """Set the answer's prompt logprobs; the first prompt token has none."""
