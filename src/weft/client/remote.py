@@ -10,6 +10,7 @@ from contextlib import suppress
 from itertools import count
 from typing import cast
 
+from weft.client.checks import check_frame
 from weft.client.core_start import start_core
 from weft.client.messages import (
     AbortRequests,
@@ -172,7 +173,7 @@ class AsyncEngine:
     def submit(self, requests: Sequence[Request]) -> OutputStream:
         """Queue requests, all or none, and return the stream of their outputs until the last has finished.
 
-        Raises QueueFullError and EngineError at once. The iteration raises EngineError if the engine dies,
+        Raises QueueFullError, EngineError and RequestError at once. The iteration raises EngineError if the engine dies,
         and RequestError for a request that the core refuses. Ending it early, with `aclose`, aborts the requests that
         have not finished.
         """
@@ -181,8 +182,13 @@ class AsyncEngine:
         return stream
 
     def send_requests(self, requests: Sequence[Request], sink: OutputSink) -> None:
-        """Queue requests, all or none; `sink` gets their outputs. Raises QueueFullError and EngineError."""
+        """Queue requests, all or none; `sink` gets their outputs.
+
+        Raises QueueFullError, EngineError, and RequestError for one whose result cannot be sent.
+        """
         self._raise_failure()
+        for request in requests:
+            check_frame(request)
         # Every open stream's requests are in the core, or on their way to it: within this limit it refuses none.
         self._room.check(requests, len(self._streams), self._count_owned)
         # Sent first: requests that cannot be sent must not count as open for ever.
