@@ -173,9 +173,9 @@ class AsyncEngine:
     def submit(self, requests: Sequence[Request]) -> OutputStream:
         """Queue requests, all or none, and return the stream of their outputs until the last has finished.
 
-        Raises QueueFullError, EngineError and RequestError at once. The iteration raises EngineError if the engine dies,
-        and RequestError for a request that the core refuses. Ending it early, with `aclose`, aborts the requests that
-        have not finished.
+        Raises QueueFullError, EngineError and RequestError at once. The iteration raises EngineError if the engine
+        dies, and RequestError for a request that the core refuses. Ending it early, with `aclose`, aborts the requests
+        that have not finished.
         """
         stream = OutputStream(self, [request.id for request in requests])
         self.send_requests(requests, stream)
@@ -248,11 +248,14 @@ class AsyncEngine:
         # A core that shows no sign of life will not end by itself. Its ranks end with it.
         exit_s = 0.0 if self._silence.seconds > SILENT_S else FAMILY_EXIT_S
         try:
-            await asyncio.to_thread(end_children, [self._child], exit_s)
-        except RuntimeError:  # the interpreter exits, and starts no more threads
-            end_children([self._child], exit_s)
-        await self._connection.closed()
-        self._child.close()
+            try:
+                await asyncio.to_thread(end_children, [self._child], exit_s)
+            except RuntimeError:  # the interpreter exits, and starts no more threads
+                end_children([self._child], exit_s)
+            await self._connection.closed()
+        finally:  # a caller that is cancelled leaves no descriptors
+            self._connection.abort()
+            self._child.close()
 
     def abandon(self) -> None:
         """Fail all callers; the engine takes no more requests. Its processes go on until `close`."""
@@ -376,6 +379,11 @@ class CoreConnection(asyncio.Protocol):
     def close(self) -> None:
         if self._transport:
             self._transport.close()
+
+    def abort(self) -> None:
+        """Close at once, whatever is not sent yet. Without effect if the connection has ended."""
+        if self._transport:
+            self._transport.abort()
 
     async def closed(self) -> None:
         """Wait until the descriptor is closed."""

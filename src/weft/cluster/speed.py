@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from weft.cluster.messages import Speed
@@ -42,13 +43,15 @@ class PeerListener:
     def close(self) -> None:
         self._greeter.close()
 
-    def _answer(self, connection: socket.socket, peer: str) -> None:
+    def _answer(self, connection: socket.socket, peer: str) -> Callable[[], None] | None:
         secured = connection
         with suppress(OSError, NotWeftError, WrongKeyError, CertificateError, ConfigError):
             check_private(peer, self._allow_public)
             secured = accept_securely(connection, self._key, self._certificate)
             answer_measurement(secured)
+            return secured.close
         secured.close()
+        return None
 
 
 def listen_for_peers(address: str, settings: NodeSettings) -> PeerListener:
