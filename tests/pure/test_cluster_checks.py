@@ -435,6 +435,8 @@ def test_a_node_joins_while_strangers_hold_all_places(monkeypatch: pytest.Monkey
     silent = None
     try:
         assert not measure_network(1, 0, "127.0.0.1", listener.port, KEY).problem
+        while listener._greeter._places._strangers:
+            pass  # until its thread has ended
         silent = socket.create_connection(("127.0.0.1", listener.port), source_address=("127.0.0.2", 0))
         with socket.create_connection(("127.0.0.1", listener.port), 30, source_address=("127.0.0.3", 0)) as third:
             assert third.recv(1) == b"", "no place"

@@ -205,6 +205,9 @@ class RayExecutor(RankExecutor):
         while len(self._attached) < count:
             with contextlib.suppress(Empty):
                 attached = self._came.get(timeout=LOOK_S)
+                if attached.about.rank in self._attached or attached.about.rank not in range(count):
+                    attached.channel.close()  # no rank of ours
+                    continue
                 self._attached[attached.about.rank] = attached
                 attached.thread.start()
                 attached.watch.start()

@@ -206,9 +206,10 @@ class Greeter:
         try:
             take_over = self._greet(connection, peer)
         finally:
+            if take_over:
+                self._places.remember(peer)
             give_back()
             with self._lock:  # `close` ends the connection, or it is taken over
                 del self._greeting[connection]
                 if take_over:
-                    self._places.remember(peer)
                     take_over()
