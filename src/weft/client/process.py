@@ -82,9 +82,11 @@ class CoreProcess(CoreLoop):
                 self._send_outputs(outputs[middle:])
                 return
             (output,) = outputs
-            self.core.abort([output.id])
             failure = SlotFailure(error.code, str(error))
             self.parent.send(StepOutputs([Output(output.id, [], [], "error", error=failure)], self.core.stats()))
+            if output.finish_reason is None:
+                self.core.abort([output.id])
+                self._note_ended([output.id])
 
     def _wait(self) -> Any:
         # The loop sleeps no longer than until the memory of large requests shall be given back.
