@@ -129,7 +129,7 @@ def test_a_grammar_of_an_aborted_request_is_not_that_of_a_later_one() -> None:
 
 
 def test_grammars_of_aborted_requests_are_not_compiled() -> None:
-    """Those of others would wait behind them."""
+    """Grammars of others would wait behind them."""
     grammars = HeldGrammars(at_once=False)
     engine, _ = core(grammars=grammars)
     engine._grammars = grammars

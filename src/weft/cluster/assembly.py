@@ -202,7 +202,7 @@ def measure_all(own: Facts, nodes: Sequence[JoinedNode], settings: NodeSettings)
                 if time.monotonic() > deadline and any(speed.problem for speed in speeds):
                     return speeds
                 answer = _ask(node, MeasureTo(other, address, port), Measured)
-                # What it was asked for, whatever pair it names.
+                # The pair that it was asked for, whichever it names.
                 speed = msgspec.structs.replace(answer.speed, first=node.facts.node, second=other)
                 if not speed.possible:
                     raise _wrong_answer(node, f"{speed.bytes_per_s:g} B/s in {speed.round_trip_s:g} s")

@@ -16,13 +16,13 @@ EPOLL = "anon_inode:[eventpoll]"
 
 def listening_sockets() -> set[int]:
     """Descriptors of the TCP sockets at which this process listens; none on a system without /proc."""
-    found = set()
+    listening = set()
     for descriptor in _descriptors("socket:"):
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
             is_tcp = copy.family in (socket.AF_INET, socket.AF_INET6)
             if is_tcp and copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                found.add(descriptor)
-    return found
+                listening.add(descriptor)
+    return listening
 
 
 @contextmanager

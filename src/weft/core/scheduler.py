@@ -292,8 +292,8 @@ class Scheduler(RequestSets):
     def _fail_rows(self, flight: Flight, failed: Mapping[int, SlotFailure]) -> list[Output]:
         """End the requests of the slots in `failed`, each with its reason; the others go on.
 
-        What a failed row has read and written may hold NaN: nothing of its text stays in the prefix cache, even if the
-        request was aborted meanwhile. Requests that share such blocks keep them. If NaN is in these blocks, the rows
+        The blocks that a failed row has read and written may hold NaN: nothing of its text stays in the prefix cache,
+        even if the request was aborted meanwhile. Requests that share such blocks keep them. If NaN is in these blocks, the rows
         fail by themselves, and otherwise nothing is wrong with them.
         """
         outputs = []

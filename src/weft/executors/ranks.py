@@ -225,7 +225,7 @@ class RankExecutor(ABC):
     def _take_message(self, rank: int, message: FromRank) -> None:
         """Handle a message from a rank. One that nobody has asked for is a failure of the rank.
 
-        On another machine that rank may run other code. What it sends must neither end the thread that listens to it,
+        On another machine that rank may run other code. Its messages must neither end the thread that listens to it,
         nor be kept for ever.
         """
         self._heard += 1

@@ -24,8 +24,8 @@ from weft.executors.tls import start_tls
 
 FIRST_BYTE = b"\x16"  # first byte of a TLS connection: a record of its handshake
 MAX_GREETED = 64  # connections of unknown addresses that prove their key at the same time
-# Of these, those of one address: a quarter, so that one machine cannot take all. A node opens one for each of its
-# replicas, and tries again if it is refused.
+# The most of these that one address has: a quarter, so that one machine cannot take all. A node opens one for each of
+# its replicas, and tries again if it is refused.
 PER_ADDRESS = 16
 MAX_KNOWN = 1024  # addresses that have proved the key, of which the last are remembered: more than there are nodes
 QUIET_S = 10.0  # seconds between two lines about refused connections from one address
