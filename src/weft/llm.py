@@ -36,7 +36,7 @@ from weft.cluster.assembly import assemble
 from weft.core.commands import RankStats, ResetPrefixCache, Sleep, Wake
 from weft.core.params import SamplingParams
 from weft.core.request import Stats
-from weft.errors import ConfigError, OutputError, RequestError
+from weft.errors import ConfigError, RequestError
 from weft.hardware.host import probe_host
 from weft.plan.memory import Capacity
 from weft.plan.plan import Plan
@@ -410,8 +410,7 @@ class LLM:
     def _stream_answer(self, collector: Collector) -> Generator[RequestOutput, None, None]:
         with closing(self._run_requests([collector])) as updates:
             for updated in updates:
-                if updated.error:
-                    raise OutputError(updated.error.reason, code=updated.error.code)
+                updated.raise_failure()
                 yield updated.output
 
     def _run_requests(self, collectors: Sequence[Collector]) -> Generator[Collector, None, None]:

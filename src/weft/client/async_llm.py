@@ -28,7 +28,7 @@ from weft.config import EngineConfig
 from weft.core.commands import Command, RankStats, Replies, ResetPrefixCache, Sleep, Wake
 from weft.core.params import SamplingParams
 from weft.core.request import Stats, duplicate_id_error
-from weft.errors import OutputError, RequestError
+from weft.errors import RequestError
 from weft.hardware.host import probe_host
 from weft.plan.plan import Plan
 from weft.sandbox.isolated import run_blocking
@@ -379,8 +379,7 @@ class AsyncLLM:
                         continue
                     if delta.cut:
                         engine.abort([output.id])
-                    if collector.error:
-                        raise OutputError(collector.error.reason, code=collector.error.code)
+                    collector.raise_failure()
                     yield collector.output
             if not collector.output.finished:
                 yield _mark_aborted(collector.output)
