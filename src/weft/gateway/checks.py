@@ -100,7 +100,9 @@ async def check_health(replica: Replica, fleet: Fleet, timeouts: Timeouts) -> No
         attempt.succeed(fleet.clock())
     attempt.close()
     if fault and not breaker.closed:
-        replica.give_up_movable(UpstreamError(f"it is not healthy: {fault}", code="upstream-unhealthy"))
+        replica.give_up_movable(
+            UpstreamError(f"it is not healthy: {fault}", code="upstream-unhealthy", public="it is not healthy")
+        )
 
 
 async def read_models(replica: Replica, timeouts: Timeouts) -> bool:

@@ -20,12 +20,14 @@ T = TypeVar("T")
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds. `connect`: for a connection, TLS included. `first_byte`: from the request to the first byte of the
-    response's body. `idle`: between two pieces of it. A value of 0 waits for ever.
+    response's body. `idle`: between two pieces of it. A value of 0 waits for ever. `wait`: for an upstream, while none
+    takes requests; 0 does not wait.
     """
 
     connect: float = 2.0
     first_byte: float = 120.0
     idle: float = 120.0
+    wait: float = 5.0
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

@@ -19,6 +19,9 @@ from weft.executors.ranks import CLOSED
 WHOLE = "weft.whole"
 
 
+CODE_HEADER = b"x-weft-code"  # of errors in a shape that has no code; a gateway reads it
+
+
 class HttpError(WeftError):
     """An error with an HTTP status. Its `code` is sent to clients, with underscores as OpenAI spells codes."""
 
@@ -157,7 +160,10 @@ def error_frame(error: Exception, path: str = "") -> AnyErrorFrame:
 def error_response(error: Exception, path: str = "") -> Response:
     """The response to an exception, in the shape of the API that `path` belongs to."""
     status, body, headers = describe_error(error)
-    return JsonResponse(shape_error(status, body, path), status, headers)
+    frame = shape_error(status, body, path)
+    if not isinstance(frame, ErrorFrame) and body.code:
+        headers[CODE_HEADER.decode()] = body.code
+    return JsonResponse(frame, status, headers)
 
 
 async def handle_exception(request: Request, error: Exception) -> Response:
