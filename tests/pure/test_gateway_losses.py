@@ -65,9 +65,9 @@ async def test_a_request_that_kills_loses_two_upstreams_and_is_refused_then(
         assert first.status_code == (502 if dies is hang_up else 503)
         assert asked(live) == LOST and unpaid(live) == 1
         refusal = await live.chat()
-        digest = refused(refusal, 422, code="request_ends_upstreams").rpartition(" ")[2]
+        digest = refused(refusal, 422, code="request_ends_engines").rpartition(" ")[2]
         assert asked(live) == LOST and digest in caplog.text and "hello" not in caplog.text
-        assert logged(caplog, "request-ends-upstreams")
+        assert logged(caplog, "request-ends-engines")
         for stub in live.stubs:
             stub.answer = answer_json
         assert (await live.chat(seed=1)).status_code == 200  # another request
@@ -139,7 +139,7 @@ async def test_of_all_requests_in_flight_only_the_killer_is_refused() -> None:
         assert [answer.status_code for answer in answers] == [200] * 12
         assert (await killer).status_code == 502
         assert sum(mortal.dead.is_set() for mortal in mortals) == LOST
-        refused(await live.chat(**KILLER), 422, code="request_ends_upstreams")
+        refused(await live.chat(**KILLER), 422, code="request_ends_engines")
         assert unpaid(live) <= LOST  # once for each death, however many requests it took
         live.assert_idle()
 
@@ -158,7 +158,7 @@ async def test_streams_without_a_token_lose_no_more() -> None:
         text = (await live.client.post("/v1/chat/completions", json=body)).text
         assert "closed_in_response" in text
         assert sum(1 for stub in live.stubs for seen in stub.seen if seen.json) == LOST
-        refused(await live.client.post("/v1/chat/completions", json=body), 422, code="request_ends_upstreams")
+        refused(await live.client.post("/v1/chat/completions", json=body), 422, code="request_ends_engines")
         live.assert_idle()
 
 

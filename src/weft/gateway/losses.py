@@ -41,7 +41,7 @@ class Losses:
                 422,
                 f"{LOST} upstreams in a row died while they had this request, and it was not answered between; it is "
                 f"refused for {left_s:.0f} s; change it, or report its digest {exchange.digest.hex()}",
-                code="request-ends-upstreams",
+                code="request-ends-engines",
             )
 
     # Suspects, one after the other
@@ -114,7 +114,7 @@ class Losses:
                 name,
                 exchange.digest.hex(),
                 self._suspects.refused_s(exchange.digest, self._clock()),
-                extra=event_fields("request-ends-upstreams"),
+                extra=event_fields("request-ends-engines"),
             )
 
 

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from weft.errors import EngineError, QueueFullError, RequestError, WeftError
+from weft.errors import EngineError, FatalRequestError, QueueFullError, RequestError, WeftError
 from weft.executors.ranks import CLOSED
 
 # Key of a scope whose server sends whole responses in one piece, and of their http.response.start: there, the body,
@@ -19,6 +19,7 @@ from weft.executors.ranks import CLOSED
 WHOLE = "weft.whole"
 
 
+FATAL = "request_ends_engines"  # code of a request that is refused, since engines have died with it
 CODE_HEADER = b"x-weft-code"  # of errors in a shape that has no code; a gateway reads it
 
 
@@ -111,7 +112,8 @@ def describe_error(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
         case EngineError():
             code = "engine_dead"
         case RequestError():
-            status, param, code = 400, error.param, "invalid_value"
+            status, code = (422, FATAL) if isinstance(error, FatalRequestError) else (400, "invalid_value")
+            param = error.param
         case HTTPException():
             status, message, headers = error.status_code, error.detail, dict(error.headers or {})
             code = {404: "unknown_url", 405: "method_not_allowed"}.get(status, "http_error")
