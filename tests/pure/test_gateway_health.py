@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import json
 import os
@@ -16,7 +17,8 @@ from tests.log_events import logged
 from tests.pure.gateways import answer_json, answer_status, gateway, hang_up, never, upstream
 from tests.pure.servers import PATIENCE_S, Exchange
 from tests.pure.worlds import refused
-from weft.gateway import checks
+from weft.gateway import access_log, checks
+from weft.gateway.access_log import AccessLog
 from weft.gateway.breaker import FAILURES, LONGEST_S, SHORTEST_S, SLOW_START_S, Breaker, RetryBudget
 from weft.gateway.checks import DnsWatch, FileWatch, check_health, read_models
 from weft.gateway.replica import Attempt
@@ -422,6 +424,65 @@ async def test_figures_and_the_access_log(tmp_path: Path) -> None:
         assert {"client", "key", "model", "upstream", "tries", "status", "outcome", "total_s"} <= rows[0].keys()
         assert rows[0]["model"] == "m" and rows[0]["upstream"] == two.url and max(row["tries"] for row in rows) == 2
         assert "hello" not in path.read_text() and "somebody" not in path.read_text()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk without room")
+async def test_a_full_disk_under_the_access_log_fails_no_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("[{name: a, key: one}]")
+    async with upstream() as one, gateway(one.url, keys=str(keys), access_log="/dev/full") as live:
+        refused(await live.chat(), 401, code="invalid_api_key")
+        live.client.headers = httpx.Headers({"Authorization": "Bearer one"})
+        one.answer = answer_status("404 X")
+        assert (await live.chat()).status_code == 404
+        one.answer = answer_json
+        assert (await live.chat()).status_code == 200
+        assert "weft:gateway_access_log_lost_total 3.0" in (await live.client.get("/metrics")).text
+        assert len(logged(caplog, "access-log-lost")) == 1
+        live.assert_idle()
+
+
+def test_lost_rows_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, lost = 0.0, []
+    rows = AccessLog("/dev/null", lambda: lost.append(now), lambda: now)
+
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(access_log.os, "write", full)
+    for _ in range(200):
+        rows.write_row({})
+        now += 1
+    rows.close()
+    assert len(lost) == 200 and len(logged(caplog, "access-log-lost")) == 4
+
+
+def test_a_row_that_was_written_in_part_ends_before_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, write = tmp_path / "log", os.write
+    rows = AccessLog(str(path))
+    rows.write_row({"number": 0})
+    for _ in range(2):  # the second one has no room at all
+        monkeypatch.setattr(access_log.os, "write", lambda descriptor, data: write(descriptor, data[:5]))
+        rows.write_row({"number": 1})
+        monkeypatch.setattr(access_log.os, "write", lambda descriptor, data: 0)
+        rows.write_row({"number": 2})
+        monkeypatch.setattr(access_log.os, "write", write)
+        rows.write_row({"number": 3})
+    rows.close()
+    lines = path.read_text().splitlines()
+    assert [json.loads(line)["number"] for line in lines if line.endswith("}")] == [0, 3, 3]
+
+
+def test_the_access_log_is_for_its_owner_alone(tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    old.write_text("{}\n")
+    old.chmod(0o644)
+    for path in (old, tmp_path / "new"):
+        AccessLog(str(path)).close()
+        assert path.stat().st_mode & 0o777 == 0o600
+    assert old.read_text() == "{}\n"
 
 
 async def test_refusals_are_counted_and_logged(tmp_path: Path) -> None:

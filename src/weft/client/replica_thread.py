@@ -43,7 +43,7 @@ class ReplicaThread:
     def __init__(self, planned: Sequence[ReplicaPlan], config: EngineConfig, nodes: EngineNodes | None = None) -> None:
         self.host: Host = planned[0].host
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=_run, args=(self._loop,), name="weft-replicas", daemon=True)
+        self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="weft-replicas", daemon=True)
         self._thread.start()
         self._closing = threading.Lock()  # held to give the loop work, and while it ends: then it gets none
         self._ended = False
@@ -150,8 +150,8 @@ class ReplicaThread:
             self._thread.join()
 
 
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """Run a loop until it is stopped, and close it. It has no reference to a `ReplicaThread`, which may be collected."""
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop until it is stopped, and close it. No reference keeps its `ReplicaThread` from being collected."""
     try:
         loop.run_forever()
     finally:

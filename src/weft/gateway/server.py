@@ -28,8 +28,9 @@ from weft.gateway.policy import POLICIES
 from weft.gateway.prices import price_of
 from weft.gateway.proxy import Proxy
 from weft.gateway.ray_watch import RayWatch
+from weft.logs import event_fields
 from weft.serving import listen
-from weft.serving.admission import ConnectionLimits, fit_to_files, raise_file_limit
+from weft.serving.admission import RESERVED_FILES, ConnectionLimits, fit_to_files, open_files, raise_file_limit
 from weft.serving.certificate import CertificateFiles
 from weft.serving.http_server import HttpServer, loop_factory
 from weft.serving.key_file import ClientKey, read_keys
@@ -76,8 +77,8 @@ def create_proxy(config: GatewayConfig, admin_key: str | None) -> Proxy:
     client_keys = read_keys(config.keys, others) if config.keys is not None else []
     keys = Keys(client_keys, admin_key)
     accounts = create_accounts(config, client_keys)
-    access_log = AccessLog(config.access_log) if config.access_log is not None else None
     metrics = GatewayMetrics(fleet)
+    access_log = AccessLog(config.access_log, metrics.count_lost_row) if config.access_log is not None else None
     bodies = BodyPool(config.max_body_bytes, config.max_held_bytes)
     return Proxy(
         fleet,
@@ -133,6 +134,26 @@ def check_hosts(upstreams: Sequence[UpstreamConfig], address: tuple[str, int]) -
             )
 
 
+def connection_limits(body_bytes: int, files: int) -> ConnectionLimits:
+    """The limits of connections that fit in `files` descriptors. Logs a line if these are fewer than usual."""
+    usual = ConnectionLimits(keepalive_s=KEEPALIVE_S, held_bytes=4 * body_bytes)
+    # Half of the files: a connection to an upstream for each of a client.
+    limits = fit_to_files(usual, files // 2)
+    if limits.connections < usual.connections:
+        needed = 2 * (usual.connections + usual.spare + RESERVED_FILES + open_files())
+        log.warning(
+            "%d connections of clients are served at once, not %d: the limit of open files is %d; `ulimit -n %d` "
+            "before the start, or LimitNOFILE=%d in a systemd unit, is enough for all",
+            limits.connections,
+            usual.connections,
+            files,
+            needed,
+            needed,
+            extra=event_fields("few-files", connections=limits.connections, files=files, needed=needed),
+        )
+    return limits
+
+
 async def _serve_gateway(
     config: GatewayConfig,
     options: ServeOptions,
@@ -141,11 +162,7 @@ async def _serve_gateway(
     listener: socket.socket,
 ) -> None:
     proxy = create_proxy(config, admin_key)
-    limits = fit_to_files(
-        # Half of the files: a connection to an upstream for each of a client.
-        ConnectionLimits(keepalive_s=KEEPALIVE_S, held_bytes=4 * config.max_body_bytes),
-        raise_file_limit() // 2,
-    )
+    limits = connection_limits(config.max_body_bytes, raise_file_limit())
     server = GatewayServer(proxy, listener, limits, options, shutdown_timeout)
     checking = asyncio.create_task(check_forever(proxy.fleet, config.timeouts, proxy.watch, server.reload_certificate))
     listen.start_listening(listener, options)

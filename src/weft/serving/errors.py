@@ -27,10 +27,20 @@ class HttpError(WeftError):
     """An error with an HTTP status. Its `code` is sent to clients, with underscores as OpenAI spells codes."""
 
     def __init__(
-        self, status: int, message: str, *, code: str, param: str | None = None, retry_after_s: int | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message, code=code)
         self.status, self.param, self.retry_after_s = status, param, retry_after_s
+        self.headers = dict(headers or {})
+        if retry_after_s is not None:
+            self.headers["Retry-After"] = str(retry_after_s)
 
 
 class ErrorBody(msgspec.Struct):
@@ -103,8 +113,7 @@ def describe_error(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
     match error:
         case HttpError():
             status, code, param = error.status, error.code.replace("-", "_"), error.param
-            if error.retry_after_s is not None:
-                headers = {"Retry-After": str(error.retry_after_s)}
+            headers = dict(error.headers)
         case QueueFullError():
             status, code, headers = 429, "queue_full", {"Retry-After": str(error.retry_after_s)}
         case EngineError() if error.cause == CLOSED:
