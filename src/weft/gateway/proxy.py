@@ -17,7 +17,6 @@ from weft.gateway.access_log import AccessLog
 from weft.gateway.accounts import Accounts
 from weft.gateway.answer import ResumableAnswer, WholeAnswer
 from weft.gateway.bodies import BodyPool
-from weft.gateway.checks import FileWatch, PollWatch
 from weft.gateway.client_watches import ClientWatches
 from weft.gateway.config import Objective, Timeouts
 from weft.gateway.dispatch import Dispatcher
@@ -29,6 +28,7 @@ from weft.gateway.metrics import GatewayMetrics
 from weft.gateway.replica import Attempt
 from weft.gateway.request_reader import RequestReader
 from weft.gateway.upstream import ResponseHead, UpstreamError
+from weft.gateway.watches import Watch
 from weft.serving.errors import WHOLE, HttpError, error_response
 from weft.serving.joined import JOINED
 from weft.serving.sse import DONE
@@ -56,7 +56,7 @@ class Proxy:
         timeouts: Timeouts,
         metrics: GatewayMetrics,
         access_log: AccessLog | None = None,
-        watch: FileWatch | PollWatch | None = None,
+        watch: Watch | None = None,
         *,
         bodies: BodyPool,
         accounts: Accounts,

@@ -79,6 +79,10 @@ class Replica:
         names = self._aliases if self._aliases is not None else self.listed
         return not model or names is None or model in names
 
+    def covered_by(self, covered: set[str] | None) -> bool:
+        """Return True if the models here are all among `covered`; None stands for any model."""
+        return covered is None or (self.models is not None and self.models.keys() <= covered)
+
     def own_name(self, model: str) -> str:
         """The name that this upstream has for a model of the gateway."""
         return self._aliases.get(model, model) if self._aliases else model
