@@ -36,7 +36,12 @@ class Accounts:
     ) -> None:
         self.ledger, self.budget = ledger, budget
         self._rates = Rates(keys, concurrent)
-        self._quotas: dict[str | None, Budget] = {key.name: key.quota for key in keys if key.quota is not None}
+        self._quotas = _quotas_of(keys)
+
+    def change_keys(self, keys: Sequence[ClientKey]) -> None:
+        """Keep the limits of these keys from now on; what was counted stays. Raises ConfigError for unknown limits."""
+        self._rates.change(keys)
+        self._quotas = _quotas_of(keys)
 
     def meters(self, exchange: Exchange) -> bool:
         """Return True if the tokens of a request's answer count."""
@@ -135,7 +140,7 @@ class Accounts:
             log.error("a reservation of %s stays: the ledger cannot be written: %s", reservation.upstream, error)
 
     def leave(self, exchange: Exchange) -> None:
-        """Settle a request that has ended. Raises sqlite3.Error if that cannot be written; its rates count no less."""
+        """Settle a request that has ended. If that cannot be written, the whole amount stays reserved."""
         if exchange.reservation is None and not exchange.entered:
             return
         taken = usage_of(exchange) or Amount(exchange.prompt_tokens, tokens_of(exchange))
@@ -145,6 +150,8 @@ class Accounts:
                 taken = self._taken(exchange, replica, reservation.amount)
                 self.ledger.settle(reservation, taken)
                 exchange.reservation = None
+        except sqlite3.Error as error:
+            log.error("a reservation of %s stays: the ledger cannot be written: %s", exchange.upstream, error)
         finally:
             if exchange.entered:
                 exchange.entered = False
@@ -189,6 +196,10 @@ class Accounts:
         return Amount(
             prompt, completion, price_of(replica.config, replica.own_name(exchange.model), prompt, completion)
         )
+
+
+def _quotas_of(keys: Sequence[ClientKey]) -> dict[str | None, Budget]:
+    return {key.name: key.quota for key in keys if key.quota is not None}
 
 
 def tokens_of(exchange: Exchange) -> int:
