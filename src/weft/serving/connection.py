@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from weft.serving.admission import Admission
+from weft.serving.body_parser import framing_fields, parser_in_body
 from weft.serving.errors import WHOLE, ErrorFrame, HttpError, describe_error, error_response, shutting_down_error
 from weft.serving.flow import BoundedFlowControl, CycleWriter
 from weft.serving.joined import JOINED, JoinedTransport, send_whole
@@ -203,9 +204,13 @@ class Connection(HttpToolsProtocol):
 
     def _parse(self, piece: memoryview) -> int:
         try:
-            self.parser.feed_data(piece)
-        except httptools.HttpParserUpgrade as upgrade:
-            return int(upgrade.args[0])  # not supported: the request is answered as if it had not asked for it
+            try:
+                self.parser.feed_data(piece)
+            except httptools.HttpParserUpgrade as upgrade:
+                # Not supported: the request is answered as if it had not asked for it.
+                if self._body_ahead:
+                    self.parser = parser_in_body(self, framing_fields(self.headers))
+                return int(upgrade.args[0])
         except httptools.HttpParserError as error:
             unusable = HttpError(400, f"this is not valid HTTP: {error}", code="invalid-http")
             self.refuse(self._fault or unusable)
@@ -231,6 +236,9 @@ class Connection(HttpToolsProtocol):
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
+        if self.parser.get_method() == b"CONNECT":
+            self._fault = HttpError(400, "CONNECT is for proxies, and this is none", code="invalid-http")
+            raise self._fault
         self._body_left = 0
         for name, value in self.headers:
             if name == b"content-length":
@@ -262,7 +270,14 @@ class Connection(HttpToolsProtocol):
             )
             raise self._fault
 
+    @property
+    def _body_ahead(self) -> bool:
+        """True if the parser takes a request with Upgrade to end with its head, though it has a body."""
+        return self.parser.should_upgrade() and bool(framing_fields(self.headers))
+
     def on_message_complete(self) -> None:
+        if self._body_ahead:
+            return
         self._part = ""
         self._body_left = self._framing = self._unfinished = 0
         super().on_message_complete()
