@@ -105,8 +105,11 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineError(WeftError):
-    """The engine stopped: a rank or the core died. Every request in flight fails with this cause."""
+    """The engine stopped: a rank or the core died. Every request in flight fails with this cause.
 
-    def __init__(self, cause: Cause) -> None:
+    `lost`: number of engines that died with the request that gets this error.
+    """
+
+    def __init__(self, cause: Cause, *, lost: int = 1) -> None:
         super().__init__(str(cause), code=cause.code)
-        self.cause = cause
+        self.cause, self.lost = cause, lost

@@ -26,7 +26,18 @@ from weft.gateway.config import make_config
 from weft.ray.serve import ServeArguments, build
 from weft.serving.offline import outputs, rows
 from weft.serving.offline.answering import Answered
-from weft.serving.offline.job import Job, Keep, Rows, answer_rows, journal_path, open_job, run_job, summary
+from weft.serving.offline.job import (
+    Answer,
+    AttemptsOf,
+    Job,
+    Keep,
+    Rows,
+    answer_rows,
+    journal_path,
+    open_job,
+    run_job,
+    summary,
+)
 from weft.serving.offline.journal import Journal
 from weft.serving.options import ServeOptions
 
@@ -47,10 +58,10 @@ def job_of(source: str, out: Path | str, **defaults: Any) -> Job:
     return Job(opened, str(out), EngineConfig(model=model), ServeOptions(), defaults)
 
 
-def answering(world: World, stop_after: int | None = None) -> Callable[[Job, Rows, Keep], None]:
+def answering(world: World, stop_after: int | None = None) -> Answer:
     """Answer with a World's engine; Ctrl-C comes once `stop_after` rows are kept."""
 
-    def answer(job: Job, pending: Rows, keep: Keep) -> None:
+    def answer(job: Job, pending: Rows, keep: Keep, attempts: AttemptsOf) -> None:
         kept: list[int] = []
 
         def count(answered: Answered) -> None:
@@ -59,7 +70,7 @@ def answering(world: World, stop_after: int | None = None) -> Callable[[Job, Row
             if len(kept) == stop_after:
                 raise KeyboardInterrupt
 
-        asyncio.run(answer_rows(world.service, job.kind, pending, count))
+        asyncio.run(answer_rows(world.service, job.kind, pending, count, attempts))
 
     return answer
 
@@ -167,7 +178,7 @@ def test_it_goes_on_after_any_end(tmp_path: Path) -> None:
             run_job(job_of(source, out), answering(World(FakeEngine(noting))))
     assert sorted(asked) == sorted(set(asked)) and len(asked) == 20
 
-    def nobody(job: Job, pending: Rows, keep: Keep) -> None:
+    def nobody(job: Job, pending: Rows, keep: Keep, attempts: AttemptsOf) -> None:
         raise AssertionError("all rows have answers")
 
     assert run_job(job_of(source, out), nobody) == (20, 0)

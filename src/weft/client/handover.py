@@ -94,7 +94,7 @@ class HandOver:
     def raise_end(self) -> None:
         """Raise the error after which no request is taken, if there is one."""
         if self.ended is not None:
-            raise EngineError(self.ended.cause)
+            raise EngineError(self.ended.cause, lost=0)
 
     def _count_owned(self, owner: int) -> int:
         return sum(one.request.owner == owner for one in self._open.values())
@@ -211,7 +211,7 @@ class HandOver:
 
     def _fail_request(self, routed: RoutedRequest, error: EngineError) -> None:
         self.forget_request(routed)
-        routed.sink.put(EngineError(error.cause))
+        routed.sink.put(EngineError(error.cause, lost=routed.losses))
 
     def welcome(self, replica: Replica) -> None:
         """Give a replica that has an engine again the requests that wait, and some of the others'."""

@@ -20,7 +20,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from weft.serving.admission import Admission
+from weft.serving.admission import STORED, Admission
 from weft.serving.body_parser import framing_fields, parser_in_body
 from weft.serving.errors import WHOLE, ErrorFrame, HttpError, describe_error, error_response, shutting_down_error
 from weft.serving.flow import BoundedFlowControl, CycleWriter
@@ -177,11 +177,20 @@ class Connection(HttpToolsProtocol):
         if at < len(data):
             self._pending = data[at:]
             self.flow.pause_reading()
+        self._report_held()
+        self._watch()
+
+    def _report_held(self) -> None:
         held = self._unfinished + self._queued + len(self._pending)
         if held or self._held:
             self._held = held
             self._admission.hold(self, held)
-        self._watch()
+
+    def _note_stored(self, cycle: RequestResponseCycle, size: int) -> None:
+        """Count bytes of a body no longer: the application has put them on a disk."""
+        if cycle.more_body and not self._discarding:
+            self._unfinished = max(0, self._unfinished - size)
+            self._report_held()
 
     def _next_piece(self, data: bytes, at: int) -> int:
         """Number of bytes to parse at once: to the end of the body, or of the head. 0 if the request is refused.
@@ -295,6 +304,7 @@ class Connection(HttpToolsProtocol):
     ) -> None:
         """Run the application and adapt its response to the transport."""
         scope[WRITER], scope[LEAVING], scope[WHOLE] = CycleWriter(cycle), self, True
+        scope[STORED] = partial(self._note_stored, cycle)
         allowed = self._served or scope["path"].removeprefix(scope["root_path"]) in PROBES
         unframed = False
 

@@ -12,9 +12,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from weft.serving.batches.attempts import Attempts, Places, engines_lost
 from weft.serving.batches.types import BatchLine
 from weft.serving.clients import current
-from weft.serving.errors import describe_error, error_response
+from weft.serving.errors import HttpError, describe_error, error_response
 from weft.serving.key_rates import MORE_THAN_A_MINUTE, RateError, RequestCount, counting
 from weft.serving.service import Service
 
@@ -29,23 +30,23 @@ class NotNowError(Exception):
 
 
 async def answer(
-    service: Service, endpoint: Endpoint, line: BatchLine, places: asyncio.Semaphore | None = None
+    service: Service,
+    endpoint: Endpoint,
+    line: BatchLine,
+    places: Places | None = None,
+    attempts: Attempts | None = None,
 ) -> tuple[int, bytes]:
     """Status and body of the answer to a line, which counts as a request of the current client.
 
-    While the server is full, or the client's limits have no room, it waits, outside of its place among `places`.
-    Raises NotNowError.
+    While the server is full, or the client's limits have no room, it waits, outside of its place among `places`. If an
+    engine dies with it, it is asked again, as `attempts` allow, at the end alone. Raises NotNowError.
     """
     count = RequestCount(service.clients.rates, current.get().name)
-    while True:
-        async with places or nullcontext():
-            status, body, error = await _try(service, endpoint, line, count)
-        if service.draining or service.engine.failure is not None:
-            if status == 200:
-                return status, body
-            raise NotNowError
-        code = None if error is None else describe_error(error)[1].code
-        if status not in LATER or code in ("request_too_slow", MORE_THAN_A_MINUTE.replace("-", "_")):
+    attempts = attempts or Attempts()
+    while not attempts.spent:
+        async with places.take(alone=attempts.alone) if places else nullcontext():
+            status, body, error = await _attempt(service, endpoint, line, count, attempts)
+        if _is_final(status, error):
             return status, body
         await asyncio.sleep(RETRY_S)
         # A prompt is read again only once the limit has room for it.
@@ -53,6 +54,43 @@ async def answer(
             if service.draining:
                 raise NotNowError
             await asyncio.sleep(RETRY_S)
+    return _given_up(line, attempts)
+
+
+async def _attempt(
+    service: Service, endpoint: Endpoint, line: BatchLine, count: RequestCount, attempts: Attempts
+) -> tuple[int, bytes, Exception | None]:
+    """Ask a line once. Raises NotNowError. Whoever keeps the answer forgets the deaths that `attempts` has noted."""
+    lost = 0
+    try:
+        await attempts.begin()
+        status, body, error = await _try(service, endpoint, line, count)
+        lost = engines_lost(error)
+        if status != 200 and (service.draining or service.engine.failure is not None):
+            raise NotNowError
+    except (asyncio.CancelledError, NotNowError):
+        await attempts.settle(lost)
+        raise
+    if not _is_final(status, error):
+        await attempts.settle(lost)
+    return status, body, error
+
+
+def _is_final(status: int, error: Exception | None) -> bool:
+    """Return True if an answer is that of the line; False if the line is to be asked again."""
+    code = None if error is None else describe_error(error)[1].code
+    return status not in LATER or code in ("request_too_slow", MORE_THAN_A_MINUTE.replace("-", "_"))
+
+
+def _given_up(line: BatchLine, attempts: Attempts) -> tuple[int, bytes]:
+    """Status and body for a line that is asked no more."""
+    error = HttpError(
+        500,
+        f"the line was being answered each time that {attempts.deaths} engines or servers died, the last one with this "
+        "line alone: it is not asked again; look for the cause in the server's log",
+        code="line-kills-engine",
+    )
+    return error.status, bytes(error_response(error, line.url).body)
 
 
 async def _try(
