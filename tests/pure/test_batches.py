@@ -173,6 +173,8 @@ async def test_lines_that_fail_are_told_apart(tmp_path: Path) -> None:
     [
         (b"", "empty_file", None),
         (b"{", "invalid_json_line", 1),
+        (jsonl([line("a")]).decode().encode("utf-16"), "invalid_encoding", None),
+        (b"\xef\xbb\xbf" + jsonl([line("a"), line("a")]), "duplicate_custom_id", 2),
         (jsonl([line("a"), line("b", more="x" * 20_000)]), "invalid_json_line", 2),
         (jsonl([line("a", more=[[]] * 100_000), line("b")]), "invalid_json_line", 1),
         (jsonl([line("a"), line("a")]), "duplicate_custom_id", 2),
