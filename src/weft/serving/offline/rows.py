@@ -51,7 +51,7 @@ def open_rows(path: str) -> RowFile:
         count, first = next(numbered, (0, b""))
         count += sum(1 for _ in numbered)
         with open_regular(path) as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # it has readinto
     except (OSError, RequestError) as error:
         raise ConfigError(f"cannot read {path}: {error_reason(error)}", code="cannot-read-batch") from None
     if not count:
