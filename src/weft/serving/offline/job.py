@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -143,13 +144,23 @@ def _write(job: Job, journal: Journal) -> None:
 
 
 def answer_here(job: Job, rows: Rows, keep: Keep, attempts: AttemptsOf) -> None:
-    """Answer rows with an engine of this machine. Raises EngineError if it dies, ConfigError, ModelError, PlanError."""
+    """Answer rows with an engine of this machine, until SIGTERM or Ctrl-C, each of which raises KeyboardInterrupt.
+
+    Raises EngineError if the engine dies, ConfigError, ModelError, PlanError.
+    """
     opened = open_for_service(job.config)
     with asyncio.Runner() as runner:
-        runner.run(_answer_all(job, opened, rows, keep, attempts))
+        try:
+            runner.run(_answer_all(job, opened, rows, keep, attempts))
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
 
 
 async def _answer_all(job: Job, opened: OpenedModel, rows: Rows, keep: Keep, attempts: AttemptsOf) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    # The rows that run then are none that kill.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with run_service(job.config, job.options, opened) as service:
         await answer_rows(service, job.kind, rows, keep, attempts)
 
