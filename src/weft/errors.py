@@ -38,6 +38,13 @@ class RequestError(WeftError, ValueError):
         self.param = param
 
 
+class FatalRequestError(RequestError):
+    """A request with which several engines in a row have died; none gets it for a while. HTTP 422."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="request-ends-engines")
+
+
 class OutputError(WeftError):
     """A request that the model could not answer, while other requests go on: HTTP 500."""
 
@@ -105,11 +112,12 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineError(WeftError):
-    """The engine stopped: a rank or the core died. Every request in flight fails with this cause.
+    """The engine stopped: a rank or the core died. Every request in flight fails with this cause."""
 
-    `lost`: number of engines that died with the request that gets this error.
-    """
-
-    def __init__(self, cause: Cause, *, lost: int = 1) -> None:
+    def __init__(self, cause: Cause) -> None:
         super().__init__(str(cause), code=cause.code)
-        self.cause, self.lost = cause, lost
+        self.cause = cause
+
+
+class NoEngineError(EngineError):
+    """No engine could take a request in time. No engine died with it."""

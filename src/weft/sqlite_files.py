@@ -32,14 +32,41 @@ def make_private_file(path: str | Path) -> None:
 
     SQLite gives its other files the mode of this one. A file of another owner keeps its mode.
     """
-    # Without O_NONBLOCK a named pipe would wait for a writer.
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, PRIVATE_FILE))
+    # One that is there is not opened: to close it would give up this process's locks on it, see fcntl(2).
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE_FILE))
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(f"{path} is no regular file")
     for end in BESIDE:
         with contextlib.suppress(FileNotFoundError, PermissionError):
             if stat.S_IMODE(os.stat(f"{path}{end}").st_mode) != PRIVATE_FILE:
                 os.chmod(f"{path}{end}", PRIVATE_FILE)
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError(f"{path} is no regular file")
+
+
+class OpenFile:
+    """A database's file by its path, from its opening on.
+
+    SQLite goes on with the file that it has opened, also if it has another name by then, or none: what is written is
+    lost with the process.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = path
+        self._opened: os.stat_result | None = None
+
+    def fault(self) -> str:
+        """Words for a change of the file since the first call; "" if it is still the same. Costs one system call."""
+        try:
+            status = os.stat(self._path)
+        except OSError:
+            return "is gone"
+        opened, self._opened = self._opened, self._opened or status
+        if opened is None:
+            return ""
+        if (status.st_ino, status.st_dev) != (opened.st_ino, opened.st_dev):
+            return "has been replaced by another"
+        # Without a vacuum, which these databases have not, a file only grows.
+        return "has been overwritten" if status.st_size < opened.st_size else ""
 
 
 def migrate(database: sqlite3.Connection, migrations: Sequence[Migration]) -> None:
@@ -58,7 +85,7 @@ def migrate(database: sqlite3.Connection, migrations: Sequence[Migration]) -> No
         version = version_of(database)  # another process may have been first
         if version > newest:
             raise ConfigError(
-                f"{_path(database)} was written by a newer version of Weft (version {version} of the file; this one "
+                f"{path_of(database)} was written by a newer version of Weft (version {version} of the file; this one "
                 f"knows {newest}); start that version, or give another file",
                 code="file-too-new",
             )
@@ -83,15 +110,15 @@ def copy_path(path: str | Path, version: int) -> Path:
     return Path(f"{path}.version-{version}")
 
 
-def _path(database: sqlite3.Connection) -> str:
+def path_of(database: sqlite3.Connection) -> str:
     """The path of a database's file; "" for one in memory."""
     return str(database.execute("PRAGMA database_list").fetchone()[2])
 
 
 def _keep_copy(database: sqlite3.Connection, version: int) -> None:
     """Keep a copy of a database that has tables. After a crash either all of it is there or none."""
-    path = _path(database)
-    if not path or database.execute("SELECT COUNT(*) FROM sqlite_schema").fetchone()[0] == 0:
+    path = path_of(database)
+    if not path or database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0] == 0:
         return
     kept = copy_path(path, version)
     part = Path(f"{kept}.part")

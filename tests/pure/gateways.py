@@ -114,7 +114,7 @@ class LiveGateway:
 @asynccontextmanager
 async def gateway(*urls: str, admin_key: str | None = None, **config: Any) -> AsyncIterator[LiveGateway]:
     """A gateway in front of these URLs, or of the `upstreams` in `config`."""
-    timeouts = dict.fromkeys(("connect", "first_byte", "idle"), PATIENCE_S)
+    timeouts = {**dict.fromkeys(("connect", "first_byte", "idle"), PATIENCE_S), "wait": 0.0}
     values = {"upstreams": [{"url": url} for url in urls], "timeouts": timeouts}
     made = make_config({**values, **config})
     if made.keys is not None:

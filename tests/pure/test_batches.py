@@ -22,7 +22,7 @@ from tests.pure.worlds import DEAD, HELLO, FakeEngine, World, dying, endless, re
 from tests.refusals import refuses
 from weft.client.suspects import LOST
 from weft.core.request import Output, Request
-from weft.errors import EngineError
+from weft.errors import NoEngineError
 from weft.logs import request_id
 from weft.serving.batches import answers, lines, uploads
 from weft.serving.batches.attempts import Attempts, Places
@@ -319,7 +319,7 @@ async def test_the_wait_for_an_engine_is_no_death(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("weft.serving.batches.answers.RETRY_S", 0.01)
 
     def absent(request: Request) -> Iterable[Output]:
-        raise EngineError(DEAD.cause, lost=0)
+        raise NoEngineError(DEAD.cause)
 
     world = World(FakeEngine(absent), storage_directory=str(tmp_path))
     async with client(world) as api:
@@ -353,9 +353,9 @@ def test_deaths_are_kept_before_a_line_is_asked_and_forgotten_with_its_answer(tm
         attempts = Attempts(1, note)
         await attempts.begin()
         assert kept == [2], "as if it had killed: then nobody could count"
-        await attempts.settle(0)
+        await attempts.settle(died=False)
         await attempts.begin()
-        await attempts.settle(1)
+        await attempts.settle(died=True)
         assert (kept, attempts.alone, attempts.spent) == ([2, 1, 2], True, False)
 
     asyncio.run(run())

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import shutil
 import sqlite3
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.log_events import logged
 from tests.pure.gateways import CHAT, answer_json, answer_status, gateway, hang_up, never, upstream
 from tests.pure.servers import PATIENCE_S, Exchange
 from tests.pure.worlds import refused
@@ -29,6 +32,7 @@ from weft.gateway.prices import TOOL_TOKENS
 from weft.gateway.shares import ACTIVE_S, Shares
 from weft.serving.errors import HttpError
 from weft.serving.openapi import OPERATIONS
+from weft.sqlite_files import copy_path
 
 USAGE = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
 PRICE = {"input": 1.0, "output": 2.0}
@@ -78,9 +82,151 @@ def test_a_ledger_forgets_after_some_weeks(tmp_path: Path) -> None:
     for _ in range(4):
         ledger.settle(ledger.reserve("a", "m", "u", Amount(1, 1, 1.0)), Amount(1, 1, 1.0))
         kept.append(ledger.dollars(10 * KEPT_HOURS))
-        now += KEPT_HOURS * HOUR_S / 2
+        for _ in range(KEPT_HOURS // 2 // DAY_HOURS):
+            now += DAY_HOURS * HOUR_S
+            ledger.settle(ledger.reserve("a", "m", "u", Amount()), Amount(), requests=0)
+        now += KEPT_HOURS * HOUR_S / 2 % (DAY_HOURS * HOUR_S)
     assert kept == [1.0, 2.0, 2.0, 2.0]
     ledger.close()
+
+
+def spend(ledger: Ledger, dollars: float) -> None:
+    """One request that has ended."""
+    ledger.settle(ledger.reserve("a", "m", "u", Amount(1, 1, dollars)), Amount(1, 1, dollars))
+
+
+@pytest.mark.parametrize("opened_wrong", [False, True])
+def test_a_clock_that_is_wrong_for_some_hours_empties_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, opened_wrong: bool
+) -> None:
+    path, wrong = str(tmp_path / "ledger"), 10 * 365 * DAY_HOURS * HOUR_S
+    now = 500_000.0 * HOUR_S
+    ledger = Ledger(path, lambda: now)
+    spend(ledger, 5.0)
+    now += wrong
+    if opened_wrong:
+        ledger.close()
+        ledger = Ledger(path, lambda: now)
+    for _ in range(5):
+        spend(ledger, 0.25)
+        now += HOUR_S
+    assert logged(caplog, "clock-jumped")
+    now -= wrong + 5 * HOUR_S
+    spend(ledger, 1.0)
+    assert ledger.dollars(DAY_HOURS) == 6.0 + 5 * 0.25  # rows of the future count: the budget is never exceeded
+    ledger.close()
+
+
+def test_a_ledger_that_was_not_used_for_long_forgets_a_day_later(tmp_path: Path) -> None:
+    now = 500_000.0 * HOUR_S
+    ledger = Ledger(str(tmp_path / "ledger"), lambda: now)
+    spend(ledger, 5.0)
+    now += 2 * KEPT_HOURS * HOUR_S
+    for hour in range(DAY_HOURS + 1):
+        spend(ledger, 0.0)
+        assert ledger.dollars(10 * KEPT_HOURS) == (5.0 if hour < DAY_HOURS else 0.0)
+        now += HOUR_S
+    ledger.close()
+
+
+OLD = Path(__file__).parents[1] / "data" / "ledgers" / "ledger-93539c4e.sqlite"
+OLD_HOUR = 500_002  # of its last rows
+
+
+def test_a_ledger_of_an_older_version_is_migrated(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    shutil.copyfile(OLD, path)
+    path.chmod(0o644)
+    ledger = Ledger(str(path), lambda: OLD_HOUR * float(HOUR_S))
+    # Three hours of 0.75 dollars, and 0.5 that were reserved when it was closed.
+    assert ledger.dollars(3) == 3 * 0.75 + 0.5 and ledger.dollars(1) == 0.75 + 0.5
+    assert ledger.tokens("team-a", 3) == 3 * (130 + 1300) and ledger.tokens("team-b", 3) == 3 * 130 + 30
+    spend(ledger, 1.0)
+    ledger.close()
+    kept = copy_path(path, 0)
+    assert {file.stat().st_mode & 0o777 for file in (path, kept)} == {0o600}
+    with closing(sqlite3.connect(kept)) as old, closing(sqlite3.connect(OLD)) as given:
+        for table in ("spent", "reserved"):
+            assert (
+                old.execute(f"SELECT * FROM {table}").fetchall() == given.execute(f"SELECT * FROM {table}").fetchall()
+            )
+    again = Ledger(str(path), lambda: OLD_HOUR * float(HOUR_S))
+    assert again.dollars(3) == 3 * 0.75 + 0.5 + 1.0
+    again.close()
+
+
+def test_a_ledger_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "ledger")
+    Ledger(path).close()
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA user_version = 99")
+    with refuses(ConfigError, "file-too-new", path, 99):
+        Ledger(path)
+
+
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("dollars", "'many'"),
+        ("dollars", "-1e9"),
+        ("dollars", "9e999"),
+        ("dollars", "NULL"),
+        ("dollars", "x'00'"),
+        ("prompt_tokens", "-5"),
+        ("completion_tokens", "'x'"),
+        ("completion_tokens", "1.5"),
+        ("prompt_tokens", "9223372036854775807"),
+    ],
+)
+@pytest.mark.parametrize("table", ["spent", "reserved"])
+def test_amounts_that_are_none_are_refused(tmp_path: Path, table: str, column: str, value: str, older: bool) -> None:
+    path = tmp_path / "ledger"
+    if older:
+        shutil.copyfile(OLD, path)
+    else:
+        ledger = Ledger(str(path), lambda: OLD_HOUR * float(HOUR_S))
+        spend(ledger, 1.0)
+        ledger.reserve("a", "m", "u", Amount(1, 1, 1.0))
+        ledger.close()
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA ignore_check_constraints = TRUE")
+        database.execute(f"UPDATE {table} SET {column} = {value}")
+        database.commit()
+    before = path.read_bytes()
+    with refuses(ConfigError, "damaged-ledger", path, table):
+        Ledger(str(path))
+    assert path.read_bytes() == before
+
+
+def test_nothing_but_amounts_is_written(tmp_path: Path) -> None:
+    ledger = Ledger(str(tmp_path / "ledger"))
+    for dollars in (float("inf"), float("nan"), -1.0):
+        with pytest.raises(sqlite3.IntegrityError):
+            spend(ledger, dollars)
+    assert ledger.dollars(1) == 0.0
+    ledger.close()
+
+
+@pytest.mark.parametrize("how", ["renamed", "replaced", "overwritten"])
+async def test_a_file_that_is_taken_away_is_noticed(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "ledger"
+    async with upstream() as one, gateway(one.url, ledger=str(path)) as live:
+        one.answer = answer_usage
+        assert (await live.chat()).status_code == 200
+        aside = tmp_path / "aside"
+        if how == "overwritten":
+            os.truncate(path, 10)
+        else:
+            path.rename(aside)
+        if how == "replaced":
+            path.write_bytes(b"x" * 100_000)
+        message = refused(await live.chat(), 503, code="ledger_not_written")
+        assert str(tmp_path) not in message and len(one.seen) == 1
+        if how != "overwritten":
+            aside.rename(path)
+            assert (await live.chat()).status_code == 200
+        live.assert_idle()
 
 
 def test_nothing_is_lost_by_a_kill(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_half_an_event_is_passed_on_only_if_nobody_continues_the_answer(rest: by
     for answer in (continued, other):
         answer.push(event(chunk("a", [1])) + rest)
     assert continued.finish() == b"" and other.finish() == rest
-    assert continued.token_ids == [1] and continued.may_resume
+    assert continued.token_ids == [1]
     with refuses(UpstreamError, "closed-in-response"):
         continued.check_complete()
 
@@ -90,7 +90,7 @@ def test_ids_that_are_none_end_only_the_continuing(choice: dict[str, Any]) -> No
     shown = answer.push(event(chunk("a", [1])) + event({"choices": [{"index": 0, **choice}]}) + event(chunk("c", [3])))
     answer.check()
     assert texts(shown) == ["a", "b", "c"]
-    assert not answer.continuable and not answer.may_resume and not answer.token_ids
+    assert not answer.continuable and not answer.token_ids
 
 
 @pytest.mark.parametrize("choices", [{"a": 1}, "x", [3], [None], 7], ids=str)

@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
+from tests.log_events import logged
 from tests.refusals import refuses
 from weft.cli import gateway as gateway_command
 from weft.cli.commands import COMMANDS
 from weft.cli.parser import parse_command
 from weft.errors import ConfigError
 from weft.gateway.config import GatewayConfig, Timeouts, UpstreamConfig, make_config, parse_url, read_config
-from weft.gateway.server import check_hosts, create_proxy, run_gateway
+from weft.gateway.server import check_hosts, connection_limits, create_proxy, run_gateway
 from weft.serving import listen
+from weft.serving.admission import ConnectionLimits
 from weft.serving.key_file import read_keys
 from weft.serving.options import ServeOptions
 
@@ -179,6 +181,16 @@ def test_two_gateways_on_one_port() -> None:
         port = taken.getsockname()[1]
         with refuses(ConfigError, "port-taken", port):
             run_gateway(make_config({"upstreams": [{"url": A}], "port": port}), None, 1.0)
+
+
+def test_too_few_open_files_are_told_with_the_number_that_is_enough(caplog: pytest.LogCaptureFixture) -> None:
+    limits = connection_limits(1000, 160)
+    (row,) = logged(caplog, "few-files")
+    assert row["connections"] == limits.connections < 160 / 2 and row["files"] == 160
+    caplog.clear()
+    assert connection_limits(1000, row["needed"]).connections == ConnectionLimits().connections
+    assert connection_limits(1000, row["needed"] - 2).connections < ConnectionLimits().connections
+    assert len(logged(caplog, "few-files")) == 1
 
 
 async def test_an_access_log_that_cannot_be_written() -> None:

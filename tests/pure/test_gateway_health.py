@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import json
 import os
@@ -16,10 +17,13 @@ from tests.log_events import logged
 from tests.pure.gateways import answer_json, answer_status, gateway, hang_up, never, upstream
 from tests.pure.servers import PATIENCE_S, Exchange
 from tests.pure.worlds import refused
-from weft.gateway import checks
-from weft.gateway.breaker import FAILURES, LONGEST_S, SHORTEST_S, SLOW_START_S, Breaker, RetryBudget
-from weft.gateway.checks import DnsWatch, FileWatch, check_health, read_models
+from weft.gateway import access_log, check_loop
+from weft.gateway.access_log import AccessLog
+from weft.gateway.breaker import CHECK_LONGEST_S, FAILURES, SHORTEST_S, SLOW_START_S, Breaker, RetryBudget
+from weft.gateway.check_loop import CheckLoop
+from weft.gateway.checks import check_health, read_models
 from weft.gateway.replica import Attempt
+from weft.gateway.watches import DnsWatch, FileWatch
 
 ADMIN = {"Authorization": "Bearer admin-key"}
 
@@ -55,13 +59,13 @@ def test_exactly_one_probe() -> None:
 
 def test_failed_probes_double_the_pause() -> None:
     breaker, now = opened(), 0.0
-    for pause in (1, 2, 4, 8, 16, 30, 30):
+    for pause in (1, 2, 4, 5, 5):
         assert not breaker.admits(now + pause - 0.01) and breaker.admits(now + pause)
         now += pause
         probe = breaker.begin()
         breaker.fail(now, "x", probe=probe)
         breaker.end(probe)
-    assert pause == LONGEST_S
+    assert pause == CHECK_LONGEST_S
 
 
 def test_requests_that_were_sent_before_it_opened_change_nothing() -> None:
@@ -148,16 +152,16 @@ async def test_a_slow_name_server_delays_no_check(monkeypatch: pytest.MonkeyPatc
         asked.set()
         await checked.wait()
 
-    async def check(*given: Any) -> None:
+    async def check(*given: Any, urgent: bool) -> None:
         await asked.wait()
         checked.set()
 
     monkeypatch.setattr(DnsWatch, "look", look)
-    monkeypatch.setattr(checks, "check_health", check)
+    monkeypatch.setattr(check_loop, "check_health", check)
     async with gateway("http://127.0.0.1:9") as live:
         fleet = live.proxy.fleet
         watch = DnsWatch(fleet, "http://localhost:9")
-        await asyncio.wait_for(checks._check_all(fleet, live.proxy.timeouts, watch, {}), PATIENCE_S)
+        await asyncio.wait_for(CheckLoop(fleet, live.proxy.timeouts, [watch]).round(), PATIENCE_S)
 
 
 @pytest.mark.parametrize(("status", "failures"), [(200, 0), (404, 0), (429, 0), (500, 1), (503, 1)])
@@ -291,21 +295,21 @@ async def test_a_watched_file(tmp_path: Path) -> None:
     async with gateway(a) as live:
         fleet = live.proxy.fleet
         watch = FileWatch(fleet, str(path))
-        watch.look()  # it is not there yet
+        await watch.look()  # it is not there yet
         assert list(fleet.replicas) == [a]
         write(f"[{{url: '{b}'}}, {{url: '{c}', weight: 2}}]", 10**9)
-        watch.look()
+        await watch.look()
         assert list(fleet.replicas) == [a, b, c]
         kept = fleet.replicas[b]
         write(f"[{{url: '{b}'}}, {{url: '{c}', weight: 3}}]", 2 * 10**9)
-        watch.look()
+        await watch.look()
         assert fleet.replicas[b] is kept and fleet.replicas[c].weight == 3
         for bad in ("[{url: x:y}]", "[{}]", "["):
             write(bad, 3 * 10**9 + len(bad))
-            watch.look()
+            await watch.look()
             assert list(fleet.replicas) == [a, b, c]
         write("", 4 * 10**9)
-        watch.look()
+        await watch.look()
         assert list(fleet.replicas) == [a]
 
 
@@ -321,10 +325,10 @@ async def test_replicas_that_a_file_brought_at_the_start_go_with_it(
         # A key that is not there: nothing changes.
         monkeypatch.delenv("NO_SUCH_KEY", raising=False)
         path.write_text(f"[{{url: '{a}', weight: 2}}, {{url: '{b}', key_env: NO_SUCH_KEY}}]")
-        watch.look()
+        await watch.look()
         assert list(fleet.replicas) == [a, b] and fleet.replicas[a].weight == 1
         path.write_text(f"[{{url: '{a}'}}]")
-        watch.look()
+        await watch.look()
         assert list(fleet.replicas) == [a]
 
 
@@ -424,6 +428,65 @@ async def test_figures_and_the_access_log(tmp_path: Path) -> None:
         assert "hello" not in path.read_text() and "somebody" not in path.read_text()
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk without room")
+async def test_a_full_disk_under_the_access_log_fails_no_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("[{name: a, key: one}]")
+    async with upstream() as one, gateway(one.url, keys=str(keys), access_log="/dev/full") as live:
+        refused(await live.chat(), 401, code="invalid_api_key")
+        live.client.headers = httpx.Headers({"Authorization": "Bearer one"})
+        one.answer = answer_status("404 X")
+        assert (await live.chat()).status_code == 404
+        one.answer = answer_json
+        assert (await live.chat()).status_code == 200
+        assert "weft:gateway_access_log_lost_total 3.0" in (await live.client.get("/metrics")).text
+        assert len(logged(caplog, "access-log-lost")) == 1
+        live.assert_idle()
+
+
+def test_lost_rows_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, lost = 0.0, []
+    rows = AccessLog("/dev/null", lambda: lost.append(now), lambda: now)
+
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(access_log.os, "write", full)
+    for _ in range(200):
+        rows.write_row({})
+        now += 1
+    rows.close()
+    assert len(lost) == 200 and len(logged(caplog, "access-log-lost")) == 4
+
+
+def test_a_row_that_was_written_in_part_ends_before_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, write = tmp_path / "log", os.write
+    rows = AccessLog(str(path))
+    rows.write_row({"number": 0})
+    for _ in range(2):  # the second one has no room at all
+        monkeypatch.setattr(access_log.os, "write", lambda descriptor, data: write(descriptor, data[:5]))
+        rows.write_row({"number": 1})
+        monkeypatch.setattr(access_log.os, "write", lambda descriptor, data: 0)
+        rows.write_row({"number": 2})
+        monkeypatch.setattr(access_log.os, "write", write)
+        rows.write_row({"number": 3})
+    rows.close()
+    lines = path.read_text().splitlines()
+    assert [json.loads(line)["number"] for line in lines if line.endswith("}")] == [0, 3, 3]
+
+
+def test_the_access_log_is_for_its_owner_alone(tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    old.write_text("{}\n")
+    old.chmod(0o644)
+    for path in (old, tmp_path / "new"):
+        AccessLog(str(path)).close()
+        assert path.stat().st_mode & 0o777 == 0o600
+    assert old.read_text() == "{}\n"
+
+
 async def test_refusals_are_counted_and_logged(tmp_path: Path) -> None:
     path, keys = tmp_path / "access.log", tmp_path / "keys.yaml"
     keys.write_text("[{name: a, key: one, models: [m]}]")
@@ -453,13 +516,13 @@ async def test_models_that_were_not_told_are_asked_for_at_the_next_check() -> No
 
     async with upstream() as one, gateway(one.url) as live:
         one.answer = answer
-        due: dict[Any, float] = {}
-        await checks._check_all(live.proxy.fleet, live.proxy.timeouts, None, due)
+        loop = CheckLoop(live.proxy.fleet, live.proxy.timeouts)
+        await loop.round()
         assert live.replica(one).listed is None
         broken = False
         asked = len(one.seen)
         for _ in range(2):
-            await checks._check_all(live.proxy.fleet, live.proxy.timeouts, None, due)
+            await loop.round()
             assert live.replica(one).listed == {"m": {"id": "m"}}
         assert [seen.path for seen in one.seen[asked:]] == ["/health", "/v1/models", "/health"]
 
@@ -469,15 +532,15 @@ async def test_a_fault_in_a_check_does_not_end_the_checks(
 ) -> None:
     rounds = 0
 
-    async def broken(*given: Any) -> None:
+    async def broken(*given: Any, urgent: bool) -> None:
         nonlocal rounds
         rounds += 1
         raise ZeroDivisionError("a fault of ours")
 
-    monkeypatch.setattr(checks, "check_health", broken)
-    monkeypatch.setattr(checks, "CHECK_EVERY_S", 0.0)
+    monkeypatch.setattr(check_loop, "check_health", broken)
+    monkeypatch.setattr(check_loop, "CHECK_EVERY_S", 0.0)
     async with gateway("http://127.0.0.1:9") as live:
-        checking = asyncio.create_task(checks.check_forever(live.proxy.fleet, live.proxy.timeouts, None))
+        checking = asyncio.create_task(CheckLoop(live.proxy.fleet, live.proxy.timeouts).check_forever())
         async with asyncio.timeout(PATIENCE_S):
             while rounds < 3:
                 await asyncio.sleep(0)

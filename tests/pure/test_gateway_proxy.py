@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import httpx
 import pytest
@@ -131,6 +131,39 @@ async def test_load_is_spread_by_connections() -> None:
             task.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
         await until(lambda: not live.proxy.running)
+        live.assert_idle()
+
+
+@pytest.mark.parametrize("method", ["PUT", "PATCH", "DELETE", "GET", "HEAD", "LINK", "SOURCE", "PROPFIND"])
+async def test_other_methods_of_counted_paths_are_refused_before_they_are_sent(method: str) -> None:
+    async with upstream() as one, gateway(one.url) as live:
+        answer = await live.client.request(method, "/v1/chat/completions")
+        assert answer.status_code == 405 and answer.headers["allow"] == "POST, OPTIONS"
+        assert (await live.client.options("/v1/chat/completions")).status_code == 200
+        assert len(one.seen) == 1
+        live.assert_idle()
+
+
+async def test_methods_that_nobody_routes_are_refused_everywhere() -> None:
+    async with upstream() as one, gateway(one.url) as live:
+        for path in ("/tokenize", "/v1/files", "/anything"):
+            refused(await live.client.request("PROPFIND", path), 405, code="method_not_allowed")
+            assert (await live.client.get(path)).status_code == 200
+        assert len(one.seen) == 3
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS"])
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_where_none_belongs_is_refused(method: str, chunked: bool) -> None:
+    """No key's models would be compared with it."""
+    body = b'{"model": "other"}'
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield body
+
+    async with upstream() as one, gateway(one.url) as live:
+        answer = await live.client.request(method, "/tokenize", content=pieces() if chunked else body)
+        assert answer.status_code == 400 and not one.seen
         live.assert_idle()
 
 

@@ -18,7 +18,7 @@ from tests.pure.servers import PATIENCE_S, Exchange
 from tests.pure.worlds import World
 from tests.refusals import refuses
 from weft.errors import ConfigError
-from weft.gateway.checks import DnsWatch
+from weft.gateway.watches import DnsWatch
 from weft.serving import certificate as certificate_files
 from weft.serving import listen
 from weft.serving.admission import ConnectionLimits

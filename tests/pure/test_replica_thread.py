@@ -54,6 +54,26 @@ class FakeSet:
         self.closed.set()
 
 
+def test_a_set_that_is_collected_in_its_own_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector runs in any thread, the loop's among them: `close` must not wait for itself there."""
+    monkeypatch.setattr(replica_thread, "ReplicaSet", FakeSet)
+    made = ReplicaThread([ReplicaPlan(PLAN, host())], EngineConfig(model="m"))
+    FakeSet.made.may_close.set()
+    returned = threading.Event()
+
+    def finalise() -> None:
+        made.close()
+        made.close()
+        returned.set()
+
+    made._loop.call_soon_threadsafe(finalise)
+    assert returned.wait(WAIT_S)
+    made._thread.join(WAIT_S)
+    assert FakeSet.made.closed.is_set() and made._loop.is_closed()
+    with refuses(EngineError, CLOSED.code):
+        made.submit([])
+
+
 class Caller(threading.Thread):
     """A thread that calls a function, and keeps its error."""
 

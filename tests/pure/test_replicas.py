@@ -14,23 +14,24 @@ from typing import Any, cast
 import pytest
 from msgspec.structs import replace
 
+from tests.log_events import logged
 from tests.pure.machines import host
 from tests.pure.worlds import PLAN, READY
 from tests.refusals import refuses
 from weft.client import handover, replica, replicas, restarts
 from weft.client.engine_nodes import EngineNodes
-from weft.client.handover import MOVES
 from weft.client.output_stream import OutputSink
 from weft.client.replicas import ReplicaSet, start_engine
 from weft.client.restarts import GIVE_UP, step_limit_s
 from weft.client.routing import PIECE, Router
+from weft.client.suspects import LOST
 from weft.config import EngineConfig
 from weft.core.commands import Command, Done, Replies, ResetPrefixCache, Sleep, SwapWeights, Wake
 from weft.core.identity import RequestIdentity
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request, Stats
 from weft.core.token_ids import TokenIds
-from weft.errors import Cause, ConfigError, EngineError, QueueFullError, RequestError
+from weft.errors import Cause, ConfigError, EngineError, FatalRequestError, NoEngineError, QueueFullError, RequestError
 from weft.plan.plan import Plan
 from weft.planner.replicas import ReplicaPlan
 
@@ -245,9 +246,10 @@ async def test_an_answer_that_began_elsewhere_keeps_its_beginning() -> None:
 
 async def test_without_an_engine_requests_wait_for_one() -> None:
     async with running(1, 1) as engine:
+        first, second = FakeEngine.started
+        second.fail()
         before = engine.submit([ask("0")])
-        for one in list(FakeEngine.started):
-            one.fail()
+        first.fail()
         assert engine.outage
         after = engine.submit([ask("1", first=5)])
         assert engine.stats.waiting == 2
@@ -276,8 +278,85 @@ async def test_a_request_that_kills_engines_ends() -> None:
         broken, answered = await stepped(poison, fine)
         assert isinstance(broken, EngineError)
         assert answered == {"1": [2, 3, 4, 5]} or isinstance(answered, EngineError)
-        assert len(FakeEngine.started) >= 2 + MOVES
+        assert len(FakeEngine.started) == 2 + LOST
         assert await stepped(engine.submit([ask("2")])) == [{"2": [2, 3, 4, 5]}]
+
+
+async def test_a_request_that_killed_two_engines_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    async with running(1, 1) as engine:
+        (failed,) = await stepped(engine.submit([ask("0", first=99)]))
+        assert isinstance(failed, EngineError)
+        await until(lambda: len(FakeEngine.started) == 2 + LOST)
+        with refuses(FatalRequestError, "request-ends-engines"):
+            engine.submit([ask("1", first=99)])
+        assert logged(caplog, "request-ends-engines")
+        assert await stepped(engine.submit([ask("2")])) == [{"2": [2, 3, 4, 5]}]
+
+
+async def test_a_single_engine_refuses_what_killed_it_twice() -> None:
+    async with running(1) as engine:
+        engine._requests._lost = 1  # as `ReplicaSet` has it for one engine that a server restarts
+        for _ in range(2):
+            (failed,) = await stepped(engine.submit([ask("0", first=99)]))
+            assert isinstance(failed, EngineError)
+            await until(lambda: engine.outage == "")
+        with refuses(FatalRequestError, "request-ends-engines"):
+            engine.submit([ask("0", first=99)])
+
+
+async def test_of_all_requests_of_an_engine_only_the_killer_is_refused() -> None:
+    """The others are asked one after the other, and answered."""
+    async with running(1, 1) as engine:
+        first, second = FakeEngine.started
+        second.fail()  # so that all are together
+        streams = [engine.submit([ask(str(n), first=n)]) for n in range(1, 6)]
+        killer = engine.submit([ask("0", first=99)])
+        assert len(first.requests) == 6
+        broken, *answered = await stepped(killer, *streams)
+        assert isinstance(broken, EngineError)
+        assert answered == [{str(n): [n + k + 1 for k in range(4)]} for n in range(1, 6)]
+        for n in range(1, 6):
+            assert await stepped(engine.submit([ask("x", first=n)])) == [{"x": [n + k + 1 for k in range(4)]}]
+        with refuses(FatalRequestError, "request-ends-engines"):
+            engine.submit([ask("0", first=99)])
+
+
+async def test_suspects_wait_for_one_another_no_longer_than_for_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "WAIT_S", 0.05)
+    async with running(1, 1) as engine:
+        first, second = FakeEngine.started
+        streams = [engine.submit([ask(str(n), first=n)]) for n in range(1, 5)]
+        first.fail()
+        assert len(second.requests) == 3 and engine.stats.waiting == 1  # of two, one is a suspect that must wait
+        await until(lambda: engine.stats.waiting == 0)
+        assert await stepped(*streams) == [{str(n): [n + k + 1 for k in range(4)]} for n in range(1, 5)]
+
+
+async def test_a_wait_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often an engine comes back and dies before it gets the request."""
+    async with running(1) as engine:
+        FakeEngine.broken_starts = 3
+        FakeEngine.started[0].fail()
+        stream = engine.submit([ask("0")])
+        (routed,) = engine._requests._waiting
+        deadline_s = routed.deadline_s
+        for _ in range(3):
+            engine._requests.welcome(engine._replicas[0])
+            assert routed.deadline_s == deadline_s > 0
+        monkeypatch.setattr(replica, "LONGEST_PAUSE_S", 0.0)
+        assert await stepped(stream) == [{"0": [2, 3, 4, 5]}]
+        assert not routed.deadline_s
+
+
+async def test_a_request_that_no_engine_could_take_is_told_from_one_that_lost_its_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(handover, "WAIT_S", 0.0)
+    async with running(1) as engine:
+        FakeEngine.broken_starts = 1
+        FakeEngine.started[0].fail()
+        with refuses(NoEngineError, "process-killed"):
+            await collect(engine.submit([ask("0")]))
 
 
 async def test_all_ends_after_too_many_failed_starts() -> None:
@@ -567,13 +646,17 @@ async def test_a_request_that_comes_back_to_an_engine_is_a_new_one_there() -> No
     async with running(1, 1) as engine:
         streams = [engine.submit([ask(str(n), first=n)]) for n in range(8)]
         first, second = FakeEngine.started
+        first.step()  # with a token, nobody suspects them
         first.fail()
         before = {callers_id(id): id for id in second.requests}
         await until(lambda: len(FakeEngine.started) == 3 and bool(FakeEngine.started[2].requests))
-        FakeEngine.started[2].fail()
+        third = FakeEngine.started[2]
+        third.step()
+        moved = {callers_id(id) for id in third.requests}
+        third.fail()
         after = {callers_id(id): id for id in second.requests}
-        assert before.keys() == after.keys()
-        assert sum(before[id] != after[id] for id in before) == 4
+        assert before.keys() == after.keys() and moved
+        assert {id for id in before if before[id] != after[id]} == moved
         assert await stepped(*streams) == [{str(n): [n + k + 1 for k in range(4)]} for n in range(8)]
 
 

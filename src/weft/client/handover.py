@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterable, Sequence
+from functools import cached_property
+from hashlib import blake2b
 from itertools import count
 
+from msgspec import msgpack
 from msgspec.structs import replace
 
 from weft.client.output_stream import OutputSink
 from weft.client.replica import Replica
 from weft.client.room import Room
 from weft.client.routing import Router, work_of
+from weft.client.suspects import ALONE_S, LOST, REFUSED_S, Suspects, Trial
 from weft.core.request import Output, Request, duplicate_id_error
 from weft.core.token_ids import TokenIds
-from weft.errors import CORE, EngineError, WeftError
+from weft.errors import CORE, EngineError, FatalRequestError, NoEngineError, WeftError
 from weft.executors.causes import cause_of
 from weft.executors.ranks import CLOSED
+from weft.logs import event_fields
 
-MOVES = 3  # engines that a request may lose before it fails: it may be what kills them
+log = logging.getLogger("weft")
+
 WAIT_S = 30.0  # seconds for a replica, while none runs
 
 
@@ -27,7 +34,8 @@ class RoutedRequest:
     """A request, and the sink of what its replica sends. `tokens` are those of its answer so far.
 
     `engine_id` is its id in the engine. Each hand-over has a new one: an engine to which the request comes back may
-    still send outputs of the time before.
+    still send outputs of the time before. `given_s` is the time at which it came there, `given` the number of tokens
+    that it had then, `trial` its turn if it is a suspect.
     """
 
     def __init__(self, owner: HandOver, request: Request, sink: OutputSink) -> None:
@@ -35,9 +43,11 @@ class RoutedRequest:
         self.tokens: list[int] = []
         self.engine_id = ""
         self.replica: Replica | None = None  # None while it waits for one
-        self.losses = 0  # engines that died with it
+        self.losses = 0  # engines in a row that died with it, and before it had a token of theirs
+        self.trial: Trial | None = None
+        self.given, self.given_s = 0, 0.0
         self.work = work_of(request)
-        self.deadline_s = 0.0  # while it waits
+        self.deadline_s = 0.0  # for an engine; 0 while it has one
         self._owner = owner
 
     @property
@@ -46,6 +56,15 @@ class RoutedRequest:
         if not self.tokens:
             return self.request
         return replace(self.request, answered=TokenIds.pack([*self.request.answered, *self.tokens]))
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Digest of what the engine is asked for, the random stream excepted."""
+        request = self.request
+        digest = blake2b(request.prompt.packed, digest_size=16)
+        rest = (request.params, request.grammar, request.identity, request.pooling, request.answered)
+        digest.update(msgpack.encode(rest))
+        return digest.digest()
 
     def put(self, item: Output | WeftError) -> None:
         if isinstance(item, EngineError):
@@ -57,6 +76,7 @@ class RoutedRequest:
             item.replica = self.replica.number if self.replica else 0
             if self.replica is not None and item.finish_reason is not None:
                 self.replica.note_answer()
+            self._owner.note_output(self, ends=item.finish_reason is not None)
         self.sink.put(item)
 
     def close_request(self, id: str) -> None:
@@ -71,13 +91,16 @@ class RoutedRequest:
 class HandOver:
     """The open requests of a set of replicas: each is with a replica, or waits for one up to WAIT_S seconds.
 
-    `room` limits their number, `moves` that of the engines that a request may lose and still go on. `ended` is the
-    error after which none is taken, `last_death` the last failure of an engine or of a start. `busy` is set while there
-    are requests.
+    `room` limits their number. With the engine number `lost` that it loses in a row, a request fails, since it may be
+    what kills them; if it lost LOST while no other suspect was there, it is refused for a while. `ended` is the error
+    after which none is taken, `last_death` the last failure of an engine or of a start. `busy` is set while there are
+    requests.
     """
 
-    def __init__(self, replicas: Sequence[Replica], router: Router, room: Room, moves: int = MOVES) -> None:
-        self._room, self._moves = room, moves
+    def __init__(self, replicas: Sequence[Replica], router: Router, room: Room, lost: int = LOST) -> None:
+        self._room, self._lost = room, lost
+        self._suspects = Suspects()
+        self._turn: asyncio.TimerHandle | None = None  # for the next suspect
         self.ended: EngineError | None = None
         self.last_death: EngineError | None = None
         self.busy = asyncio.Event()
@@ -94,7 +117,7 @@ class HandOver:
     def raise_end(self) -> None:
         """Raise the error after which no request is taken, if there is one."""
         if self.ended is not None:
-            raise EngineError(self.ended.cause, lost=0)
+            raise NoEngineError(self.ended.cause)
 
     def _count_owned(self, owner: int) -> int:
         return sum(one.request.owner == owner for one in self._open.values())
@@ -110,6 +133,7 @@ class HandOver:
                 raise duplicate_id_error(request.id)
         self._room.check(requests, len(self._open), self._count_owned)
         routed = [RoutedRequest(self, request, sink) for request in requests]
+        self._check_suspects(routed)
         self._open.update((one.request.id, one) for one in routed)
         try:
             self._place(routed)
@@ -130,10 +154,17 @@ class HandOver:
 
     def move_request(self, routed: RoutedRequest, error: EngineError) -> None:
         """Give a request of an engine that has died to another one."""
+        replica, trial = routed.replica, routed.trial
         self._leave(routed)
-        routed.losses += 1
         self.last_death = error
-        if self.ended is None and routed.losses <= self._moves:
+        if self.ended is not None:
+            self._fail_request(routed, error)
+            return
+        progressed = len(routed.tokens) > routed.given
+        routed.losses = 1 if progressed else routed.losses + 1
+        if replica is not None and not progressed:
+            self._note_death(trial or Trial(routed.digest, replica.number, routed.given_s, suspected=False), error)
+        if routed.losses < self._lost:
             self._place_again([routed])
         else:
             self._fail_request(routed, error)
@@ -148,7 +179,7 @@ class HandOver:
     def _place(self, requests: Iterable[RoutedRequest]) -> None:
         """Give requests to replicas, or let them wait for one."""
         for routed in requests:
-            loads = [replica.load if replica.alive else None for replica in self._replicas]
+            loads = [replica.load if self._may_give(routed, replica) else None for replica in self._replicas]
             if all(load is None for load in loads):
                 self._wait(routed)
                 continue
@@ -169,7 +200,10 @@ class HandOver:
         assert replica.engine is not None
         id = f"{routed.request.id}@{next(self._numbers)}"
         replica.engine.send_requests([replace(routed.rest, id=id)], routed)
-        routed.engine_id = id
+        routed.engine_id, routed.deadline_s = id, 0.0
+        routed.given, routed.given_s = len(routed.tokens), time.monotonic()
+        if self._suspects:
+            routed.trial = self._suspects.begin(routed.digest, replica.number, routed.given_s)
         if not replica.open:
             replica.moved_s = time.monotonic()
         routed.replica = replica
@@ -184,6 +218,8 @@ class HandOver:
             other = routed.replica
             if other is None or other is replica or other.engine is None or not other.alive or routed.tokens:
                 continue
+            if routed.trial is not None and routed.trial.suspected:
+                continue
             if (other.load - routed.work) / other.weight >= (replica.load + routed.work) / replica.weight:
                 other.engine.withdraw([routed.engine_id])
                 self._leave(routed)
@@ -192,6 +228,7 @@ class HandOver:
     def _leave(self, routed: RoutedRequest) -> None:
         """Take a request from its replica, or from those that wait."""
         replica, routed.replica = routed.replica, None
+        self._end_trial(routed)
         if replica is not None:
             replica.open -= 1
             replica.load -= routed.work
@@ -199,24 +236,91 @@ class HandOver:
             self._waiting.remove(routed)
 
     def _wait(self, routed: RoutedRequest) -> None:
-        """Let a request wait for a replica, up to WAIT_S seconds."""
+        """Let a request wait for a replica, up to WAIT_S seconds after it lost the last one."""
         loop = asyncio.get_running_loop()
-        routed.deadline_s = loop.time() + WAIT_S
+        if not routed.deadline_s:
+            routed.deadline_s = loop.time() + WAIT_S
+            loop.call_at(routed.deadline_s, self._expire, routed)
+        if self._turn is None and any(replica.alive for replica in self._replicas):  # each has a suspect
+            self._turn = loop.call_later(ALONE_S, self._place_waiting)
         self._waiting.append(routed)
-        loop.call_at(routed.deadline_s, self._expire, routed)
 
     def _expire(self, routed: RoutedRequest) -> None:
-        if routed in self._waiting and asyncio.get_running_loop().time() >= routed.deadline_s:
-            self._fail_request(routed, self.last_death or EngineError(CLOSED))
+        """End the wait of a request: it fails without an engine, and is asked beside other suspects else."""
+        if routed not in self._waiting or asyncio.get_running_loop().time() < routed.deadline_s:
+            return
+        if any(replica.alive for replica in self._replicas):
+            self._leave(routed)
+            self._place_again([routed])
+        else:
+            error = self.last_death or EngineError(CLOSED)
+            self._fail_request(routed, error if routed.losses else NoEngineError(error.cause))
 
     def _fail_request(self, routed: RoutedRequest, error: EngineError) -> None:
         self.forget_request(routed)
-        routed.sink.put(EngineError(error.cause, lost=routed.losses))
+        routed.sink.put(type(error)(error.cause))
+
+    # Suspects
+
+    def _check_suspects(self, requests: Iterable[RoutedRequest]) -> None:
+        """Raise FatalRequestError for a request that is refused."""
+        if not self._suspects:
+            return
+        now = time.monotonic()
+        for routed in requests:
+            if (left_s := self._suspects.refused_s(routed.digest, now)) > 0:
+                raise FatalRequestError(
+                    f"{LOST} engines in a row died while they had this request, and it was not answered between; it is "
+                    f"refused for {left_s:.0f} s; change it, or report its digest {routed.digest.hex()}"
+                )
+
+    def _may_give(self, routed: RoutedRequest, replica: Replica) -> bool:
+        """Return True if a replica lives and has no other suspect, should the request be one; in the end with it."""
+        if not replica.alive or not self._suspects:
+            return replica.alive
+        if routed.deadline_s and asyncio.get_running_loop().time() >= routed.deadline_s:
+            return True
+        return self._suspects.may_begin(routed.digest, replica.number, time.monotonic())
+
+    def note_output(self, routed: RoutedRequest, *, ends: bool) -> None:
+        """Make room for the next suspect, and forgive one whose answer ends."""
+        if not self._suspects:
+            return
+        if ends:
+            self._suspects.note_answer(routed.digest)
+        self._end_trial(routed)
+
+    def _end_trial(self, routed: RoutedRequest) -> None:
+        trial, routed.trial = routed.trial, None
+        if trial is not None and trial.suspected:
+            self._suspects.end(trial)
+            if self._waiting:
+                asyncio.get_running_loop().call_soon(self._place_waiting)
+
+    def _note_death(self, trial: Trial, error: EngineError) -> None:
+        if self._suspects.note_death(trial, time.monotonic()):
+            log.error(
+                "%d engines in a row died with one request (%s); its digest is %s, and it is refused for %.0f s",
+                LOST,
+                error,
+                trial.digest.hex(),
+                REFUSED_S,
+                extra=event_fields("request-ends-engines"),
+            )
+
+    def _place_waiting(self) -> None:
+        """Give the requests that wait to replicas, as far as these may have them."""
+        if self._turn is not None:
+            self._turn.cancel()
+            self._turn = None
+        waiting, self._waiting = self._waiting, []
+        self._place_again(waiting)
+
+    # Replicas
 
     def welcome(self, replica: Replica) -> None:
         """Give a replica that has an engine again the requests that wait, and some of the others'."""
-        waiting, self._waiting = self._waiting, []
-        self._place_again(waiting)
+        self._place_waiting()
         self._relieve_others(replica)
 
     def refuse(self, error: EngineError) -> None:

@@ -43,7 +43,7 @@ class ReplicaThread:
     def __init__(self, planned: Sequence[ReplicaPlan], config: EngineConfig, nodes: EngineNodes | None = None) -> None:
         self.host: Host = planned[0].host
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="weft-replicas", daemon=True)
+        self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="weft-replicas", daemon=True)
         self._thread.start()
         self._closing = threading.Lock()  # held to give the loop work, and while it ends: then it gets none
         self._ended = False
@@ -102,13 +102,29 @@ class ReplicaThread:
         return self._run_on_loop(self._engine.call_each(command))
 
     def close(self) -> None:
-        """End all engines; callers in flight get an EngineError. May be called twice, by any thread."""
+        """End all engines; callers in flight get an EngineError. May be called twice, by any thread.
+
+        In the loop's own thread, where the garbage collector may call it, nothing is waited for: the engines end, and
+        the loop after them.
+        """
+        if threading.current_thread() is self._thread:
+            self._close_later()
+            return
         with self._closing:
             if self._ended:
                 return
             self._ended = True
             asyncio.run_coroutine_threadsafe(self._end_engine(), self._loop).result()
             self._stop_loop()
+
+    def _close_later(self) -> None:
+        """End the engines in a task. The lock may be held by a thread that waits for this one, so it is not taken."""
+        if self._ended:
+            return
+        self._ended = True
+        # From here on no thread gives the loop work, but for one that holds the lock already: its work is awaited.
+        self._ending = self._loop.create_task(self._end_engine())
+        self._ending.add_done_callback(lambda task: self._loop.stop())
 
     async def _end_engine(self) -> None:
         await self._engine.close()
@@ -132,7 +148,14 @@ class ReplicaThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         if threading.current_thread() is not self._thread:
             self._thread.join()
-            self._loop.close()
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop until it is stopped, and close it. No reference keeps its `ReplicaThread` from being collected."""
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
 
 
 async def _end_tasks() -> None:

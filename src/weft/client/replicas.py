@@ -11,7 +11,7 @@ from itertools import accumulate, chain
 from msgspec.structs import replace
 
 from weft.client.engine_nodes import EngineNodes
-from weft.client.handover import MOVES, HandOver
+from weft.client.handover import HandOver
 from weft.client.output_stream import OutputSink, OutputStream
 from weft.client.remote import AsyncEngine
 from weft.client.replica import Replica
@@ -19,6 +19,7 @@ from weft.client.restarts import EngineKeeper
 from weft.client.room import Room
 from weft.client.routing import Router
 from weft.client.running import RunningReplica
+from weft.client.suspects import LOST
 from weft.config import EngineConfig
 from weft.core.commands import Command, Replies, ResetPrefixCache, Sleep, SwapWeights, Wake
 from weft.core.request import Request, Stats, sum_stats
@@ -62,8 +63,8 @@ class ReplicaSet:
         # Each engine may have to take the requests of all others.
         self._config, self._worker, self._nodes = _with_queue(config, self.capacity), worker, nodes
         # A request of the only engine fails with it: it may be what has killed it, and nobody else is there.
-        moves = MOVES if len(planned) > 1 or nodes is not None else 0
-        self._requests = HandOver(self._replicas, router, Room.of(config, self.capacity), moves)
+        lost = LOST if len(planned) > 1 or nodes is not None else 1
+        self._requests = HandOver(self._replicas, router, Room.of(config, self.capacity), lost)
         self._keeper = EngineKeeper(self._replicas, self._requests, router, self._launch, self._join)
         self._stall_s: float | None = None
         self._forks: ForkClient | None = None

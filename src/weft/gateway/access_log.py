@@ -2,29 +2,97 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import stat
 import sys
-from typing import Any, TextIO
+import time
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from weft.errors import ConfigError, error_reason
+from weft.logs import event_fields
+from weft.sqlite_files import PRIVATE_FILE
+
+log = logging.getLogger("weft.gateway")
+
+STANDARD_OUTPUT = "-"
+LOG_EVERY_S = 60.0  # between two lines about rows that cannot be written: the disk that is full may be the log's too
 
 
 class AccessLog:
-    """Appends to a file; `-` is standard output. Raises ConfigError if the file cannot be opened."""
+    """Appends to a file; `-` is standard output. Raises ConfigError if the file cannot be opened.
 
-    def __init__(self, path: str) -> None:
+    A row that cannot be written, as on a full disk, is lost: no request fails for it. `on_loss` is called for each.
+    Addresses of clients and names of keys are for the file's owner alone. `clock` reads monotonic seconds.
+    """
+
+    def __init__(
+        self, path: str, on_loss: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._path, self._on_loss, self._clock = path, on_loss, clock
+        self._lost = 0  # since the last line about it
+        self._logged_s = float("-inf")
+        self._is_cut = False  # the last row is there in part
         try:
-            self._file: TextIO = sys.stdout if path == "-" else open(path, "a", encoding="utf-8")  # noqa: SIM115
+            self._descriptor = None if path == STANDARD_OUTPUT else _open_private(path)
         except OSError as error:
             raise ConfigError(
                 f"cannot write the access log {path}: {error_reason(error)}", code="cannot-write-access-log"
             ) from None
 
     def write_row(self, row: dict[str, Any]) -> None:
-        self._file.write(msgspec.json.encode(row).decode() + "\n")
-        self._file.flush()
+        """Append a row, or count it as lost."""
+        line = msgspec.json.encode(row) + b"\n"
+        try:
+            if self._descriptor is None:
+                sys.stdout.write(line.decode())
+                sys.stdout.flush()
+            else:
+                self._append(self._descriptor, line)
+        except OSError as error:
+            self._note_loss(error)
+
+    def _append(self, descriptor: int, line: bytes) -> None:
+        if self._is_cut:
+            line = b"\n" + line
+        written = os.write(descriptor, line)
+        if written:
+            self._is_cut = written < len(line)
+        if written < len(line):
+            raise OSError("only a part of the row has room")
+
+    def _note_loss(self, error: OSError) -> None:
+        self._lost += 1
+        self._on_loss()
+        now = self._clock()
+        if now < self._logged_s + LOG_EVERY_S:
+            return
+        log.error(
+            "rows of the access log are lost, %d since the last such line: cannot write %s: %s",
+            self._lost,
+            self._path,
+            error_reason(error),
+            extra=event_fields("access-log-lost"),
+        )
+        self._lost, self._logged_s = 0, now
 
     def close(self) -> None:
-        if self._file is not sys.stdout:
-            self._file.close()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _open_private(path: str) -> int:
+    """Open a file for appending, for its owner alone; one of an older version gets this mode. Raises OSError.
+
+    A device or a pipe keeps its mode, and a write to it waits for nobody.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, PRIVATE_FILE)
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and stat.S_IMODE(status.st_mode) != PRIVATE_FILE and status.st_uid == os.geteuid():
+        os.fchmod(descriptor, PRIVATE_FILE)
+    return descriptor

@@ -36,7 +36,12 @@ class Accounts:
     ) -> None:
         self.ledger, self.budget = ledger, budget
         self._rates = Rates(keys, concurrent)
-        self._quotas: dict[str | None, Budget] = {key.name: key.quota for key in keys if key.quota is not None}
+        self._quotas = _quotas_of(keys)
+
+    def change_keys(self, keys: Sequence[ClientKey]) -> None:
+        """Keep the limits of these keys from now on; what was counted stays. Raises ConfigError for unknown limits."""
+        self._rates.change(keys)
+        self._quotas = _quotas_of(keys)
 
     def meters(self, exchange: Exchange) -> bool:
         """Return True if the tokens of a request's answer count."""
@@ -189,6 +194,10 @@ class Accounts:
         return Amount(
             prompt, completion, price_of(replica.config, replica.own_name(exchange.model), prompt, completion)
         )
+
+
+def _quotas_of(keys: Sequence[ClientKey]) -> dict[str | None, Budget]:
+    return {key.name: key.quota for key in keys if key.quota is not None}
 
 
 def tokens_of(exchange: Exchange) -> int:

@@ -11,9 +11,8 @@ import msgspec
 from weft.gateway.completion import MAX_HELD_IDS, is_id_list
 from weft.gateway.events import DONE, EVENT_BYTES, EventSplitter, event_data
 from weft.gateway.stream_apis import StreamApi
-from weft.gateway.upstream import ResponseHead, UpstreamError
+from weft.gateway.upstream import ENGINE_RESTARTS, ResponseHead, UpstreamError, error_code
 
-FRUITLESS = 4  # replicas in a row that may break an answer without a token of it
 WHOLE_BYTES = 2**24  # bytes of a JSON object that is read
 HEAD_FIELDS = ("id", "created", "model")  # fields of every chunk; a client sees those of the first
 
@@ -37,12 +36,6 @@ class ResumableAnswer(ABC):
         self.sent_events = self.tokens = 0
         self._broken: UpstreamError | None = None
         self._resumed_at = len(self.token_ids)
-        self._fruitless = 0
-
-    @property
-    def may_resume(self) -> bool:
-        """True if another replica can go on, and not too many have tried in vain."""
-        return self.continuable and (self.progressed or self._fruitless < FRUITLESS)
 
     @property
     def progressed(self) -> bool:
@@ -55,8 +48,7 @@ class ResumableAnswer(ABC):
         """The last replica's word on its failure; empty if it said nothing."""
 
     def note_resumed(self) -> None:
-        """Count a replica that brought no token."""
-        self._fruitless = 0 if self.progressed else self._fruitless + 1
+        """Note that another replica goes on."""
         self._resumed_at = len(self.token_ids)
 
     @abstractmethod
@@ -176,7 +168,8 @@ class StreamedAnswer(ResumableAnswer):
             return event
         if "error" in chunk and self.continuable:
             self.error_event = event
-            self._broken = UpstreamError(f"it reports: {_message(chunk)}", code="upstream-error")
+            died = error_code(chunk) == ENGINE_RESTARTS
+            self._broken = UpstreamError(f"it reports: {_message(chunk)}", code="upstream-error", died=died)
             return b""
         if not self._keep(chunk):
             return b""

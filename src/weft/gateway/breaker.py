@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 FAILURES = 3  # failures in a row, until the breaker opens
-SHORTEST_S, LONGEST_S = 1.0, 30.0  # pause before the first probe, and after many failed ones
+SHORTEST_S = 1.0  # pause before the first probe
+CHECK_LONGEST_S = 5.0  # pause after many failed probes: a check costs little, and a replica may be well again
+LONGEST_S = 30.0  # pause after many failures of requests soon after a recovery, which each cost a client
 SLOW_START_S = 10.0  # time in which the share of a recovered replica grows from SLOW_START_SHARE to all
 SLOW_START_SHARE = 0.1
 
@@ -12,8 +14,8 @@ class Breaker:
     """The health of one replica. All times are seconds of one clock, which the caller reads.
 
     Closed, all requests pass. After FAILURES failures in a row it opens, and nothing passes for a pause. Then exactly
-    one check passes, the probe: its success closes the breaker, its failure doubles the pause. So does a failure soon
-    after it has closed: a replica may answer checks, but no requests.
+    one check passes, the probe: its success closes the breaker, its failure doubles the pause, up to CHECK_LONGEST_S.
+    So does a failure soon after it has closed, up to LONGEST_S: a replica may answer checks, but no requests.
     """
 
     def __init__(self) -> None:
@@ -28,9 +30,12 @@ class Breaker:
     def closed(self) -> bool:
         return self._open_until is None
 
-    def admits(self, now: float) -> bool:
-        """Return True if a request may be sent: the breaker is closed, or a probe is due and none runs."""
-        return self._open_until is None or (now >= self._open_until and not self._probing)
+    def admits(self, now: float, *, urgent: bool = False) -> bool:
+        """Return True if a request may be sent: the breaker is closed, or a probe is due and none runs.
+
+        If it is `urgent`, a probe is due at any time.
+        """
+        return self._open_until is None or ((urgent or now >= self._open_until) and not self._probing)
 
     def begin(self) -> bool:
         """Note that something is sent that `admits` allowed. Return True if it is the probe."""
@@ -58,7 +63,7 @@ class Breaker:
         self.last_failure = reason
         if self._open_until is not None:
             if probe:
-                self._open(now, 2 * self._pause_s)
+                self._open(now, min(2 * self._pause_s, CHECK_LONGEST_S))
         elif self.failures >= FAILURES:
             self._open(now, SHORTEST_S if self.share(now) == 1 else 2 * self._pause_s)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -13,6 +12,7 @@ import msgspec
 from weft.errors import ConfigError, error_reason, nearest_name
 from weft.formats.yaml_text import load_yaml
 from weft.gateway.policy import OLD_NAMES, POLICIES
+from weft.regular_files import SETTINGS_BYTES, read_regular_text
 from weft.serving.key_file import UNKNOWN_FIELD, Budget
 
 T = TypeVar("T")
@@ -20,12 +20,14 @@ T = TypeVar("T")
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds. `connect`: for a connection, TLS included. `first_byte`: from the request to the first byte of the
-    response's body. `idle`: between two pieces of it. A value of 0 waits for ever.
+    response's body. `idle`: between two pieces of it. A value of 0 waits for ever. `wait`: for an upstream, while none
+    takes requests; 0 does not wait.
     """
 
     connect: float = 2.0
     first_byte: float = 120.0
     idle: float = 120.0
+    wait: float = 5.0
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -277,6 +279,6 @@ def _read_yaml(path: str) -> Any:
 
 def _read_text(path: str, code: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_regular_text(path, SETTINGS_BYTES)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error_reason(error)}", code=code) from None

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 from weft.gateway.accounts import DEFAULT_ANSWER, Accounts
 from weft.gateway.answer import ResumableAnswer, StreamedAnswer, WholeAnswer
 from weft.gateway.breaker import RetryBudget
+from weft.gateway.choice import POLL_S, SECOND_CHANCE_S, ReplicaChoice
 from weft.gateway.completion import with_fields
 from weft.gateway.config import Objective, Timeouts
 from weft.gateway.exchange import OWNER_HEADER, ClientGoneError, Exchange, client_gone
 from weft.gateway.fleet import Fleet
+from weft.gateway.losses import Losses, tells_restart
 from weft.gateway.marked import MarkedAnswer
 from weft.gateway.metrics import GatewayMetrics
-from weft.gateway.paths import ON_DISK
+from weft.gateway.paths import is_repeatable
 from weft.gateway.replica import Attempt, Replica
 from weft.gateway.upstream import ResponseHead, UpstreamError
 from weft.serving.errors import HttpError
 
+log = logging.getLogger("weft.gateway")
+
 RESUME_S = 30.0  # time in which a replica must be found that goes on with a broken answer
-RESUME_POLL_S = 0.1
-SECOND_CHANCE_S = 1.0  # after which a replica that broke an answer may go on with it: it may have been restarted
 
 
 class Dispatcher:
@@ -31,81 +34,56 @@ class Dispatcher:
         self, fleet: Fleet, timeouts: Timeouts, metrics: GatewayMetrics, accounts: Accounts, objective: Objective
     ) -> None:
         self.fleet, self.timeouts, self.metrics = fleet, timeouts, metrics
-        self.accounts, self.objective = accounts, objective
+        self.accounts = accounts
         self._budget = RetryBudget()
+        self._losses = Losses(self._budget, lambda: fleet.clock())
+        self._choice = ReplicaChoice(fleet, timeouts, accounts, objective, self._losses)
 
     # Before the first byte
 
     async def begin(self, exchange: Exchange) -> tuple[ResponseHead, bytes]:
         """Head and first piece of the response of the first replica that gives one.
 
-        Each replica is tried once. Raises HttpError if none is left, and ClientGoneError.
+        At most TRIES replicas are tried, each once, unless none could be reached. Raises HttpError if none is left, and
+        ClientGoneError.
         """
         self._budget.earn()
+        self._losses.check(exchange)
+        patience = self._choice.patience()
         failure: UpstreamError | None = None
-        while candidates := self._candidates(exchange):
-            if exchange.gone:
-                raise client_gone()
-            replica = self._choose_candidate(exchange, candidates)
-            attempt = exchange.begin_attempt(replica)
-            self.accounts.reserve(exchange, replica)
+        while candidates := await self._choice.next_candidates(exchange, patience):
+            attempt = self._begin_attempt(exchange, candidates)
+            self.accounts.reserve(exchange, attempt.replica)
             try:
-                head, first = await self._ask(exchange, attempt)
+                head, first = await self._ask(exchange, attempt, limit_s=patience.first_byte_s(self.fleet.clock()))
             except ClientGoneError:
                 raise
             except UpstreamError as error:
                 failure = error
                 self.accounts.cancel(exchange, billed=error.sent)
                 self._blame(attempt, error)
-                if error.stalled and not self._budget.spend():
+                if not self._losses.goes_on(exchange, attempt, error):
                     break
                 continue
-            reason = reason_to_retry(head)
+            reason = reason_to_retry(head, first)
             self._judge(attempt, head, reason)
             check_owner(exchange, head)
-            if not reason or not self._may_retry(exchange, reason):
+            if not reason or not self._may_retry(exchange, attempt, reason):
                 return head, first
             if reason == "full":
-                exchange.refusal = refusal_of(replica, head)
+                exchange.refusal = refusal_of(head)
             self.accounts.cancel(exchange, billed=False)
             attempt.close()
-            self.metrics.count_retry(replica, reason)
+            self.metrics.count_retry(attempt.replica, reason)
         raise self._no_replica(exchange, failure)
 
-    def _choose_candidate(self, exchange: Exchange, candidates: list[Replica]) -> Replica:
-        """The policy's choice; for what replicas keep on their disks, always the same one."""
-        if exchange.scope["path"].startswith(ON_DISK):
-            return min(candidates, key=lambda replica: replica.name)
-        return self.fleet.choose_replica(exchange.fingerprint, candidates)
-
-    def _candidates(self, exchange: Exchange) -> list[Replica]:
-        """The replicas that may get a request now: overflow upstreams if the others are too busy, or none is left."""
-        candidates = self.fleet.candidates(exchange.model, exchange.tried)
-        if exchange.owner:
-            return [replica for replica in candidates if replica.is_weft and not replica.overflow]
-        usual = [replica for replica in candidates if not replica.overflow]
-        if len(usual) == len(candidates) or (usual and not self._is_too_busy(usual, exchange.prompt_tokens)):
-            return usual
-        return self._affordable(exchange, candidates) or usual
-
-    def _affordable(self, exchange: Exchange, candidates: list[Replica]) -> list[Replica]:
-        """The overflow upstreams that a request may go to: its price has to be known before, and within the budget."""
-        if exchange.completion is None or not exchange.model or not exchange.completion.is_priced(exchange.body):
-            return []
-        return [replica for replica in candidates if replica.overflow and self.accounts.affords(exchange, replica)]
-
-    def _is_too_busy(self, replicas: list[Replica], tokens: int) -> bool:
-        """Return True if no replica keeps the objective for a prompt of `tokens` tokens."""
-        queue, ttft_s = self.objective.queue, self.objective.ttft_s
-        if queue is not None and min(len(replica.unanswered) for replica in replicas) > queue:
-            return True
-        if ttft_s is None:
-            return False
-        predicted = [replica.predicted_ttft_s(tokens) for replica in replicas]
-        return all(seconds is not None and seconds > ttft_s for seconds in predicted)
+    def _begin_attempt(self, exchange: Exchange, candidates: list[Replica]) -> Attempt:
+        attempt = exchange.begin_attempt(self._choice.choose_candidate(exchange, candidates))
+        self._losses.begin(exchange, attempt)
+        return attempt
 
     async def _ask(
-        self, exchange: Exchange, attempt: Attempt, answered: list[int] | None = None
+        self, exchange: Exchange, attempt: Attempt, answered: list[int] | None = None, *, limit_s: float
     ) -> tuple[ResponseHead, bytes]:
         """Head and first piece of one replica's response. Raises UpstreamError."""
         replica = attempt.replica
@@ -116,7 +94,7 @@ class Dispatcher:
             exchange.head(replica, len(body)),
             body,
             connect_s=self.timeouts.connect,
-            first_byte_s=self.timeouts.first_byte,
+            first_byte_s=limit_s,
         )
         first = await attempt.read_piece()
         if answered is None:
@@ -184,9 +162,15 @@ class Dispatcher:
             begun=completion.begun,
         )
 
-    def _may_retry(self, exchange: Exchange, reason: str) -> bool:
+    def _may_retry(self, exchange: Exchange, attempt: Attempt, reason: str) -> bool:
         """Return True if another replica is there to be asked. Every retry after 5xx is taken from the budget."""
-        return bool(self._candidates(exchange)) and (reason != "5xx" or self._budget.spend())
+        if reason == "died":
+            return self._losses.goes_on_after_restart(exchange, attempt) and bool(self._choice.candidates(exchange))
+        if not self._choice.candidates(exchange):
+            return False
+        if reason == "full":
+            return True
+        return is_repeatable(exchange.method, exchange.scope["path"]) and self._budget.spend()
 
     def _judge(self, attempt: Attempt, head: ResponseHead, reason: str) -> None:
         """Report to the breaker a response that has begun. A replica that is full is not ill."""
@@ -211,9 +195,14 @@ class Dispatcher:
                 503, "no upstream can take requests now; try again later", code="no-upstream", retry_after_s=1
             )
         status = 504 if failure.stalled else 502
-        return HttpError(status, f"upstream {exchange.upstream}: {failure}", code=failure.code)
+        log.warning("no upstream answered; the last one, %s: %s", exchange.upstream, failure)
+        return HttpError(status, f"no upstream answered; the last one: {failure.public}", code=failure.code)
 
     # After it
+
+    def note_answer(self, exchange: Exchange) -> None:
+        """Note that a request has been answered to its end."""
+        self._losses.note_answer(exchange)
 
     async def resume(self, exchange: Exchange, answer: ResumableAnswer, broken: UpstreamError) -> bytes:
         """First piece of another replica's continuation of an answer that has broken.
@@ -223,41 +212,56 @@ class Dispatcher:
         assert exchange.attempt is not None
         broken.upstream = exchange.upstream
         self._blame(exchange.attempt, broken)
+        if not self._losses.note_break(exchange, exchange.attempt, broken, progressed=answer.progressed):
+            raise broken
         if answer.progressed:
             del exchange.tried[:-1]
         answered = answer.resume()
         began = self.fleet.clock()
-        while self.fleet.clock() < began + RESUME_S:
+        while (now := self.fleet.clock()) < began + RESUME_S:
             if exchange.gone:
                 raise client_gone()
-            candidates = self._continuing(exchange)
-            if not candidates:
-                if self.fleet.clock() > began + SECOND_CHANCE_S:
-                    exchange.tried.clear()
-                await asyncio.sleep(RESUME_POLL_S)
+            candidates = self._choice.continuing(exchange)
+            if free := self._losses.free(exchange, candidates, now - began):
+                first = await self._continue_at(exchange, answer, answered, self._begin_attempt(exchange, free), broken)
+                if first is not None:
+                    return first
                 continue
-            attempt = exchange.begin_attempt(self.fleet.choose_replica(exchange.fingerprint, candidates))
-            try:
-                head, first = await self._ask(exchange, attempt, answered)
-            except ClientGoneError:
-                raise
-            except UpstreamError as error:
-                self._blame(attempt, error)
-                continue
-            self._judge(attempt, head, reason_to_retry(head))
-            if answer.fits(head):
-                self.metrics.count_continued(attempt.replica)
-                return first
-            attempt.close()
-            self.metrics.count_retry(attempt.replica, reason_to_retry(head) or "refused")
-            if head.status < 500 and head.status != 429:
-                break  # another replica would refuse it too
+            if not candidates and now > began + SECOND_CHANCE_S:
+                exchange.tried.clear()
+            await asyncio.sleep(POLL_S)
         raise broken
 
-    def _continuing(self, exchange: Exchange) -> list[Replica]:
-        """The replicas that can go on with an answer, without those that have been tried."""
-        candidates = self.fleet.candidates(exchange.model, exchange.tried)
-        return [replica for replica in candidates if replica.is_weft and not replica.overflow]
+    async def _continue_at(
+        self, exchange: Exchange, answer: ResumableAnswer, answered: list[int], attempt: Attempt, broken: UpstreamError
+    ) -> bytes | None:
+        """First piece of a replica's continuation of an answer; None if it gives none, but another one may.
+
+        Raises `broken` if no other one may be asked, and ClientGoneError.
+        """
+        try:
+            head, first = await self._ask(exchange, attempt, answered, limit_s=self.timeouts.first_byte)
+        except ClientGoneError:
+            raise
+        except UpstreamError as error:
+            self._blame(attempt, error)
+            if not self._losses.goes_on(exchange, attempt, error):
+                raise broken from None
+            return None
+        reason = reason_to_retry(head, first)
+        self._judge(attempt, head, reason)
+        if answer.fits(head):
+            self.metrics.count_continued(attempt.replica)
+            return first
+        attempt.close()
+        self.metrics.count_retry(attempt.replica, reason or "refused")
+        if reason == "died":
+            goes_on = self._losses.goes_on_after_restart(exchange, attempt)
+        else:
+            goes_on = head.status >= 500 or head.status == 429  # else another replica would refuse it too
+        if not goes_on:
+            raise broken
+        return None
 
 
 def check_owner(exchange: Exchange, head: ResponseHead) -> None:
@@ -265,26 +269,28 @@ def check_owner(exchange: Exchange, head: ResponseHead) -> None:
     if exchange.owner and head.status < 300 and not head.header(OWNER_HEADER):
         raise HttpError(
             502,
-            f"upstream {exchange.upstream} does not keep the files of keys apart; it needs this version of Weft",
+            "the upstream does not keep the files of keys apart; it needs this version of Weft",
             code="owner-not-heeded",
         )
 
 
-def reason_to_retry(head: ResponseHead) -> str:
-    """Why another replica may give a better response: it is full, or 5xx; "" if there is no reason."""
+def reason_to_retry(head: ResponseHead, first: bytes) -> str:
+    """Why another replica may give a better response: "full", "died" or "5xx"; "" if there is no reason."""
     if head.status < 429:
         return ""
+    if tells_restart(head, first):
+        return "died"
     if head.status == 429 or (head.status == 503 and head.header(b"retry-after")):
         return "full"
     return "5xx" if head.status >= 500 else ""
 
 
-def refusal_of(replica: Replica, head: ResponseHead) -> HttpError:
+def refusal_of(head: ResponseHead) -> HttpError:
     """The answer of a replica that is full, if all others fail."""
     after = head.header(b"retry-after").decode("latin-1")
     return HttpError(
         head.status,
-        f"upstream {replica.name} is full, and no other one answers; try again later",
+        "the upstreams that answer are full; try again later",
         code="upstream-full",
         retry_after_s=int(after) if after.isdecimal() and len(after) < 7 else 1,
     )

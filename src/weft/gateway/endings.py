@@ -18,7 +18,7 @@ def error_event(exchange: Exchange, error: UpstreamError) -> bytes:
     answer, path = exchange.answer, exchange.scope["path"]
     if isinstance(answer, ResumableAnswer) and answer.error_event:
         return answer.error_event
-    broken = HttpError(502, f"upstream {error.upstream or exchange.upstream}: {error}", code=error.code)
+    broken = HttpError(502, f"the upstream's answer broke: {error.public}", code=error.code)
     if path.startswith("/api/"):
         return encode_error_line(broken)
     if path == "/v1/responses":

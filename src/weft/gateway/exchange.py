@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any
 
 from starlette.types import Scope
@@ -58,11 +59,11 @@ class Exchange:
     """One request of a client, from its head on.
 
     `model`, `fingerprint`: what routing reads. `completion`: what it asks for, if that is a completion. `answer`: its
-    stream, if the gateway reads that. `tried`: replicas that do not get it again. `attempt`: the try that runs.
-    `refusal`: the answer if no replica gives a better one, of a replica that is full. `gone`: the client has closed its
-    connection. `hops`: names of the gateways before this one. `announced`: length of the body by its head, 0 if that
-    tells none. `metered`: the tokens of the answer count. The other fields are for the access log: `outcome` is
-    "complete" or the code of an error.
+    stream, if the gateway reads that. `tried`: replicas that do not get it again. `lost_at`: those of them that died or
+    stalled with it, since its answer last grew. `attempt`: the try that runs. `refusal`: the answer if no replica gives
+    a better one, of a replica that is full. `gone`: the client has closed its connection. `hops`: names of the gateways
+    before this one. `announced`: length of the body by its head, 0 if that tells none. `metered`: the tokens of the
+    answer count. The other fields are for the access log: `outcome` is "complete" or the code of an error.
     """
 
     # Most requests leave most of these as they are.
@@ -86,12 +87,14 @@ class Exchange:
     status = bytes_out = 0
     first_byte_s = 0.0
     outcome = "internal-error"  # unless something else is noted
+    _digest = b""
 
     def __init__(self, scope: Scope, gateway: bytes) -> None:
         self.scope = scope
         self.method: bytes = scope["method"].encode()
         self.raw_path: bytes = scope.get("raw_path") or scope["path"].encode()
         self.tried: list[Replica] = []
+        self.lost_at: list[Replica] = []
         self.hops: list[bytes] = []
         self.began_s = time.monotonic()
         self._read_headers(gateway)
@@ -154,6 +157,15 @@ class Exchange:
         self.tries += 1
         self.attempt = Attempt(replica, tokens=self.prompt_tokens)
         return self.attempt
+
+    @property
+    def digest(self) -> bytes:
+        """Digest of what the request asks for, computed while its body is held; empty if it has none."""
+        if not self._digest and self.body:
+            digest = blake2b(self.raw_path, digest_size=16)
+            digest.update(self.body)
+            self._digest = digest.digest()
+        return self._digest
 
     @property
     def prompt_tokens(self) -> int:

@@ -64,6 +64,17 @@ class Fleet:
             if not replica.draining and replica.breaker.closed and replica.serves(model) and replica not in tried
         ]
 
+    def covered_models(self) -> set[str] | None:
+        """The models that healthy replicas serve; None if one of them may serve any model."""
+        covered: set[str] = set()
+        for replica in self.replicas.values():
+            if replica.draining or not replica.breaker.closed:
+                continue
+            if replica.models is None:
+                return None
+            covered |= replica.models.keys()
+        return covered
+
     def continuing(self, model: str) -> list[Replica]:
         """The replicas that continue answers of `model`, whatever their health."""
         return [

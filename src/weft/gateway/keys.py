@@ -36,10 +36,15 @@ class Keys:
     """The keys of a gateway; without any, everybody may send requests. `admin_key` is one more, for administrators."""
 
     def __init__(self, keys: Sequence[ClientKey], admin_key: str | None) -> None:
+        self._admin_key = admin_key
+        self.change(keys)
+
+    def change(self, keys: Sequence[ClientKey]) -> None:
+        """Identify clients by these keys from now on; requests that run go on."""
         self._digests = [key.digest for key in keys]
         self._clients = [_client_of(key) for key in keys]
-        if admin_key:
-            self._digests.append(digest_key(admin_key))
+        if self._admin_key:
+            self._digests.append(digest_key(self._admin_key))
             self._clients.append(GatewayClient("admin", True, True))
         self.required = bool(keys)
         self._has_admin = any(client.admin for client in self._clients)

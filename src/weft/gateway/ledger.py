@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import NamedTuple
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, error_reason
+from weft.logs import event_fields
+from weft.sqlite_files import Migration, OpenFile, make_private_file, migrate, path_of
+
+log = logging.getLogger("weft.gateway")
 
 HOUR_S, DAY_HOURS = 3600, 24
 KEPT_HOURS = 5 * 7 * DAY_HOURS  # hours for which spent amounts are kept
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS spent (
-    hour INTEGER, key TEXT, model TEXT, upstream TEXT, requests INTEGER, prompt_tokens INTEGER,
-    completion_tokens INTEGER, dollars REAL, PRIMARY KEY (hour, key, model, upstream)
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS reserved (
-    id INTEGER PRIMARY KEY, hour INTEGER, key TEXT, model TEXT, upstream TEXT, prompt_tokens INTEGER,
-    completion_tokens INTEGER, dollars REAL
-);
+# A clock that has moved by JUMP_HOURS or more since the last request may be wrong: a machine that boots without a
+# battery, a bad time server. Nothing is forgotten then until it has gone on steadily for STEADY_HOURS.
+JUMP_HOURS, STEADY_HOURS = 48, 24
+MEMORY = ":memory:"
+MOST = 10**15  # tokens or dollars of an hour; more was not spent, but written by a fault
+# Conditions of a row of either table. SQLite itself keeps text and infinity in a column of numbers.
+AMOUNTS = f"""
+    typeof(hour) = 'integer' AND typeof(prompt_tokens) = 'integer' AND prompt_tokens BETWEEN 0 AND {MOST}
+    AND typeof(completion_tokens) = 'integer' AND completion_tokens BETWEEN 0 AND {MOST}
+    AND typeof(dollars) = 'real' AND dollars BETWEEN 0 AND {MOST}
 """
+COUNTED = f"{AMOUNTS} AND typeof(requests) = 'integer' AND requests BETWEEN 0 AND {MOST}"
+SPENT = f"""
+CREATE TABLE spent (
+    hour INTEGER, key TEXT, model TEXT, upstream TEXT, requests INTEGER, prompt_tokens INTEGER,
+    completion_tokens INTEGER, dollars REAL, PRIMARY KEY (hour, key, model, upstream), CHECK ({COUNTED})
+) WITHOUT ROWID
+"""
+RESERVED = f"""
+CREATE TABLE reserved (
+    id INTEGER PRIMARY KEY, hour INTEGER, key TEXT, model TEXT, upstream TEXT, prompt_tokens INTEGER,
+    completion_tokens INTEGER, dollars REAL, CHECK ({AMOUNTS})
+)
+"""
+TABLES = {"spent": (SPENT, COUNTED), "reserved": (RESERVED, AMOUNTS)}
 ADD = """
 INSERT INTO spent VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (hour, key, model, upstream) DO UPDATE SET
     requests = requests + excluded.requests, prompt_tokens = prompt_tokens + excluded.prompt_tokens,
@@ -56,13 +77,17 @@ class Ledger:
 
     Amounts are kept for five weeks. A request's amount is reserved before it is sent, and settled when it has ended.
     Amounts that were reserved when a gateway died count as spent in full: nobody knows how far the upstream came.
-    Raises ConfigError for a file that is no ledger. A file belongs to one gateway.
+    Rows of the future, which a wrong clock has written, count as spent now. Raises ConfigError for a file that is no
+    ledger, has amounts that are none, or is a newer program's. A file belongs to one gateway.
     """
 
     def __init__(self, path: str, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._pruned = -1  # the hour
+        self._file = None if path == MEMORY else OpenFile(path)
+        self._forgot = -1  # the hour in which old rows were removed
         try:
+            if self._file is not None:
+                _prepare(path)
             self._database = sqlite3.connect(path, isolation_level=None, timeout=1.0)
             # Before the first access, so that the lock of the first transaction stays until the file is closed.
             self._database.execute("PRAGMA locking_mode = EXCLUSIVE")
@@ -70,20 +95,25 @@ class Ledger:
             self._database.execute("PRAGMA synchronous = NORMAL")  # a dead process loses nothing that was committed
             self._database.execute("BEGIN EXCLUSIVE")
             self._database.execute("COMMIT")
-            self._database.executescript(SCHEMA)
+            migrate(self._database, MIGRATIONS)
+            _refuse_nonsense(self._database)
             self._settle_left_over()
-        except sqlite3.Error as error:
+            newest = self._database.execute("SELECT MAX(hour) FROM spent").fetchone()[0]
+        except (sqlite3.Error, OSError) as error:
             raise ConfigError(
-                f"cannot use the ledger {path}: {error}; give another file, or end the gateway that has it",
+                f"cannot use the ledger {path}: {error_reason(error)}; give another file, or end the gateway that has "
+                "it",
                 code="cannot-use-ledger",
             ) from None
+        self._seen = self._hour() if newest is None else newest  # the hour of the last request
+        self._steady_since = self._seen - STEADY_HOURS
 
     def reserve(self, key: str, model: str, upstream: str, most: Amount) -> Reservation:
         """Reserve the most that a request can take."""
+        self._check_file()
         hour = self._hour()
-        if hour != self._pruned:
-            self._database.execute("DELETE FROM spent WHERE hour <= ?", (hour - KEPT_HOURS,))
-            self._pruned = hour
+        if hour != self._forgot:
+            self._forget_old(hour)
         cursor = self._database.execute(
             "INSERT INTO reserved (hour, key, model, upstream, prompt_tokens, completion_tokens, dollars) "
             "VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -125,6 +155,7 @@ class Ledger:
         self._database.close()
 
     def _sum(self, column: str, condition: str, hours: int, *given: object) -> float:
+        self._check_file()
         first = self._hour() - hours
         total = 0.0
         for table in ("spent", "reserved"):
@@ -133,6 +164,26 @@ class Ledger:
             )
             total += cursor.fetchone()[0]
         return total
+
+    def _forget_old(self, hour: int) -> None:
+        """Remove the rows of more than five weeks ago, if the clock can be believed."""
+        self._forgot = hour
+        if abs(hour - self._seen) >= JUMP_HOURS:
+            log.warning(
+                "the clock is %d hours from the last request; the ledger forgets nothing for %d hours",
+                hour - self._seen,
+                STEADY_HOURS,
+                extra=event_fields("clock-jumped"),
+            )
+            self._steady_since = hour
+        self._seen = hour
+        if hour >= self._steady_since + STEADY_HOURS:
+            self._database.execute("DELETE FROM spent WHERE hour <= ?", (hour - KEPT_HOURS,))
+
+    def _check_file(self) -> None:
+        """Raise sqlite3.OperationalError once the file has been taken away: nobody would find what is written."""
+        if self._file is not None and (fault := self._file.fault()):
+            raise sqlite3.OperationalError(f"its file {fault}; put it back, or start the gateway again")
 
     def _settle_left_over(self) -> None:
         """Settle the reservations of a gateway that died."""
@@ -144,3 +195,51 @@ class Ledger:
 
     def _hour(self) -> int:
         return int(self._clock()) // HOUR_S
+
+
+def _prepare(path: str) -> None:
+    """Make a file that does not exist, and migrate one of an older version. Raises OSError, sqlite3.Error, ConfigError.
+
+    Over a connection of its own: that of the ledger keeps all others out, the one that makes the copy among them.
+    """
+    make_private_file(path)
+    with closing(sqlite3.connect(path, isolation_level=None, timeout=1.0)) as database:
+        migrate(database, MIGRATIONS)
+
+
+def _check_amounts(database: sqlite3.Connection) -> None:
+    """Make the tables, with their checks, in place of those without. Raises ConfigError for rows that fail them."""
+    _refuse_nonsense(database)
+    for table, (definition, _) in TABLES.items():
+        old = _has_table(database, table)
+        if old:
+            database.execute(f"ALTER TABLE {table} RENAME TO old_{table}")
+        database.execute(definition)
+        if old:
+            database.execute(f"INSERT INTO {table} SELECT * FROM old_{table}")
+            database.execute(f"DROP TABLE old_{table}")
+
+
+MIGRATIONS: tuple[Migration, ...] = (_check_amounts,)
+
+
+def _refuse_nonsense(database: sqlite3.Connection) -> None:
+    """Raise ConfigError for a row whose amounts are none: with them, a budget would not hold."""
+    for table, (_, condition) in TABLES.items():
+        if not _has_table(database, table):
+            continue
+        # Not true, so that a condition over NULL counts too.
+        row = database.execute(
+            f"SELECT hour, key, prompt_tokens, completion_tokens, dollars FROM {table} WHERE ({condition}) IS NOT TRUE"
+        ).fetchone()
+        if row is not None:
+            raise ConfigError(
+                f"the ledger {path_of(database)} has a row in {table} that is no amount: hour, key, prompt tokens, "
+                f"completion tokens and dollars are {row!r:.200}; correct or delete it with sqlite3, or give another "
+                "file",
+                code="damaged-ledger",
+            )
+
+
+def _has_table(database: sqlite3.Connection, name: str) -> bool:
+    return database.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (name,)).fetchone() is not None

@@ -76,12 +76,21 @@ class GatewayMetrics:
             ("upstream", "reason"),
             registry=self.registry,
         )
+        self._lost_rows = Counter(
+            "weft:gateway_access_log_lost",
+            "Rows of the access log that could not be written.",
+            registry=self.registry,
+        )
         self._continued = Counter(
             "weft:gateway_continued",
             "Broken answers that went on, by the upstream that went on.",
             ("upstream",),
             registry=self.registry,
         )
+
+    def count_lost_row(self) -> None:
+        """Count a row of the access log that could not be written."""
+        self._lost_rows.inc()
 
     def count(self, exchange: Exchange) -> None:
         """Count a request that has ended."""

@@ -57,6 +57,14 @@ ON_DISK = (*KEPT, *DISK)  # to one upstream, always the same
 WITH_FORMS = frozenset(("/v1/audio/transcriptions", "/v1/audio/translations"))  # bodies with files, not JSON
 
 
+REPEATABLE = (b"GET", b"HEAD", b"DELETE")  # a second one changes nothing more
+
+
+def is_repeatable(method: bytes, path: str) -> bool:
+    """Return False for a request that makes files or batches: sent twice, it may make two."""
+    return method in REPEATABLE or not path.startswith(ON_DISK)
+
+
 def is_public(path: str, raw_path: bytes) -> bool:
     """Return True if any client may send requests to a path: exactly one of `PUBLIC`, spelled without escapes.
 

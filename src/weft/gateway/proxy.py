@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -16,7 +17,6 @@ from weft.gateway.access_log import AccessLog
 from weft.gateway.accounts import Accounts
 from weft.gateway.answer import ResumableAnswer, WholeAnswer
 from weft.gateway.bodies import BodyPool
-from weft.gateway.checks import FileWatch, PollWatch
 from weft.gateway.client_watches import ClientWatches
 from weft.gateway.config import Objective, Timeouts
 from weft.gateway.dispatch import Dispatcher
@@ -28,9 +28,12 @@ from weft.gateway.metrics import GatewayMetrics
 from weft.gateway.replica import Attempt
 from weft.gateway.request_reader import RequestReader
 from weft.gateway.upstream import ResponseHead, UpstreamError
+from weft.gateway.watches import Watch
 from weft.serving.errors import WHOLE, HttpError, error_response
 from weft.serving.joined import JOINED
 from weft.serving.sse import DONE
+
+log = logging.getLogger("weft.gateway")
 
 LENGTH = frozenset((b"content-length",))
 BODYLESS = (204, 304)
@@ -53,7 +56,7 @@ class Proxy:
         timeouts: Timeouts,
         metrics: GatewayMetrics,
         access_log: AccessLog | None = None,
-        watch: FileWatch | PollWatch | None = None,
+        watch: Watch | None = None,
         *,
         bodies: BodyPool,
         accounts: Accounts,
@@ -185,6 +188,7 @@ class Proxy:
                 await send({"type": "http.response.body", "body": b""})
                 return
             exchange.outcome = error.code
+            log.warning("an answer of %s broke: %s", error.upstream or exchange.upstream, error)
             if self.resets or not ending.between_events:
                 return  # the server resets a connection whose response is not complete
             await send({"type": "http.response.body", "body": error_event(exchange, error)})
@@ -197,6 +201,8 @@ class Proxy:
         attempt = self._last(exchange)
         if head.status < 500:
             attempt.succeed(self.fleet.clock())
+        if head.status < 429:
+            self._dispatcher.note_answer(exchange)
         attempt.close()
         exchange.outcome = "complete"
 
@@ -253,8 +259,6 @@ class Proxy:
             return None
         if answer.finished and not answer.lacks_usage:
             return DONE
-        if not answer.may_resume:
-            raise error
         return await self._dispatcher.resume(exchange, answer, error)
 
     @staticmethod

@@ -14,9 +14,18 @@ class Rates:
     """The limits `rpm`, `tpm` and `concurrent` of keys, by their names, and the shares of the gateway's own limit."""
 
     def __init__(self, keys: Sequence[ClientKey], concurrent: int | None = None) -> None:
-        weights = {key.name: key.weight for key in keys if key.weight is not None}
-        self._shares = None if concurrent is None else Shares(concurrent, weights, time.monotonic)
+        self._shares = None if concurrent is None else Shares(concurrent, _weights_of(keys), time.monotonic)
         self._rates = KeyRates(keys)
+        self._counts = bool(keys) or concurrent is not None
+
+    def change(self, keys: Sequence[ClientKey]) -> None:
+        """Keep the limits of these keys from now on; requests that run, and those of the minute, count on.
+
+        Raises ConfigError for limits that need a package which is not there.
+        """
+        self._rates.change(keys)
+        if self._shares is not None:
+            self._shares.change_weights(_weights_of(keys))
 
     def enter(self, name: str | None, tokens: int) -> bool:
         """Count a request whose prompt has about `tokens` tokens. Return True if its end must be reported to `leave`.
@@ -28,7 +37,7 @@ class Rates:
         if self._shares is not None:
             self._shares.enter(name or "")
         self._rates.enter(name or "", tokens=tokens)
-        return self.limits(name) or self._shares is not None
+        return self._counts
 
     def limits(self, name: str | None) -> bool:
         """Return True if a key has one of the limits."""
@@ -44,3 +53,7 @@ class Rates:
             self._shares.leave(name or "")
         self._rates.leave(name or "")
         self._rates.count_answer(name or "", tokens)
+
+
+def _weights_of(keys: Sequence[ClientKey]) -> dict[str, float]:
+    return {key.name: key.weight for key in keys if key.weight is not None}

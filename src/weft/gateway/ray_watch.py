@@ -10,11 +10,12 @@ from typing import Any
 
 import msgspec
 
-from weft.gateway.checks import PollWatch, bracketed, get_small
+from weft.gateway.checks import get_small
 from weft.gateway.config import Timeouts, UpstreamConfig
 from weft.gateway.fleet import Fleet
 from weft.gateway.replica import Attempt, Replica
 from weft.gateway.upstream import UpstreamError
+from weft.gateway.watches import PollWatch, bracketed
 
 PATH = "/api/serve/applications/"
 DEPLOYMENT = "weft"  # of weft.ray.serve's applications

@@ -6,11 +6,14 @@ import asyncio
 import logging
 import os
 import ssl
+from collections.abc import Callable
 from typing import Any
 
+from weft.client.suspects import Trial
 from weft.errors import error_reason
 from weft.gateway.breaker import Breaker
 from weft.gateway.config import UpstreamConfig, parse_url, upstream_key
+from weft.gateway.paths import is_repeatable
 from weft.gateway.upstream import ResponseHead, UpstreamConnection, UpstreamError
 
 log = logging.getLogger("weft.gateway")
@@ -25,7 +28,7 @@ class Replica:
     `connections`: number of unfinished requests. `unanswered`: those without a token of their response, or without a
     byte if tokens are not told apart. `movable`: those that another replica can take over. `draining`: it gets no new
     ones. `listed`: the rows of its /v1/models by name; None before they are known. `is_weft`: it sends token ids and
-    continues answers.
+    continues answers. `died_s`: when its last death was seen that a retry was paid for.
     """
 
     def __init__(self, config: UpstreamConfig) -> None:
@@ -41,6 +44,7 @@ class Replica:
         self.movable: set[Attempt] = set()
         self.draining = False
         self.overflow = config.overflow
+        self.died_s = float("-inf")
         self.prefill_tok_s: float | None = None  # by the planner, as the replica reports
         self.listed: dict[str, dict[str, Any]] | None = None
         self._aliases = config.aliases
@@ -75,6 +79,10 @@ class Replica:
         names = self._aliases if self._aliases is not None else self.listed
         return not model or names is None or model in names
 
+    def covered_by(self, covered: set[str] | None) -> bool:
+        """Return True if the models here are all among `covered`; None stands for any model."""
+        return covered is None or (self.models is not None and self.models.keys() <= covered)
+
     def own_name(self, model: str) -> str:
         """The name that this upstream has for a model of the gateway."""
         return self._aliases.get(model, model) if self._aliases else model
@@ -104,7 +112,10 @@ class Replica:
             ) from None
         except OSError as error:
             raise UpstreamError(
-                f"cannot connect to it: {error_reason(error)}", code="cannot-connect", sent=False
+                f"cannot connect to it: {error_reason(error)}",
+                code="cannot-connect",
+                sent=False,
+                public="nobody can connect to it",
             ) from None
 
     async def _open(self) -> UpstreamConnection:
@@ -133,11 +144,21 @@ class Replica:
             self._idle.pop().close()
 
 
+def _do_nothing() -> None:
+    """Stand in for `Attempt.on_answer`."""
+
+
 class Attempt:
     """One request at one replica, from here until `close`.
 
     If not `counted` it is the gateway's own, not a client's. `probes`: it may find that an ill replica has recovered.
+    `began_s` and `trial`: see `Losses`; `on_answer` is called once the request has begun to be answered, or has ended.
+    `resent`: it was sent twice, since a kept connection closed.
     """
+
+    began_s = 0.0
+    trial: Trial | None = None
+    resent = False
 
     def __init__(self, replica: Replica, *, counted: bool = True, probes: bool = False, tokens: int = 0) -> None:
         self.replica, self.tokens = replica, tokens
@@ -146,6 +167,7 @@ class Attempt:
         self._failure: UpstreamError | None = None
         self._closed = self._failed = False
         self._counted = counted
+        self.on_answer: Callable[[], None] = _do_nothing
         if counted:
             replica.connections += 1
             replica.unanswered.add(self)
@@ -157,9 +179,10 @@ class Attempt:
         """Send the request; return the head of the response. Raises UpstreamError.
 
         An idle connection that turns out to be closed is replaced by a new one. One that closes later may have carried
-        the request, which is not sent again: the replica may have begun to work on it.
+        the request, which is not sent again: the replica may have begun to work on it. A request that makes something
+        which stays gets no idle connection.
         """
-        connection = self.replica.idle_connection()
+        connection = self.replica.idle_connection() if self._may_be_resent(method, head) else None
         if connection is not None:
             self._connection = connection
             loop = asyncio.get_running_loop()
@@ -169,12 +192,27 @@ class Attempt:
             except UpstreamError as error:
                 if self._failure or connection.received or error.stalled or loop.time() - began > SEND_AGAIN_S:
                     raise
-        connection = await self.replica.connect(connect_s)
+                connection = await self._connect_again(error, connect_s)
+        else:
+            connection = await self.replica.connect(connect_s)
         if self._failure is not None:
             connection.close()
             raise self._failure
         self._connection = connection
         return await connection.request(method, head, body, first_byte_s)
+
+    def _may_be_resent(self, method: bytes, head: bytes) -> bool:
+        target = head.split(b" ", 2)[1].removeprefix(self.replica.path) if head else b""
+        return is_repeatable(method, target.decode("latin-1"))
+
+    async def _connect_again(self, broken: UpstreamError, connect_s: float) -> UpstreamConnection:
+        """Open a connection in place of one that closed. Raises `broken` if that cannot be: the replica has ended."""
+        try:
+            connection = await self.replica.connect(connect_s)
+        except UpstreamError:
+            raise broken from None
+        self.resent = broken.sent
+        return connection
 
     async def read_piece(self) -> bytes:
         """The next bytes of the response's body; empty at its end. Raises UpstreamError."""
@@ -200,6 +238,7 @@ class Attempt:
     def note_token(self) -> None:
         """Note that the replica has begun to answer."""
         self.replica.unanswered.discard(self)
+        self.on_answer()
 
     def fail(self, now: float, reason: str) -> None:
         """Count the attempt as a failure of its replica, once; after `close` it is none."""
@@ -241,6 +280,7 @@ class Attempt:
         if self._closed:
             return
         self._closed = True
+        self.on_answer()
         if self._counted:
             self.replica.connections -= 1
             self.replica.unanswered.discard(self)

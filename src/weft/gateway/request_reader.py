@@ -18,6 +18,9 @@ from weft.gateway.paths import BATCHES, DISK, PUBLIC, WITH_FORMS, is_kept, is_pu
 from weft.serving.errors import HttpError
 
 LATEST = ":latest"
+WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
+METHODS = (*WITHOUT_BODY, "POST", "PUT", "PATCH", "DELETE")  # of paths whose requests are passed on uncounted
+COUNTED_METHODS = ("POST", "OPTIONS")  # browsers ask with OPTIONS before they send a POST to another site
 MODEL_CHARACTERS = 512  # characters of a name, which the log and the ledger keep
 
 
@@ -32,12 +35,19 @@ class RequestReader:
         """Find who sent a request. Raises HttpError for an unknown key, or a path that it may not use."""
         exchange.client = self.keys.identify(exchange.scope)
         self.check_path(exchange)
+        check_method(exchange)
 
     async def read_request(self, exchange: Exchange, receive: Receive) -> None:
         """Receive the body, read what routing needs of it, and count the request. Raises WeftError."""
         scope = exchange.scope
         exchange.body = await self._bodies.receive(exchange.announced, receive)
         exchange.bytes_in = len(exchange.body)
+        if exchange.body and scope["method"] in WITHOUT_BODY:
+            raise HttpError(
+                400,
+                f"{scope['method']} comes without a body; nobody would look what it asks for",
+                code="unexpected-body",
+            )
         fields = self._read_fields(exchange)
         self.check_privileges(exchange, fields)
         if scope["method"] == "POST" and scope["path"] in COUNTED:
@@ -162,6 +172,19 @@ class RequestReader:
                 "keep_alive loads and unloads models for all clients; it needs an admin key of the gateway",
                 code="not-admin",
             )
+
+
+def check_method(exchange: Exchange) -> None:
+    """Raise HttpError 405 for a method that an upstream might take for another one, whose work nobody counts."""
+    method, path = exchange.scope["method"], exchange.scope["path"]
+    allowed = COUNTED_METHODS if path in COUNTED else METHODS
+    if method not in allowed:
+        raise HttpError(
+            405,
+            f"{method!r:.40} of {path!r:.200}: the gateway passes {', '.join(allowed)} on",
+            code="method-not-allowed",
+            headers={"Allow": ", ".join(allowed)},
+        )
 
 
 def owner_of(name: str) -> bytes:

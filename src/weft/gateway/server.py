@@ -7,8 +7,10 @@ import gc
 import logging
 import signal
 import socket
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from ipaddress import ip_address
 
 from starlette.types import ASGIApp
@@ -18,7 +20,7 @@ from weft.gateway.access_log import AccessLog
 from weft.gateway.accounts import Accounts
 from weft.gateway.app import create_app
 from weft.gateway.bodies import BodyPool
-from weft.gateway.checks import DnsWatch, FileWatch, PollWatch, check_forever
+from weft.gateway.check_loop import CheckLoop, Looking
 from weft.gateway.config import GatewayConfig, UpstreamConfig, parse_url
 from weft.gateway.fleet import Fleet
 from weft.gateway.keys import Keys
@@ -28,8 +30,11 @@ from weft.gateway.policy import POLICIES
 from weft.gateway.prices import price_of
 from weft.gateway.proxy import Proxy
 from weft.gateway.ray_watch import RayWatch
+from weft.gateway.watched_file import WatchedFile
+from weft.gateway.watches import DnsWatch, FileWatch, UpstreamKeys, Watch
+from weft.logs import event_fields
 from weft.serving import listen
-from weft.serving.admission import ConnectionLimits, fit_to_files, raise_file_limit
+from weft.serving.admission import RESERVED_FILES, ConnectionLimits, fit_to_files, open_files, raise_file_limit
 from weft.serving.certificate import CertificateFiles
 from weft.serving.http_server import HttpServer, loop_factory
 from weft.serving.key_file import ClientKey, read_keys
@@ -62,7 +67,7 @@ def run_gateway(config: GatewayConfig, admin_key: str | None, shutdown_timeout: 
 def create_proxy(config: GatewayConfig, admin_key: str | None) -> Proxy:
     """The proxy of a configuration, without a server. Raises ConfigError. Call it in the event loop."""
     fleet = Fleet(config.upstreams, POLICIES[config.policy](), time.monotonic)
-    watch: FileWatch | PollWatch | None = None
+    watch: Watch | None = None
     if config.discover is not None and config.discover.dns is not None:
         watch = DnsWatch(fleet, config.discover.dns)
     elif config.discover is not None and config.discover.ray is not None:
@@ -72,12 +77,11 @@ def create_proxy(config: GatewayConfig, admin_key: str | None) -> Proxy:
         watch.apply()
         if not fleet.replicas:
             log.warning("%s has no upstreams yet", config.discover.file)
-    others = {"the administrator (WEFT_ADMIN_KEY)": admin_key}
-    client_keys = read_keys(config.keys, others) if config.keys is not None else []
+    client_keys = _read_client_keys(config, admin_key)
     keys = Keys(client_keys, admin_key)
     accounts = create_accounts(config, client_keys)
-    access_log = AccessLog(config.access_log) if config.access_log is not None else None
     metrics = GatewayMetrics(fleet)
+    access_log = AccessLog(config.access_log, metrics.count_lost_row) if config.access_log is not None else None
     bodies = BodyPool(config.max_body_bytes, config.max_held_bytes)
     return Proxy(
         fleet,
@@ -93,7 +97,19 @@ def create_proxy(config: GatewayConfig, admin_key: str | None) -> Proxy:
 
 
 def create_accounts(config: GatewayConfig, keys: Sequence[ClientKey]) -> Accounts:
-    """The accounts of a configuration. Raises ConfigError for quotas without a ledger, and for an unknown price."""
+    """The accounts of a configuration. Raises ConfigError for an unknown price."""
+    for upstream in config.upstreams:
+        for model in (upstream.aliases or {}).values():
+            price_of(upstream, model, 1000, 1000)
+    ledger = Ledger(config.ledger) if config.ledger is not None else None
+    return Accounts(keys, ledger, config.budget, config.concurrent)
+
+
+def _read_client_keys(config: GatewayConfig, admin_key: str | None) -> list[ClientKey]:
+    """The keys of clients. Raises ConfigError, also for limits that the gateway has not what it takes to keep."""
+    if config.keys is None:
+        return []
+    keys = read_keys(config.keys, {"the administrator (WEFT_ADMIN_KEY)": admin_key})
     if config.ledger is None and any(key.quota is not None for key in keys):
         raise ConfigError("quota of a key needs a file as ledger, which remembers it", code="quota-without-ledger")
     weighted = next((key.name for key in keys if key.weight is not None), None)
@@ -103,11 +119,30 @@ def create_accounts(config: GatewayConfig, keys: Sequence[ClientKey]) -> Account
             "concurrent: 64, or leave weight out",
             code="weight-without-limit",
         )
-    for upstream in config.upstreams:
-        for model in (upstream.aliases or {}).values():
-            price_of(upstream, model, 1000, 1000)
-    ledger = Ledger(config.ledger) if config.ledger is not None else None
-    return Accounts(keys, ledger, config.budget, config.concurrent)
+    return keys
+
+
+def watches_of(proxy: Proxy, config: GatewayConfig, admin_key: str | None) -> list[Looking]:
+    """The files and sources that are looked at while the gateway runs."""
+    watches: list[Looking] = [UpstreamKeys(proxy.fleet)]
+    if proxy.watch is not None:
+        watches.append(proxy.watch)
+    if config.keys is not None:
+
+        def take(keys: list[ClientKey]) -> None:
+            proxy.accounts.change_keys(keys)  # which may refuse them
+            proxy.keys.change(keys)
+
+        watches.append(
+            WatchedFile(
+                config.keys,
+                lambda: _read_client_keys(config, admin_key),
+                take,
+                subject="the keys of clients stay",
+                code="keys-unchanged",
+            )
+        )
+    return watches
 
 
 def check_hosts(upstreams: Sequence[UpstreamConfig], address: tuple[str, int]) -> None:
@@ -133,6 +168,26 @@ def check_hosts(upstreams: Sequence[UpstreamConfig], address: tuple[str, int]) -
             )
 
 
+def connection_limits(body_bytes: int, files: int) -> ConnectionLimits:
+    """The limits of connections that fit in `files` descriptors. Logs a line if these are fewer than usual."""
+    usual = ConnectionLimits(keepalive_s=KEEPALIVE_S, held_bytes=4 * body_bytes)
+    # Half of the files: a connection to an upstream for each of a client.
+    limits = fit_to_files(usual, files // 2)
+    if limits.connections < usual.connections:
+        needed = 2 * (usual.connections + usual.spare + RESERVED_FILES + open_files())
+        log.warning(
+            "%d connections of clients are served at once, not %d: the limit of open files is %d; `ulimit -n %d` "
+            "before the start, or LimitNOFILE=%d in a systemd unit, is enough for all",
+            limits.connections,
+            usual.connections,
+            files,
+            needed,
+            needed,
+            extra=event_fields("few-files", connections=limits.connections, files=files, needed=needed),
+        )
+    return limits
+
+
 async def _serve_gateway(
     config: GatewayConfig,
     options: ServeOptions,
@@ -141,23 +196,39 @@ async def _serve_gateway(
     listener: socket.socket,
 ) -> None:
     proxy = create_proxy(config, admin_key)
-    limits = fit_to_files(
-        # Half of the files: a connection to an upstream for each of a client.
-        ConnectionLimits(keepalive_s=KEEPALIVE_S, held_bytes=4 * config.max_body_bytes),
-        raise_file_limit() // 2,
-    )
+    limits = connection_limits(config.max_body_bytes, raise_file_limit())
     server = GatewayServer(proxy, listener, limits, options, shutdown_timeout)
-    checking = asyncio.create_task(check_forever(proxy.fleet, config.timeouts, proxy.watch, server.reload_certificate))
+    checks = CheckLoop(
+        proxy.fleet, config.timeouts, watches_of(proxy, config, admin_key), also=server.reload_certificate
+    )
+    checking = asyncio.create_task(checks.check_forever())
     listen.start_listening(listener, options)
     gc.set_threshold(GARBAGE_OBJECTS)
     gc.freeze()  # what exists now stays: no request waits while the collector scans it
     log.info("%d upstreams, %s, at %s", len(proxy.fleet.replicas), config.policy, listen.public_url(listener, options))
     try:
-        with handle_stop_signals(server.on_signal, shutdown_timeout):
+        with handle_stop_signals(server.on_signal, shutdown_timeout), look_at_hangup(checks):
             await server.serve(sockets=[listener])
     finally:
         checking.cancel()
         proxy.close()
+
+
+@contextmanager
+def look_at_hangup(checks: CheckLoop) -> Iterator[None]:
+    """Look at all files at once when SIGHUP comes, as other servers do; without this it would end the process.
+
+    If it is ignored, as under nohup, it stays so.
+    """
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, checks.look_now)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
 
 
 class GatewayServer(HttpServer):

@@ -23,6 +23,10 @@ class Shares:
         self._running: Counter[str] = Counter()
         self._seen: dict[str, float] = {}
 
+    def change_weights(self, weights: Mapping[str, float]) -> None:
+        """Share by these weights from now on."""
+        self._weights = dict(weights)
+
     def enter(self, name: str) -> None:
         """Count a request of a key. Raises HttpError 429 if there is no room for it."""
         now = self._clock()

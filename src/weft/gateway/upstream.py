@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import httptools
@@ -12,6 +13,7 @@ from weft.errors import WeftError
 HEAD_BYTES = 2**16  # bytes of a response's head, or of the framing between two pieces of its body
 HEADER_FIELDS = 256
 FRAMING = (b"content-length", b"transfer-encoding")
+ENGINE_RESTARTS = "engine_restarts"  # code of a Weft server's error for a request whose engine died
 MAX_STATUS = 599  # RFC 9110, section 15
 HIGH_WATER = 2**16  # bytes of a body that wait for the client before reading pauses
 
@@ -19,14 +21,32 @@ HIGH_WATER = 2**16  # bytes of a body that wait for the client before reading pa
 class UpstreamError(WeftError):
     """A request without a complete response.
 
-    `sent`: the upstream may have begun to work on it, and may charge for it. `stalled`: it took too long. `upstream`:
-    name of the upstream; "" for the one that was asked last.
+    `sent`: the upstream may have begun to work on it, and may charge for it. `stalled`: it took too long. `died`: the
+    upstream, or its engine, ended while it had the request. `public`: the message without the addresses of upstreams,
+    for clients. `upstream`: name of the upstream; "" for the one that was asked last.
     """
 
-    def __init__(self, message: str, *, code: str, sent: bool = True, stalled: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str,
+        sent: bool = True,
+        stalled: bool = False,
+        died: bool = False,
+        public: str | None = None,
+    ) -> None:
         super().__init__(message, code=code)
-        self.sent, self.stalled = sent, stalled
+        self.sent, self.stalled, self.died = sent, stalled, died
+        self.public = message if public is None else public
         self.upstream = ""
+
+
+def error_code(content: Mapping[str, Any]) -> str:
+    """The code of an error in OpenAI's shape; "" if it has none."""
+    error = content.get("error")
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, str) else ""
 
 
 class ResponseHead(NamedTuple):
@@ -193,7 +213,7 @@ class UpstreamConnection(asyncio.Protocol):
             # A connection that closes before the first byte may have been closed before the request came.
             place = "in the middle of its response" if self.received else "before it answered"
             code = "closed-in-response" if self.received else "closed-before-response"
-            self._error = UpstreamError(f"it closed the connection {place}", code=code)
+            self._error = UpstreamError(f"it closed the connection {place}", code=code, died=True)
         self._wake()
 
     # Callbacks of the parser, which stop it by an exception

@@ -99,7 +99,7 @@ class SetProxy(Proxy):
             fleet,
             Keys(client_keys, options.admin_key),
             # A queue may be long; a process that ends or hangs is noticed by `Keeper`.
-            Timeouts(first_byte=0, idle=0),
+            Timeouts(first_byte=0, idle=0, wait=0),
             GatewayMetrics(fleet),
             bodies=BodyPool(body_bytes, 8 * body_bytes),
             accounts=Accounts(client_keys, None, None, None),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from weft.client.collector import Collector, Delta
 from weft.core.request import Output
-from weft.errors import EngineError, OutputError
+from weft.errors import EngineError, NoEngineError, OutputError
 from weft.executors.ranks import CLOSED
 from weft.serving.clients import current
 from weft.serving.errors import HttpError, shutting_down_error
@@ -96,7 +96,9 @@ class EngineStream:
         if engine.failure is not None or error.cause == CLOSED:
             return error
         reason = engine.outage or f"the engine has started again: {error}"
-        return HttpError(503, f"{reason}; try again later", code="engine-restarts", retry_after_s=RESTART_S)
+        # A gateway counts "engine-restarts": the engine died with the request.
+        code = "engine-starts" if isinstance(error, NoEngineError) else "engine-restarts"
+        return HttpError(503, f"{reason}; try again later", code=code, retry_after_s=RESTART_S)
 
     def cut_off(self) -> None:
         """Abort all requests; iterating then raises a 503 error."""

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from weft.errors import EngineError, QueueFullError, RequestError, WeftError
+from weft.errors import EngineError, FatalRequestError, QueueFullError, RequestError, WeftError
 from weft.executors.ranks import CLOSED
 
 # Key of a scope whose server sends whole responses in one piece, and of their http.response.start: there, the body,
@@ -19,14 +19,28 @@ from weft.executors.ranks import CLOSED
 WHOLE = "weft.whole"
 
 
+FATAL = "request_ends_engines"  # code of a request that is refused, since engines have died with it
+CODE_HEADER = b"x-weft-code"  # of errors in a shape that has no code; a gateway reads it
+
+
 class HttpError(WeftError):
     """An error with an HTTP status. Its `code` is sent to clients, with underscores as OpenAI spells codes."""
 
     def __init__(
-        self, status: int, message: str, *, code: str, param: str | None = None, retry_after_s: int | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message, code=code)
         self.status, self.param, self.retry_after_s = status, param, retry_after_s
+        self.headers = dict(headers or {})
+        if retry_after_s is not None:
+            self.headers["Retry-After"] = str(retry_after_s)
 
 
 class ErrorBody(msgspec.Struct):
@@ -99,8 +113,7 @@ def describe_error(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
     match error:
         case HttpError():
             status, code, param = error.status, error.code.replace("-", "_"), error.param
-            if error.retry_after_s is not None:
-                headers = {"Retry-After": str(error.retry_after_s)}
+            headers = dict(error.headers)
         case QueueFullError():
             status, code, headers = 429, "queue_full", {"Retry-After": str(error.retry_after_s)}
         case EngineError() if error.cause == CLOSED:
@@ -108,7 +121,8 @@ def describe_error(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
         case EngineError():
             code = "engine_dead"
         case RequestError():
-            status, param, code = 400, error.param, "invalid_value"
+            status, code = (422, FATAL) if isinstance(error, FatalRequestError) else (400, "invalid_value")
+            param = error.param
         case HTTPException():
             status, message, headers = error.status_code, error.detail, dict(error.headers or {})
             code = {404: "unknown_url", 405: "method_not_allowed"}.get(status, "http_error")
@@ -157,7 +171,10 @@ def error_frame(error: Exception, path: str = "") -> AnyErrorFrame:
 def error_response(error: Exception, path: str = "") -> Response:
     """The response to an exception, in the shape of the API that `path` belongs to."""
     status, body, headers = describe_error(error)
-    return JsonResponse(shape_error(status, body, path), status, headers)
+    frame = shape_error(status, body, path)
+    if not isinstance(frame, ErrorFrame) and body.code:
+        headers[CODE_HEADER.decode()] = body.code
+    return JsonResponse(frame, status, headers)
 
 
 async def handle_exception(request: Request, error: Exception) -> Response:

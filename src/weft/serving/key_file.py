@@ -12,6 +12,7 @@ import msgspec
 
 from weft.errors import ConfigError, error_reason, nearest_name
 from weft.formats.yaml_text import load_yaml
+from weft.regular_files import SETTINGS_BYTES, read_regular_text
 from weft.serving.keys import digest_key
 
 UNKNOWN_FIELD = re.compile(r"unknown field `([^`]*)`")
@@ -110,7 +111,7 @@ def _convert(values: Any, path: str) -> list[ClientKey]:
 
 def _read_yaml(path: str) -> Any:
     try:
-        return load_yaml(Path(path).read_text(encoding="utf-8"), quote=False)
+        return load_yaml(read_regular_text(path, SETTINGS_BYTES), quote=False)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error_reason(error)}", code="cannot-read-config") from None
     except ValueError as error:

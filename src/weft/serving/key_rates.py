@@ -36,15 +36,23 @@ class KeyRates:
     """
 
     def __init__(self, keys: Sequence[ClientKey]) -> None:
-        self._keys = {key.name: key for key in keys if key.rpm or key.tpm or key.concurrent}
+        # For all keys, also those without limits: they may get some while requests of theirs run.
         self._running: Counter[str] = Counter()
         self._expected: Counter[str] = Counter()  # requests that are yet to be counted, by `RequestCount`
         self._limiter: SlidingWindowCounterRateLimiter | None = None
-        self._items: dict[tuple[str, str], RateLimitItem] = {}
-        if any(key.rpm or key.tpm for key in keys):
-            self._create_limiter()
+        self.change(keys)
 
-    def _create_limiter(self) -> None:
+    def change(self, keys: Sequence[ClientKey]) -> None:
+        """Keep the limits of these keys from now on. Counts by the name of a key stay.
+
+        Raises ConfigError, before anything is changed, if the package for rates is not there.
+        """
+        items = self._create_items(keys) if any(key.rpm or key.tpm for key in keys) else {}
+        self._items: dict[tuple[str, str], RateLimitItem] = items
+        self._keys = {key.name: key for key in keys if key.rpm or key.tpm or key.concurrent}
+
+    def _create_items(self, keys: Sequence[ClientKey]) -> dict[tuple[str, str], RateLimitItem]:
+        """The limits per minute. Raises ConfigError."""
         try:
             from limits import RateLimitItemPerMinute
             from limits.storage import MemoryStorage
@@ -53,12 +61,13 @@ class KeyRates:
             raise ConfigError(
                 'rpm and tpm of keys need the package limits: pip install "weft[gateway]"', code="limits-not-installed"
             ) from None
-        self._storage: MemoryStorage = MemoryStorage()
-        self._limiter = SlidingWindowCounterRateLimiter(self._storage)
-        for name, key in self._keys.items():
-            for unit, most in (("requests", key.rpm), ("tokens", key.tpm)):
-                if most:
-                    self._items[name, unit] = RateLimitItemPerMinute(most)
+        if self._limiter is None:
+            self._storage: MemoryStorage = MemoryStorage()
+            self._limiter = SlidingWindowCounterRateLimiter(self._storage)
+        units = [
+            ((key.name, unit), most) for key in keys for unit, most in (("requests", key.rpm), ("tokens", key.tpm))
+        ]
+        return {name: RateLimitItemPerMinute(most) for name, most in units if most}
 
     def test(self, name: str, *, requests: int = 0, tokens: int = 0) -> None:
         """Raise HttpError 429 if a limit has no room. One that is forbidden must not count for another limit."""
@@ -79,28 +88,24 @@ class KeyRates:
 
     def enter(self, name: str, *, tokens: int = 0) -> None:
         """Count a request that begins, and tokens of its prompt as far as they are known."""
-        if name in self._keys:
-            self._hit(name, "requests", 1)
-            self._running[name] += 1
-            self.count_prompt(name, tokens)
+        self._hit(name, "requests", 1)
+        self._running[name] += 1
+        self.count_prompt(name, tokens)
 
     def expect(self, name: str) -> None:
         """Note a request that begins, and for which `test` found room; it is yet to be counted."""
-        if name in self._keys:
-            self._expected[name] += 1
-            self._running[name] += 1
+        self._expected[name] += 1
+        self._running[name] += 1
 
     def settle(self, name: str, *, counted: bool) -> None:
         """Count a request that was expected, or forget it if it was refused. It runs on until `leave`."""
-        if name in self._keys:
-            self._expected[name] -= 1
-            if counted:
-                self._hit(name, "requests", 1)
+        self._expected[name] -= 1
+        if counted:
+            self._hit(name, "requests", 1)
 
     def leave(self, name: str) -> None:
         """Note the end of a request that began with `enter` or `expect`."""
-        if name in self._keys:
-            self._running[name] -= 1
+        self._running[name] -= 1
 
     def count_prompt(self, name: str, tokens: int) -> None:
         """Count tokens that `test` found room for."""

@@ -12,7 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from weft.serving.batches.attempts import Attempts, Places, engines_lost
+from weft.serving.batches.attempts import Attempts, Places, lost_engine
 from weft.serving.batches.types import BatchLine
 from weft.serving.clients import current
 from weft.serving.errors import HttpError, describe_error, error_response
@@ -61,18 +61,18 @@ async def _attempt(
     service: Service, endpoint: Endpoint, line: BatchLine, count: RequestCount, attempts: Attempts
 ) -> tuple[int, bytes, Exception | None]:
     """Ask a line once. Raises NotNowError. Whoever keeps the answer forgets the deaths that `attempts` has noted."""
-    lost = 0
+    died = False
     try:
         await attempts.begin()
         status, body, error = await _try(service, endpoint, line, count)
-        lost = engines_lost(error)
+        died = lost_engine(error)
         if status != 200 and (service.draining or service.engine.failure is not None):
             raise NotNowError
     except (asyncio.CancelledError, NotNowError):
-        await attempts.settle(lost)
+        await attempts.settle(died=died)
         raise
     if not _is_final(status, error):
-        await attempts.settle(lost)
+        await attempts.settle(died=died)
     return status, body, error
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from weft.client.suspects import LOST
-from weft.errors import EngineError
+from weft.errors import EngineError, NoEngineError
 from weft.executors.ranks import CLOSED
 from weft.serving.errors import HttpError
 
@@ -40,9 +40,9 @@ class Attempts:
         """Note that the line is about to be asked."""
         await self._keep(self.deaths + 1)
 
-    async def settle(self, lost: int) -> None:
-        """Note that the line has no answer, and that `lost` engines have died with it."""
-        self.deaths += lost
+    async def settle(self, *, died: bool) -> None:
+        """Note that the line has no answer, and whether an engine has died with it."""
+        self.deaths += died
         await asyncio.shield(self._keep(self.deaths))
 
     async def _keep(self, number: int) -> None:
@@ -51,12 +51,12 @@ class Attempts:
             await self._note(number)
 
 
-def engines_lost(error: Exception | None) -> int:
-    """Number of engines that have died with a request that ended with an error."""
+def lost_engine(error: Exception | None) -> bool:
+    """Return True if an engine has died with the request that ended with an error."""
     cause = error.__cause__ if isinstance(error, HttpError) else error
     if isinstance(cause, EngineError):
-        return 0 if cause.cause == CLOSED else cause.lost
-    return int(isinstance(error, HttpError) and error.code == "engine-restarts")
+        return cause.cause != CLOSED and not isinstance(cause, NoEngineError)
+    return isinstance(error, HttpError) and error.code == "engine-restarts"
 
 
 class Places:

@@ -1,0 +1,109 @@
+"""CheckLoop: the gateway's work in the background, which goes on whatever a part of it waits for or fails with."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Hashable, Iterable
+from contextlib import suppress
+from functools import partial
+from typing import Protocol
+
+from weft.gateway.checks import check_health, read_models
+from weft.gateway.config import Timeouts
+from weft.gateway.fleet import Fleet
+from weft.gateway.replica import Replica
+from weft.logs import event_fields
+
+log = logging.getLogger("weft.gateway")
+
+CHECK_EVERY_S = 2.0
+MODELS_EVERY_S = 30.0  # seconds between two looks at the models of a replica; at once after it has recovered
+
+
+class Looking(Protocol):
+    """Something whose changes are looked for."""
+
+    async def look(self) -> None: ...
+
+
+class CheckLoop:
+    """Checks all replicas of a fleet, looks at `watches` and calls `also`, every CHECK_EVERY_S seconds.
+
+    Each of these is a task of its own, and begins anew once it has ended: one that waits delays no other. A replica is
+    checked without a pause if no other one can take its requests.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        timeouts: Timeouts,
+        watches: Iterable[Looking] = (),
+        also: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._fleet, self._timeouts, self._watches, self._also = fleet, timeouts, tuple(watches), also
+        self._running: dict[Hashable, asyncio.Task[None]] = {}
+        self._due: dict[Replica, float] = {}  # for a look at its models
+        self._logged = ""
+        self._hurry = asyncio.Event()
+
+    def look_now(self) -> None:
+        """Begin the next round at once."""
+        self._hurry.set()
+
+    async def check_forever(self) -> None:
+        """Check until it is cancelled."""
+        try:
+            while True:
+                self.begin_round()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(CHECK_EVERY_S):
+                        await self._hurry.wait()
+                self._hurry.clear()
+        finally:
+            for task in self._running.values():
+                task.cancel()
+
+    async def round(self) -> None:
+        """Check everything once, and wait for the end."""
+        self.begin_round()
+        await asyncio.gather(*self._running.values())
+
+    def begin_round(self) -> None:
+        """Begin what does not run yet."""
+        self._begin("also", self._call_also)
+        for number, watch in enumerate(self._watches):
+            self._begin(number, watch.look)
+        replicas = tuple(self._fleet.replicas.values())
+        covered = self._fleet.covered_models()
+        for replica in replicas:
+            urgent = not replica.breaker.closed and not replica.covered_by(covered)
+            self._begin(replica, partial(self._check, replica, urgent=urgent))
+        for gone in self._due.keys() - set(replicas):
+            del self._due[gone]
+
+    def _begin(self, name: Hashable, work: Callable[[], Awaitable[None]]) -> None:
+        if name not in self._running:
+            self._running[name] = asyncio.create_task(self._guard(name, work))
+
+    async def _guard(self, name: Hashable, work: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await work()
+        except Exception as error:  # a fault of ours: without checks no replica would recover
+            if repr(error) != self._logged:
+                self._logged = repr(error)
+                log.exception("a check failed; checks go on", extra=event_fields("check-failed"))
+        finally:
+            del self._running[name]
+
+    async def _call_also(self) -> None:
+        self._also()
+
+    async def _check(self, replica: Replica, *, urgent: bool) -> None:
+        was_closed = replica.breaker.closed
+        await check_health(replica, self._fleet, self._timeouts, urgent=urgent)
+        now = time.monotonic()
+        due_now = now >= self._due.get(replica, 0.0) or not was_closed
+        if replica.breaker.closed and due_now and await read_models(replica, self._timeouts):
+            self._due[replica] = now + MODELS_EVERY_S

@@ -1,0 +1,131 @@
+"""Losses: upstreams that died while they had requests. Says which of these requests another upstream may get."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from weft.client.suspects import LOST, PATIENCE_S, Suspects, Trial
+from weft.gateway.breaker import RetryBudget
+from weft.gateway.exchange import Exchange
+from weft.gateway.paths import is_repeatable
+from weft.gateway.replica import Attempt, Replica
+from weft.gateway.upstream import ENGINE_RESTARTS, ResponseHead, UpstreamError, error_code
+from weft.logs import event_fields
+from weft.serving.errors import CODE_HEADER, HttpError
+
+log = logging.getLogger("weft.gateway")
+
+
+class Losses:
+    """Decides what becomes of requests whose upstream died or stalled after they were sent.
+
+    A request may lose LOST upstreams: it may be what ends them. So a body goes to at most one other upstream, whose
+    price is taken from the `budget`; all requests that an upstream had when it died pay for it once. A request that
+    loses its second upstream while no other suspect is there is refused for a while. `clock` reads monotonic seconds.
+    """
+
+    def __init__(self, budget: RetryBudget, clock: Callable[[], float]) -> None:
+        self._budget, self._clock = budget, clock
+        self._suspects = Suspects()
+
+    def check(self, exchange: Exchange) -> None:
+        """Raise HttpError 422 for a request that has ended two upstreams. Clients' own retries do not repeat a 422."""
+        if not self._suspects or not exchange.digest:
+            return
+        left_s = self._suspects.refused_s(exchange.digest, self._clock())
+        if left_s > 0:
+            raise HttpError(
+                422,
+                f"{LOST} upstreams in a row died while they had this request, and it was not answered between; it is "
+                f"refused for {left_s:.0f} s; change it, or report its digest {exchange.digest.hex()}",
+                code="request-ends-engines",
+            )
+
+    # Suspects, one after the other
+
+    def free(self, exchange: Exchange, candidates: Sequence[Replica], waited_s: float) -> list[Replica]:
+        """The candidates that have no other suspect, if the request is one itself; after PATIENCE_S all."""
+        if not self._suspects or not exchange.digest or waited_s >= PATIENCE_S:
+            return list(candidates)
+        now = self._clock()
+        return [one for one in candidates if self._suspects.may_begin(exchange.digest, one.name, now)]
+
+    def begin(self, exchange: Exchange, attempt: Attempt) -> None:
+        """Note that a request is about to be sent."""
+        attempt.began_s = self._clock()
+        if self._suspects and exchange.digest:
+            trial = self._suspects.begin(exchange.digest, attempt.replica.name, attempt.began_s)
+            attempt.trial = trial
+            attempt.on_answer = lambda: self._suspects.end(trial)
+
+    def note_answer(self, exchange: Exchange) -> None:
+        """Note that a request has been answered to its end: whatever died with it died of something else."""
+        if self._suspects and exchange.digest:
+            self._suspects.note_answer(exchange.digest)
+
+    # Deaths
+
+    def goes_on(self, exchange: Exchange, attempt: Attempt, error: UpstreamError) -> bool:
+        """Count a failed attempt. Return True if another upstream may get the request."""
+        return not error.sent or self._lose(exchange, attempt, is_death=error.died, dies_again=attempt.resent)
+
+    def goes_on_after_restart(self, exchange: Exchange, attempt: Attempt) -> bool:
+        """Count an engine that died, as its server says. Return True if another upstream may get the request."""
+        return self._lose(exchange, attempt, is_death=True)
+
+    def note_break(self, exchange: Exchange, attempt: Attempt, error: UpstreamError, *, progressed: bool) -> bool:
+        """Count a stream that broke. Return True if another upstream may go on with it.
+
+        One that got tokens from this upstream is no suspect, and this is the first upstream that it loses.
+        """
+        if progressed:
+            exchange.lost_at = [attempt.replica]
+            return True
+        return self._lose(exchange, attempt, is_death=error.died)
+
+    def _lose(self, exchange: Exchange, attempt: Attempt, *, is_death: bool, dies_again: bool = False) -> bool:
+        exchange.lost_at += [attempt.replica] * (2 if dies_again else 1)
+        if is_death:
+            self._note_death(exchange, attempt)
+        if len(exchange.lost_at) >= LOST or not is_repeatable(exchange.method, exchange.scope["path"]):
+            return False
+        replica = attempt.replica
+        if is_death and attempt.began_s <= replica.died_s:
+            return True  # this death is paid
+        if not self._budget.spend():
+            return False
+        if is_death:
+            replica.died_s = self._clock()
+        return True
+
+    def _note_death(self, exchange: Exchange, attempt: Attempt) -> None:
+        if not exchange.digest:
+            return
+        name = attempt.replica.name
+        trial = attempt.trial or Trial(exchange.digest, name, attempt.began_s, suspected=False)
+        if self._suspects.note_death(trial, self._clock()):
+            log.error(
+                "a request has ended %d upstreams in a row, the last one is %s; its digest is %s, and it is refused "
+                "for %.0f s",
+                LOST,
+                name,
+                exchange.digest.hex(),
+                self._suspects.refused_s(exchange.digest, self._clock()),
+                extra=event_fields("request-ends-engines"),
+            )
+
+
+def tells_restart(head: ResponseHead, first: bytes) -> bool:
+    """Return True for a Weft server's 503 about a request whose engine died."""
+    if head.status != 503:
+        return False
+    if head.header(CODE_HEADER) == ENGINE_RESTARTS.encode():
+        return True
+    try:
+        frame = msgspec.json.decode(first)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return isinstance(frame, dict) and error_code(frame) == ENGINE_RESTARTS
