@@ -25,16 +25,16 @@ KINDS = {
 class UnfitFileError(OSError):
     """A file that is there and is not read. `strerror` is the reason, without the name of the file."""
 
-    def __init__(self, reason: str, path: str | Path, *, code: str, number: int = errno.EINVAL) -> None:
-        super().__init__(number, reason, str(path))
+    def __init__(self, reason: str, path: str | Path, *, code: str) -> None:
+        super().__init__(errno.EINVAL, reason, str(path))
         self.code = code
 
 
 def open_regular(path: str | Path, most: int | None = None) -> BinaryIO:
     """Open a regular file of at most `most` bytes for reading.
 
-    Raises OSError; UnfitFileError for anything but a regular file ("not-a-regular-file") and for one that is larger
-    ("file-too-large").
+    Raises OSError: UnfitFileError for a pipe, a device or a socket ("not-a-regular-file"), and for a file that is
+    larger ("file-too-large").
     """
     try:
         _check(os.stat(path), path, most)  # before it is opened: opening a device may already act on it
@@ -45,7 +45,7 @@ def open_regular(path: str | Path, most: int | None = None) -> BinaryIO:
     file = os.fdopen(descriptor, "rb")
     try:
         _check(os.fstat(descriptor), path, most)
-    except UnfitFileError:
+    except OSError:
         file.close()
         raise
     return file
@@ -70,7 +70,7 @@ def read_regular_text(path: str | Path, most: int, *, encoding: str = "utf-8", e
 
 def _check(status: os.stat_result, path: str | Path, most: int | None) -> None:
     if stat.S_ISDIR(status.st_mode):
-        raise UnfitFileError(os.strerror(errno.EISDIR), path, code="not-a-regular-file", number=errno.EISDIR)
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(status.st_mode):
         kind = KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         raise UnfitFileError(f"{kind}, and only regular files are read", path, code="not-a-regular-file")
@@ -79,4 +79,4 @@ def _check(status: os.stat_result, path: str | Path, most: int | None) -> None:
 
 
 def _too_large(path: str | Path, size: int, most: int) -> UnfitFileError:
-    return UnfitFileError(f"{size:,} bytes; at most {most:,} are read", path, code="file-too-large", number=errno.EFBIG)
+    return UnfitFileError(f"{size:,} bytes; at most {most:,} are read", path, code="file-too-large")

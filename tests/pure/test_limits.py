@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.refusals import refuses
 from weft import logs
 from weft.cli.dispatch import dispatch
 from weft.errors import ConfigError, ModelError, RequestError, WeftError, printable
-from weft.formats import config_json, limits, safetensors
+from weft.formats import config_json, gguf, limits, safetensors
 from weft.hardware import cluster, quantities
 from weft.plan.memory import capacity_lines
 from weft.plan.plan import named_devices
@@ -116,3 +117,54 @@ def test_the_cache_of_a_cpu_is_not_a_gpu_s() -> None:
     on_cpu = msgspec.structs.replace(plan(), devices=named_devices(*("cpu",) * len(plan().devices)))
     assert capacity_lines(on_gpu, 1000)[0] == "GPU KV cache size: 16,000 tokens"
     assert capacity_lines(on_cpu, 1000)[0] == "CPU KV cache size: 16,000 tokens"
+
+
+# --- Counts and lengths
+
+
+def _header(entries: dict[str, dict[str, Any]]) -> bytes:
+    return json.dumps(entries).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("x" * 513, [1]), ("a", [1] * 9), ("a", [0] * 5000), ("x" * 50_000, [])], ids=str
+)
+def test_a_tensor_like_no_other_is_told_in_a_short_line(name: str, shape: list[int]) -> None:
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 4 if 0 not in shape else 0]}
+    with refuses(ModelError, "impossible-tensor", "a.safetensors") as refused:
+        safetensors.decode_header(_header({name: entry}), "a.safetensors")
+    assert len(str(refused.value)) < 300
+
+
+def test_more_tensors_than_any_checkpoint_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(limits, "TENSORS", 10)
+    monkeypatch.setattr(limits, "GGUF_FIELDS", 10)
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    with refuses(ModelError, "too-many-tensors", "a.safetensors", "11", "10"):
+        safetensors.decode_header(_header({str(number): entry for number in range(11)}), "a.safetensors")
+    index = {"weight_map": {str(number): "a.safetensors" for number in range(11)}}
+    (tmp_path / safetensors.INDEX).write_text(json.dumps(index))
+    with refuses(ModelError, "too-many-tensors", safetensors.INDEX, "11", "10"):
+        safetensors.read_directory(tmp_path)
+    path = tmp_path / "a.gguf"
+    for counts, code in (((11, 0), "too-many-tensors"), ((0, 11), "too-many-gguf-fields")):
+        path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, *counts) + bytes(1000))
+        with refuses(ModelError, code, "a.gguf", "11", "10"):
+            gguf.read_gguf(path)
+
+
+def test_texts_of_a_header_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "a.gguf"
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1)
+    monkeypatch.setattr(limits, "GGUF_TEXT_BYTES", 100)
+    monkeypatch.setattr(limits, "GGUF_TEXTS", 10)
+    for value in (struct.pack("<IQ", 8, 200) + bytes(200), struct.pack("<IIQ", 9, 8, 11) + bytes(88)):
+        path.write_bytes(head + struct.pack("<Q", 1) + b"a" + value)
+        with refuses(ModelError, "too-many-gguf-texts", "a.gguf"):
+            gguf.read_gguf(path)
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "intermediate_size", "vocab_size", "head_dim"])
+def test_a_number_beyond_any_is_refused(field: str) -> None:
+    with refuses(ModelError, "wrong-field-value", field):
+        shape(LLAMA | {field: 2**70})

@@ -31,6 +31,7 @@ class PublishedQuantization(msgspec.Struct, frozen=True, kw_only=True, cache_has
     - `wide`: numbers have 32-bit scales: indices of a table of 16 values (`schemes.TABLES`), or "signed" ones of 8
       bits; "" for all others.
     - `nested`: scales are themselves rounded to 8 bits (bitsandbytes' double quantisation).
+    - `mixed`: the config says that layers differ in groups, zero points or order; else all tensors must be as it says.
     - `exceptions`: (tensor name, scheme) of tensors that are stored otherwise; "" for one that is not quantised.
     """
 
@@ -44,6 +45,7 @@ class PublishedQuantization(msgspec.Struct, frozen=True, kw_only=True, cache_has
     rows: int = 1
     wide: Wide = ""
     nested: bool = False
+    mixed: bool = False
     exceptions: tuple[tuple[str, str], ...] = ()
 
     @property

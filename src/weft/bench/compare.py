@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from weft.errors import ConfigError, error_reason
+from weft.regular_files import read_regular_text
 
 # The end of a figure's name says if higher or lower is better; other figures (counts, settings) are not compared.
 HIGHER = ("tok_s", "throughput", "goodput", "goodput_share", "per_s")
@@ -17,6 +17,7 @@ LOWER = ("_s", "_ms", "_us", "_bytes", "seconds", "failed", "instructions")
 # Settings, not measurements: a difference means that the two runs did different work.
 SETTINGS = ("task", "model", "model_id", "dtype", "num_prompts", "request_rate", "max_concurrency", "requests")
 APART = ("layout", "predicted", "errors", "goodput_limits_ms", "device", "residuals", "runs")
+RESULT_BYTES = 100_000_000  # a result of many runs, usually some KB
 SPREADS = ("std_", "client_")  # deviations, and figures of the client
 
 
@@ -43,7 +44,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 def read_result(path: str) -> dict[str, Any]:
     """Read the result in a file: the whole file, or its last line, is a JSON object. Raises ConfigError."""
     try:
-        text = Path(path).read_text(encoding="utf-8").strip()
+        text = read_regular_text(path, RESULT_BYTES).strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error_reason(error)}", code="cannot-read-result") from None
     for part in (text, text.rpartition("\n")[2]):

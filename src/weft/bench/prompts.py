@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from random import Random
 from typing import Any, TypeGuard
 
 import msgspec
 
 from weft.errors import ConfigError, error_reason
+from weft.regular_files import read_regular_text
 
 Message = dict[str, Any]
 WORDS = "time year day way part case work life hand place week group water room area story fact month book eye"
+DATASET_BYTES = 2_000_000_000  # ShareGPT's has 670 MB
 FORMS = (
     'one JSON object per line with "prompt" or "messages", and optionally "output_tokens"; '
     "or ShareGPT's list of conversations"
@@ -62,7 +63,7 @@ def random_prompts(
 def read_prompts(path: str, *, output_len: int) -> list[Prompt]:
     """Read the prompts of a file in order; `output_len` applies to prompts without a length. Raises ConfigError."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_regular_text(path, DATASET_BYTES)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"cannot read --dataset-path {path}: {error_reason(error)}", code="cannot-read-dataset"

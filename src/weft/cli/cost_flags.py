@@ -5,12 +5,12 @@ from __future__ import annotations
 import csv
 from argparse import ArgumentTypeError
 from math import isfinite
-from pathlib import Path
 
 from weft.cli import values
 from weft.cli.flags import Flag
 from weft.cli.plan_flags import share
 from weft.errors import error_reason
+from weft.regular_files import SETTINGS_BYTES, read_regular_text
 
 
 def prices(text: str) -> tuple[float, ...]:
@@ -45,7 +45,7 @@ def demand(text: str) -> tuple[float, ...]:
 def read_demand(path: str) -> list[float]:
     """The last column of a CSV file, whose first row may be a heading."""
     try:
-        rows = [row for row in csv.reader(Path(path).read_text(encoding="utf-8").splitlines()) if row]
+        rows = [row for row in csv.reader(read_regular_text(path, SETTINGS_BYTES).splitlines()) if row]
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentTypeError(f"{path} cannot be read: {error_reason(error)}") from None
     rates = []

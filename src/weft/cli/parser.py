@@ -6,7 +6,6 @@ import argparse
 import json
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from weft.cli import hints, vllm
@@ -14,6 +13,7 @@ from weft.cli.commands import COMMANDS, Command
 from weft.cli.flags import Flag
 from weft.errors import WeftError, error_reason
 from weft.formats.yaml_text import load_yaml
+from weft.regular_files import SETTINGS_BYTES, read_regular_text
 
 logger = logging.getLogger("weft.cli")
 
@@ -280,7 +280,7 @@ def typed_words(flag: Flag, value: Any, path: str) -> list[str]:
 def read_config_file(path: str) -> dict[Any, Any]:
     """The mapping in a YAML file. Raises UsageError if the file cannot be read or holds something else."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_regular_text(path, SETTINGS_BYTES)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read --config {path}: {error_reason(error)}", code="cannot-read-config") from None
     try:

@@ -31,6 +31,7 @@ from weft.planner.deployment import Workload, default_lengths
 from weft.planner.question import Question
 from weft.planner.search import search
 from weft.probes import machine
+from weft.regular_files import SETTINGS_BYTES, read_regular_text
 
 # Flags that a command for a similar question repeats.
 REPEATED = (*plan_flags.HARDWARE, *plan_flags.LAYOUT, *plan_flags.ENGINE, *plan_flags.LOAD, *plan_flags.PROMISE)
@@ -289,7 +290,7 @@ def measured_cluster(given: dict[str, Any]) -> Cluster:
     cluster = load_cluster()
     text = hardware_file.hardware_yaml(cluster)
     try:
-        if file.exists() and file.read_text("utf-8") != text:
+        if file.exists() and read_regular_text(file, SETTINGS_BYTES) != text:
             raise ConfigError(
                 f"{file} exists and has other machines; give --cluster a new name, or plan for it with --gpus {file}",
                 code="cluster-exists",

@@ -33,6 +33,7 @@ from weft.monitor.secrets import REMOVED, Secrets, hub_token_files
 from weft.monitor.security_checks import flag_values, process_variables
 from weft.monitor.server_logs import file_tail, process_log, without_prompts
 from weft.probes import stored_speeds
+from weft.regular_files import SETTINGS_BYTES, read_regular_text
 from weft.serving.run_files import RunningServer, running_servers
 
 ANSWER_S = 5.0  # seconds for one answer of a server
@@ -166,7 +167,7 @@ def working_folder(pid: int) -> Path:
 def read_settings(path: Path, secrets: Secrets) -> Any:
     """Settings of a YAML or JSON file without secrets; a sentence if it cannot be read."""
     try:
-        return secrets.clean_fields(load_yaml(path.read_text(encoding="utf-8")), path.parent)
+        return secrets.clean_fields(load_yaml(read_regular_text(path, SETTINGS_BYTES)), path.parent)
     except OSError as error:
         return f"left out: {error_reason(error)}"
     except ValueError:

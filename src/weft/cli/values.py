@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from weft.errors import error_reason
 from weft.formats.yaml_text import load_yaml
+from weft.regular_files import SETTINGS_BYTES, read_regular_text
 
 MULTIPLIERS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -113,7 +114,7 @@ def device_map(text: str) -> str | dict[str, Any]:
     if path.suffix.lower() not in (".json", ".yaml", ".yml") and not path.is_file():
         return text
     try:
-        return _parse_map(path.read_text(encoding="utf-8"), text)
+        return _parse_map(read_regular_text(path, SETTINGS_BYTES), text)
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentTypeError(f"cannot read {text}: {error_reason(error)}") from None
 

@@ -15,7 +15,9 @@ from typing import Any
 from weft.cache import make_private
 from weft.cluster.agent import write_private
 from weft.errors import ConfigError, error_reason
+from weft.regular_files import read_regular
 
+PEM_BYTES = 100_000  # a key or a certificate, usually some KB
 AUTHORITY_DAYS = 3650
 EARLIER = datetime.timedelta(minutes=5)  # clocks of nodes differ
 
@@ -65,8 +67,8 @@ def _authority(x509: Any, folder: Path) -> tuple[Any, Any]:
     if key_file.exists() != file.exists():
         raise ValueError(f"{(file if key_file.exists() else key_file).name} is missing")
     if key_file.exists():
-        key = serialization.load_pem_private_key(key_file.read_bytes(), None)
-        return x509.load_pem_x509_certificate(file.read_bytes()), key
+        key = serialization.load_pem_private_key(read_regular(key_file, PEM_BYTES), None)
+        return x509.load_pem_x509_certificate(read_regular(file, PEM_BYTES)), key
     key = _new_key()
     certificate = _certificate(x509, "weft cluster authority", key, None, AUTHORITY_DAYS)
     write_private(key_file, _key_text(key))

@@ -17,6 +17,7 @@ from weft.errors import WeftError
 from weft.formats.checkpoint import Checkpoint
 from weft.hardware.addresses import check_private, interface_of, own_address, own_interfaces
 from weft.hardware.host import Host
+from weft.regular_files import open_regular
 
 HEADER_BYTES = 4 << 20  # bytes of each file that are compared, at most: headers and the first tensors
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -62,7 +63,7 @@ def model_digest(path: Path) -> str:
     digest = hashlib.sha256()
     for file in _model_files(path):
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             digest.update(opened.read(HEADER_BYTES))
     return digest.hexdigest()
 

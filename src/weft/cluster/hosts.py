@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from weft.errors import ConfigError, error_reason
 from weft.formats.yaml_text import load_yaml
+from weft.regular_files import open_regular
 
 MAX_HOSTS = 256
 MAX_FILE_BYTES = 1 << 18
@@ -67,7 +68,7 @@ def read_hosts(path: str) -> HostsFile:
     """Read and check a file; its `name` and `key_file` are filled in. Raises ConfigError of one line."""
     file = Path(path).expanduser()
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             content = opened.read(MAX_FILE_BYTES + 1)
         text = content.decode()
     except (OSError, UnicodeDecodeError) as error:

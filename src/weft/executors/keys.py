@@ -18,9 +18,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from weft.errors import ConfigError, error_reason
+from weft.regular_files import open_regular
 
 VARIABLE = "WEFT_CLUSTER_KEY"
 MIN_KEY_CHARACTERS = 32
+KEY_FILE_BYTES = 100_000  # a key, or certificates in PEM; usually some hundred bytes
 KEY_MODE = 0o600  # mode of files with a key
 MAKE = "(umask 077; openssl rand -hex 32 > cluster.key)"
 
@@ -91,14 +93,14 @@ def read_private(path: Path) -> tuple[str, str]:
 
     The file is opened once: what is checked is what is read. Raises OSError and UnicodeDecodeError.
     """
-    with path.open(encoding="utf-8") as file:
+    with open_regular(path, KEY_FILE_BYTES) as file:
         about = os.fstat(file.fileno())
         mode = stat.S_IMODE(about.st_mode)
         if mode & 0o077:
             return "", f"others than its owner may read or write {path} (mode {mode:04o}); chmod 600 {path}"
         if about.st_uid not in (0, os.geteuid()):
             return "", f"{path} belongs to another user (number {about.st_uid}); chown {os.geteuid()} {path}"
-        return file.read(), ""
+        return file.read().decode(), ""
 
 
 def prove_to_acceptor(connection: socket.socket, key: bytes, binding: bytes = b"") -> None:

@@ -13,6 +13,7 @@ import msgspec
 
 from weft.errors import ConfigError, error_reason
 from weft.formats import catalogue
+from weft.regular_files import SETTINGS_BYTES, read_regular_text
 
 # Keys that profullstack/infernet-protocol reads: apps/cli/lib/config.js and packages/engine, April 2026.
 LIVE = ("controlPlane", "node", "engine", "supabase")
@@ -76,7 +77,7 @@ def vram_tier(memory_bytes: int) -> str:
 def read_node_config(path: str) -> NodeConfig:
     """Read the configuration in a file. Raises ConfigError that says what is wrong."""
     try:
-        config = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        config = json.loads(read_regular_text(Path(path).expanduser(), SETTINGS_BYTES))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"cannot read --infernet-config {path}: {error_reason(error)}", code="cannot-read-infernet-config"

@@ -24,7 +24,8 @@ from typing import Literal
 import msgspec
 
 from weft.architectures.published import PublishedQuantization, held_group, wide_scheme_name
-from weft.errors import ModelError, error_reason
+from weft.errors import ModelError
+from weft.formats.model_file import read_tensor
 from weft.formats.packed import Packed
 from weft.formats.tensor import TensorInfo
 
@@ -139,13 +140,9 @@ def read_state(info: TensorInfo, name: str) -> QuantState:
             info, name, f"has a quant_state that is {info.type} of {info.nbytes:,} bytes", code="bad-quant-state"
         )
     try:
-        with open(info.file, "rb") as file:
-            file.seek(info.offset)
-            state = msgspec.json.decode(file.read(info.nbytes), type=QuantState)
-    except OSError as error:
-        raise ModelError(f"cannot read {info.file}: {error_reason(error)}", code="cannot-read-model") from error
+        state = msgspec.json.decode(read_tensor(info), type=QuantState)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _misfit(info, name, f"has a damaged quant_state: {error}", code="bad-quant-state") from error
+        raise _misfit(info, name, f"has a damaged quant_state: {error!s:.200}", code="bad-quant-state") from error
     if state.blocksize not in BLOCKS or min(state.shape) < 1:
         raise _misfit(
             info,

@@ -45,11 +45,8 @@ def quantised_layer_predicate(config: Fields) -> Callable[[str], bool]:
     Entries of `llm_int8_skip_modules` match as in Transformers' `should_convert_module`: at the beginning of a name, or
     at its end. Without that list the head stays in 16 bits.
     """
-    skipped = config.values.get("llm_int8_skip_modules")
-    if skipped is None:
-        skipped = ["lm_head"]
-    if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
-        raise config.wrong_value("llm_int8_skip_modules", "a list of names")
+    key = "llm_int8_skip_modules"
+    skipped = ["lm_head"] if config.values.get(key) is None else config.names(key)
 
     def is_quantised(name: str) -> bool:
         return not any(name.endswith(entry) or f"{name}.".startswith(f"{entry}.") for entry in skipped)

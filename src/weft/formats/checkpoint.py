@@ -25,6 +25,7 @@ from weft.formats import (
     safetensors,
     sharded,
 )
+from weft.formats.model_file import file_error
 from weft.formats.tensor import ENCODINGS, TensorInfo
 from weft.formats.tensor_index import (
     FileFormat,
@@ -269,7 +270,7 @@ def _from_file(path: Path) -> Path:
         if gguf.is_gguf(path):
             return path
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error_reason(error)}", code="cannot-read-model") from error
+        raise file_error(path, error) from error
     raise ModelError(
         f"{path} is no model: it does not begin as a GGUF file does; give a directory or a .gguf file",
         code="not-a-gguf-file",

@@ -10,10 +10,11 @@ import msgspec
 from weft.architectures.architecture import Architecture, ConfigFields
 from weft.architectures.registry import ARCHITECTURES, RUNNABLE, find_architecture
 from weft.architectures.shape import DType, ModelShape, Norm
-from weft.errors import ModelError, error_reason
+from weft.errors import ModelError
 from weft.formats import library, limits, packed, quantization_config
 from weft.formats.config_layers import ACTIVATIONS, read_activation, read_layers, with_defaults
 from weft.formats.fields import Fields
+from weft.formats.model_file import read_model_file
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 QUANTIZE = "quantize_config.json"  # AutoGPTQ's own file; newer checkpoints have these fields in config.json
@@ -98,15 +99,12 @@ def load_config(folder: Path) -> Fields:
 def load_json(path: Path) -> Fields:
     """Read the fields of a JSON file. Raises ModelError if the file cannot be read or is damaged."""
     try:
-        limits.check_file(path, limits.CONFIG_BYTES)
-        text = path.read_bytes()
+        text = read_model_file(path, limits.CONFIG_BYTES, code="cannot-read-config")
         fields = Fields(msgspec.json.decode(text, type=dict[str, object]), str(path))
         limits.check_unique(text, str(path))
         return fields
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error_reason(error)}", code="cannot-read-config") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path} is damaged: {error}; fetch it again", code="damaged-config") from error
+        raise ModelError(f"{path} is damaged: {error!s:.200}; fetch it again", code="damaged-config") from error
 
 
 def architecture(config: Fields) -> str:
@@ -123,7 +121,7 @@ def architecture(config: Fields) -> str:
             return own_name
     missing = "" if library.is_installed() else f"; {library.EXTRA} adds those of Transformers"
     raise ModelError(
-        f"{config.where}: unknown architecture {names[0]!r}; known: {', '.join(ARCHITECTURES)}{missing}",
+        f"{config.where}: unknown architecture {names[0]!r:.80}; known: {', '.join(ARCHITECTURES)}{missing}",
         code="unknown-architecture",
     )
 
@@ -213,9 +211,9 @@ def precision(config: Fields) -> str | None:
         return quantization_config.parse_quantization(quantised).precision
     precision = quantization_config.precision_of_unsupported(quantised)
     if precision is None:
-        method = quantised.text_or("quant_method", None)
+        method = quantised.text_or("quant_method", None) or "an unknown method"
         raise ModelError(
-            f"{config.where}: the weights are quantised with {method or 'an unknown method'}, whose bytes Weft does "
+            f"{config.where}: the weights are quantised with {method:.80}, whose bytes Weft does "
             "not know; name the nearest format with --precision",
             code="unknown-quantization",
         )
@@ -234,7 +232,7 @@ def _check_runnable(config: Fields, known: Architecture) -> None:
     unsupported = None if quantised is None else quantization_config.unsupported_quantization(quantised)
     if unsupported is not None:
         raise ModelError(
-            f"{config.where}: the weights are quantised with {unsupported}, which Weft does not read "
+            f"{config.where}: the weights are quantised with {unsupported:.200}, which Weft does not read "
             f"({quantization_config.READ}); use one of those, the unquantised checkpoint or a GGUF file",
             code="quantization-not-read",
         )

@@ -7,6 +7,7 @@ from math import isfinite
 from typing import TypeGuard
 
 from weft.errors import ModelError
+from weft.formats import limits
 
 
 class Fields:
@@ -29,7 +30,7 @@ class Fields:
             f"{self.where}: {key} is {self.values.get(key)!r:.80}; it must be {expected}", code="wrong-field-value"
         )
 
-    def integer(self, key: str, *, maximum: int | None = None) -> int:
+    def integer(self, key: str, *, maximum: int = limits.INTEGER) -> int:
         """Return an integer from 1 to `maximum`."""
         value = self.integer_or(key, None, maximum=maximum)
         if value is None:
@@ -39,13 +40,15 @@ class Fields:
             )
         return value
 
-    def integer_or(self, key: str, default: int | None, *, minimum: int = 1, maximum: int | None = None) -> int | None:
+    def integer_or(
+        self, key: str, default: int | None, *, minimum: int = 1, maximum: int = limits.INTEGER
+    ) -> int | None:
         """Return an integer from `minimum` to `maximum`."""
         value = self.values.get(key, default)
         if value is None:
             return None
         if isinstance(value, int) and not isinstance(value, bool) and value >= minimum:
-            if maximum is None or value <= maximum:
+            if value <= maximum:
                 return value
             raise self.wrong_value(key, f"{maximum:,} at most, since no model is larger; download the file again")
         raise self.wrong_value(key, f"a whole number, {minimum} or more")
@@ -90,6 +93,13 @@ class Fields:
             return value
         raise self.wrong_value(key, "a text")
 
+    def names(self, key: str, most: int = limits.NAMES) -> list[str]:
+        """Return a list of at most `most` texts; the file may leave it out."""
+        value = self.values.get(key) or []
+        if isinstance(value, list) and len(value) <= most and all(isinstance(name, str) for name in value):
+            return value
+        raise self.wrong_value(key, f"a list of names, {most:,} at most")
+
     def token_ids(self, key: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
         """Return token ids without duplicates; the file may give a single id, a list or null."""
         value = self.values.get(key, default)
@@ -104,7 +114,7 @@ class Fields:
         if value is None:
             return None
         if isinstance(value, dict):
-            return Fields(value, f"{self.where}: {key}")
+            return Fields(value, f"{self.where}: {key:.80}")
         raise self.wrong_value(key, "an object")
 
 

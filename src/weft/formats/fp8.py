@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from weft.architectures.published import ROW, PublishedQuantization, fp8_scheme_name
 from weft.errors import ModelError
-from weft.formats.packed import Packed
+from weft.formats.packed import Packed, check_zero_points
 from weft.formats.tensor import TensorInfo
 
 NUMBERS = "F8_E4M3"  # the type of the numbers, in safetensors' words
@@ -42,6 +42,7 @@ def join_fp8(index: Mapping[str, TensorInfo], published: PublishedQuantization) 
                 code="matrix-without-scales",
             )
         joined[name] = _join(name, values, joined.pop(own), published)
+        check_zero_points(index.get(name.removesuffix(".weight") + ".weight_zero_point"))
     return joined
 
 
@@ -78,7 +79,8 @@ def _rows_and_columns(
     blocks = -(-rows // published.rows), -(-cols // published.group)
     if published.group != ROW and dims == blocks:
         return published.rows, published.group
-    if prod(dims) == 1:
+    is_by_matrix = published.rows == published.group == ROW
+    if prod(dims) == 1 and (is_by_matrix or published.mixed or blocks == (1, 1)):
         return ROW, ROW
     return (1, ROW) if dims in ((rows,), (rows, 1)) else None
 

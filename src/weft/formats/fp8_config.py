@@ -71,9 +71,9 @@ def unsupported_group(group: Fields, packing: str | None) -> Iterator[str]:
         )
 
 
-def parse_weights(weights: Fields) -> PublishedQuantization:
+def parse_weights(weights: Fields, *, mixed: bool) -> PublishedQuantization:
     """Parse the weights of a group of compressed-tensors without unsupported features."""
-    return _published("compressed-tensors", *_rows_and_columns(weights))
+    return _published("compressed-tensors", *_rows_and_columns(weights), mixed=mixed)
 
 
 def quantised_layer_predicate(config: Fields) -> Callable[[str], bool]:
@@ -82,7 +82,7 @@ def quantised_layer_predicate(config: Fields) -> Callable[[str], bool]:
     Entries of the lists are names of modules, or of the last or the first part of them, as Transformers matches
     `modules_to_not_convert`; vLLM calls the list `ignored_layers`.
     """
-    kept = [name for key in ("modules_to_not_convert", "ignored_layers") for name in _names(config, key)]
+    kept = [name for key in ("modules_to_not_convert", "ignored_layers") for name in config.names(key)]
 
     def is_quantised(name: str) -> bool:
         return not name.endswith("lm_head") and not any(_contains(name, entry) for entry in kept)
@@ -93,13 +93,6 @@ def quantised_layer_predicate(config: Fields) -> Callable[[str], bool]:
 def _contains(name: str, entry: str) -> bool:
     """Return True if the parts of a module's name contain those of an entry, side by side."""
     return f".{entry.strip('.')}." in f".{name}."
-
-
-def _names(config: Fields, key: str) -> list[str]:
-    names = config.values.get(key) or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise config.wrong_value(key, "a list of names")
-    return names
 
 
 def _rows_and_columns(weights: Fields) -> tuple[int, int]:
@@ -127,5 +120,7 @@ def _unsupported_block(method: str, block: object) -> str | None:
     return None
 
 
-def _published(method: Method, rows: int, columns: int) -> PublishedQuantization:
-    return PublishedQuantization(method=method, bits=8, group=columns, symmetric=True, floating=True, rows=rows)
+def _published(method: Method, rows: int, columns: int, *, mixed: bool = False) -> PublishedQuantization:
+    return PublishedQuantization(
+        method=method, bits=8, group=columns, symmetric=True, floating=True, rows=rows, mixed=mixed
+    )

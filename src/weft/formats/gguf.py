@@ -15,8 +15,11 @@ from pathlib import Path
 
 import msgspec
 
-from weft.errors import ModelError, error_reason
+from weft.errors import ModelError
+from weft.formats import limits
+from weft.formats.model_file import file_error, open_model_file
 from weft.formats.tensor import ENCODINGS, Encoding, TensorInfo, check_bounds
+from weft.regular_files import open_regular
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -83,6 +86,11 @@ class Gguf(msgspec.Struct, frozen=True):
     metadata: dict[str, Scalar | Array]
     tensors: dict[str, TensorInfo]
 
+    def count(self, key: str) -> int:
+        """Number of elements of a metadata array; 0 if there is none."""
+        array = self.metadata.get(key)
+        return array.count if isinstance(array, Array) else 0
+
     def array(self, key: str) -> list[Scalar]:
         """Read the elements of a metadata array from the file; [] if there is no such key."""
         array = self.metadata.get(key)
@@ -100,6 +108,7 @@ class _HeaderReader:
 
     def __init__(self, data: mmap.mmap, path: str) -> None:
         self.data, self.path, self.at = data, path, 0
+        self._text_bytes = self._texts = 0  # that were read, outside and inside of arrays
 
     def scalar(self, kind: struct.Struct) -> int:
         value: int = kind.unpack_from(self.data, self.at)[0]
@@ -111,6 +120,8 @@ class _HeaderReader:
         self.at = start + self.scalar(U64)
         if self.at > len(self.data):
             raise self.short()
+        self._text_bytes += self.at - start
+        self._check_texts()
         return self.data[start : self.at].decode()
 
     def value(self, type: int) -> Scalar | Array:
@@ -128,6 +139,8 @@ class _HeaderReader:
         if array.count * least > len(self.data) - self.at:
             raise self.short()
         if array.type == STRING:
+            self._texts += array.count
+            self._check_texts()
             data, at, length = self.data, self.at, U64.unpack_from
             for _ in range(array.count):
                 at += 8 + length(data, at)[0]
@@ -156,6 +169,15 @@ class _HeaderReader:
             )
         return SCALARS[type]
 
+    def _check_texts(self) -> None:
+        """Raise ModelError for more texts than any published header has."""
+        if self._text_bytes > limits.GGUF_TEXT_BYTES or self._texts > limits.GGUF_TEXTS:
+            raise ModelError(
+                f"{self.path}: its header has {self._text_bytes:,} bytes of text and {self._texts:,} texts in arrays; "
+                f"at most {limits.GGUF_TEXT_BYTES:,} and {limits.GGUF_TEXTS:,} are read; fetch it again",
+                code="too-many-gguf-texts",
+            )
+
     def short(self) -> ModelError:
         return ModelError(
             f"{self.path} is cut short or damaged: its header reaches beyond its {len(self.data):,} bytes; "
@@ -179,8 +201,11 @@ def without_tensors(path: str) -> bytes:
 
 
 def is_gguf(path: Path) -> bool:
-    """Return True if a file begins as GGUF does, whatever its name (Ollama names its files by their hash)."""
-    with path.open("rb") as file:
+    """Return True if a file begins as GGUF does, whatever its name (Ollama names its files by their hash).
+
+    Raises OSError.
+    """
+    with open_regular(path) as file:
         return file.read(len(MAGIC)) == MAGIC
 
 
@@ -202,6 +227,7 @@ def read_gguf(path: str | Path) -> Gguf:
     tensors = dict(first.tensors)
     for number in range(2, parts + 1):
         tensors |= _read_part(f"{name[1]}{number:05}{name[2]}").tensors
+        limits.check_tensor_count(len(tensors), str(path))
     return Gguf(first.path, first.metadata, tensors)
 
 
@@ -260,6 +286,12 @@ def _read_counts(header: _HeaderReader) -> tuple[int, int]:
             f"{size:,} bytes; fetch it again",
             code="impossible-gguf-counts",
         )
+    limits.check_tensor_count(tensors, path)
+    if fields > limits.GGUF_FIELDS:
+        raise ModelError(
+            f"{path} has {fields:,} metadata fields; at most {limits.GGUF_FIELDS:,} are read; fetch it again",
+            code="too-many-gguf-fields",
+        )
     return tensors, fields
 
 
@@ -267,6 +299,7 @@ def _read_tensor(header: _HeaderReader) -> tuple[str, TensorInfo]:
     """Read the next entry of the tensor index; its offset counts from the start of the data section."""
     name, path = header.text(), header.path
     count = header.scalar(U32)
+    limits.check_tensor(path, name, 1)
     if not 1 <= count <= MAX_DIMS:
         raise ModelError(
             f"{path} is damaged: tensor {name!r:.80} has {count:,} dims; fetch it again", code="gguf-dims-out-of-range"
@@ -294,7 +327,7 @@ def _read_tensor(header: _HeaderReader) -> tuple[str, TensorInfo]:
 def _open_header(path: str) -> Iterator[_HeaderReader]:
     """Map a file and yield a reader of its header; errors of the reader become ModelError."""
     try:
-        with open(path, "rb") as file:
+        with open_model_file(path) as file:
             if file.read(len(MAGIC)) != MAGIC:
                 raise ModelError(
                     f"{path} is no GGUF file: it does not begin with {MAGIC.decode()}", code="not-a-gguf-file"
@@ -316,4 +349,4 @@ def _open_header(path: str) -> Iterator[_HeaderReader]:
                         code="gguf-text-not-utf8",
                     ) from None
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error_reason(error)}", code="cannot-read-model") from error
+        raise file_error(path, error) from error

@@ -12,6 +12,7 @@ from weft.errors import ModelError
 from weft.formats.fields import Fields
 from weft.formats.gguf import Gguf
 from weft.formats.gguf_names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
+from weft.formats.model_file import read_tensor
 
 
 def planned_rope(fields: Fields) -> Rope:
@@ -34,7 +35,7 @@ def _scaled_rope(gguf: Gguf, fields: Fields, rotated: int) -> Rope:
     if ROPE_FACTORS in gguf.tensors:
         if kind not in (None, "none"):
             raise ModelError(
-                f"{gguf.path} has both {ROPE_FACTORS} and rope.scaling.type {kind!r}; Weft knows either",
+                f"{gguf.path} has both {ROPE_FACTORS} and rope.scaling.type {kind!r:.80}; Weft knows either",
                 code="two-rope-scalings",
             )
         return Rope(theta=theta, kind="llama3", factors=read_factors(gguf, ROPE_FACTORS, rotated))
@@ -92,9 +93,7 @@ def read_factors(gguf: Gguf, name: str, rotated: int) -> tuple[float, ...]:
         raise ModelError(
             f"{gguf.path}: {name} is {stored}; it must be F32 of [{rotated // 2}]", code="bad-rope-factors"
         )
-    with open(info.file, "rb") as file:
-        file.seek(info.offset)
-        values = struct.unpack(f"<{rotated // 2}f", file.read(info.nbytes))
+    values = struct.unpack(f"<{rotated // 2}f", read_tensor(info))
     if not all(isfinite(value) and value > 0 for value in values):
         raise ModelError(
             f"{gguf.path} is damaged: {name} holds values that are not above 0; fetch it again",

@@ -75,7 +75,7 @@ def architecture(gguf: Gguf, *, run: bool = True) -> str:
     name = Fields(gguf.metadata, gguf.path).text_or("general.architecture", None)
     if name not in BY_GGUF_NAME:
         raise ModelError(
-            f"{gguf.path} has the unknown architecture {name!r}; known in GGUF files: {', '.join(RUNNABLE)}",
+            f"{gguf.path} has the unknown architecture {name!r:.80}; known in GGUF files: {', '.join(RUNNABLE)}",
             code="unknown-architecture",
         )
     if name not in RUNNABLE and run:

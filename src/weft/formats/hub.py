@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ModelError
-from weft.formats import catalogue, hub_files
+from weft.formats import catalogue, hub_files, limits
 from weft.formats.gguf_reference import GgufReference, choose_files
 from weft.formats.hub_files import CreateProgress, show_progress
+from weft.regular_files import read_regular_text
 
 TEXT_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"]
 WEIGHT_FILES = ["*.safetensors"]
@@ -19,6 +20,7 @@ COPIES = ["consolidated*", "original/*", "onnx/*"]
 FILES = (".gguf", ".json", ".safetensors")  # suffixes of files: a name with one is no repository
 PATIENCE = 2.0  # seconds to wait for the hub's description of a model
 _NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
+_COMMIT = re.compile("[0-9A-Za-z]{1,64}")  # a name that becomes a part of a path
 WAYS_OUT = "give a directory, a .gguf file, or the model `demo`"
 
 
@@ -131,10 +133,13 @@ def cached_repository(name: str, folder: str | None = None) -> Path | None:
 
     repository = Path(folder or constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
     try:
-        directory = repository / "snapshots" / (repository / "refs" / "main").read_text().strip()
+        commit = read_regular_text(repository / "refs" / "main", limits.CONFIG_BYTES).strip()
+        if not _COMMIT.fullmatch(commit):
+            return None
+        directory = repository / "snapshots" / commit
         whole = (directory / "config.json").is_file() or any(directory.rglob("*.gguf"))
         return directory if whole else None
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return None
 
 

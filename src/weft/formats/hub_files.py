@@ -25,6 +25,7 @@ import msgspec
 
 from weft.errors import ModelError
 from weft.formats.fetch_progress import FetchProgress
+from weft.formats.hub_answers import FILE_NAME, GIT_HASH, SHA256, checked, guard_library
 from weft.formatting import format_bytes
 
 logger = logging.getLogger("weft")
@@ -81,8 +82,11 @@ def fetch_files(
     Does nothing if the hub cannot be asked. Raises ModelError for a full disk and for a wrong hash, whose file is
     removed; and the library's errors for files that do not come.
     """
+    guard_library()
     try:
         commit = _list_missing(name, revision, token, folder, patterns, ignored)
+    except ModelError:
+        raise
     except Exception:
         return  # the library says why, or has all files here
     if not commit.files:
@@ -122,15 +126,24 @@ def _list_missing(
     from huggingface_hub.utils._paths import filter_repo_objects
 
     info = HfApi(token=token).model_info(name, revision=revision, files_metadata=True)
-    assert info.sha is not None
+    sha = checked(info.sha, GIT_HASH, f"the commit of {name}")
     files = []
     for entry in info.siblings or ():
         wanted = any(filter_repo_objects([entry.rfilename], allow_patterns=patterns, ignore_patterns=ignored))
-        if not wanted or isinstance(try_to_load_from_cache(name, entry.rfilename, folder, info.sha), str):
+        if not wanted:
             continue
-        sha256 = entry.lfs.sha256 if entry.lfs else None
-        files.append(HubFile(entry.rfilename, entry.size or 0, sha256, None if sha256 else entry.blob_id))
-    return Commit(name, info.sha, files)
+        checked(entry.rfilename, FILE_NAME, f"a file of {name}")
+        if isinstance(try_to_load_from_cache(name, entry.rfilename, folder, sha), str):
+            continue
+        hash = f"the hash of {entry.rfilename:.80}"
+        sha256 = checked(entry.lfs.sha256, SHA256, hash) if entry.lfs else None
+        git_hash = checked(entry.blob_id, GIT_HASH, hash) if entry.blob_id and not entry.lfs else None
+        files.append(HubFile(entry.rfilename, _size(entry.size), sha256, git_hash))
+    return Commit(name, sha, files)
+
+
+def _size(value: object) -> int:
+    return value if isinstance(value, int) and value >= 0 else 0
 
 
 def _check_room(commit: Commit, folder: str | None) -> None:

@@ -157,7 +157,7 @@ class _Repository:
         try:
             return msgspec.json.decode(self.get(file, 0, LARGEST_JSON), type=dict[str, object])
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ModelError(f"{self.where}: {file} is damaged ({error})", code="damaged-hub-file") from None
+            raise ModelError(f"{self.where}: {file} is damaged ({error!s:.200})", code="damaged-hub-file") from None
 
     def files(self) -> list[str]:
         """Fetch the names of the files that hold the weights."""

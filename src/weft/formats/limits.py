@@ -6,34 +6,53 @@ They refuse a damaged or hostile file in one line, before any memory is allocate
 from __future__ import annotations
 
 import json
-import stat
-from pathlib import Path
 
 from weft.errors import ModelError
 
 LAYERS = 10_000  # the deepest published models have fewer than 200
 EXPERTS = 100_000  # in a layer; published models have up to 512
 POSITIONS = 100_000_000  # tokens of context; published models have up to 10 million
+INTEGER = 1 << 40  # any other number in a config; the largest real ones are in the millions
+TENSORS = 400_000  # of a checkpoint; Kimi-K2 in GPTQ has 280,000
+TENSOR_NAME = 512  # characters; published ones have up to 120
+DIMS = 8  # of a tensor
+GGUF_FIELDS = 100_000  # of metadata; published files have up to 60
+GGUF_TEXT_BYTES = 100_000_000  # of all names and texts in a header, without arrays
+GGUF_TEXTS = 10_000_000  # in arrays of a header; a vocabulary and its merges
+NAMES = 10_000  # of modules in a list that each module is compared with; published ones have up to 1,000
 CONFIG_BYTES = 100_000_000  # a config.json or the like, usually some KB; an index of tensors may have 20 MB
+TEMPLATE_BYTES = 1_000_000  # a chat template; published ones have up to 30 KB
+TOKENS = 1_000_000  # in a vocabulary; XLM-V has 901,629, large language models up to 262,144
+MERGES = 2_000_000  # Gemma has 514,906
+TOKEN_CHARACTERS = 1_024  # of a token, or bytes; published ones have up to 256
+# A vocabulary without merges, whose merges are derived from its ranks in Python: some seconds for the largest.
+MERGED_TOKENS = 400_000  # Gemma has 262,144
+MERGED_CHARACTERS = 2_500_000  # of all tokens; GPT-4o has 1.5 million, Gemma 1.7 million
 TOKENIZER_BYTES = 1_000_000_000  # a vocabulary's file, usually 2 to 35 MB
 
 
-def check_file(path: Path, most: int | None = None) -> None:
-    """Raise ModelError unless `path` is a regular file of at most `most` bytes; OSError if it cannot be inspected.
+def check_tensor_count(count: int, where: str) -> None:
+    """Raise ModelError for more tensors than any published checkpoint has."""
+    if count > TENSORS:
+        raise ModelError(
+            f"{where} has {count:,} tensors; at most {TENSORS:,} are read; fetch it again", code="too-many-tensors"
+        )
 
-    Reading a pipe could wait without end, and a device may have no end.
-    """
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
+
+def check_tensor(where: str, name: str, dims: int) -> None:
+    """Raise ModelError for a tensor with a longer name or more dims than any published one has."""
+    if len(name) > TENSOR_NAME or dims > DIMS:
         raise ModelError(
-            f"{path} is no regular file but a pipe, a device or a directory; fetch the model again",
-            code="not-a-regular-file",
+            f"{where} is damaged: tensor {name!r:.80} has a name of {len(name):,} characters and {dims:,} dims; at "
+            f"most {TENSOR_NAME} and {DIMS} are read; fetch it again",
+            code="impossible-tensor",
         )
-    if most is not None and status.st_size > most:
-        raise ModelError(
-            f"{path} has {status.st_size:,} bytes; at most {most:,} are read; fetch the model again",
-            code="file-too-large",
-        )
+
+
+def check_vocabulary(tokens: int, merges: int = 0) -> None:
+    """Raise ValueError for a vocabulary of more tokens or merges than any published one has."""
+    if tokens > TOKENS or merges > MERGES:
+        raise ValueError(f"{tokens:,} tokens and {merges:,} merges; at most {TOKENS:,} and {MERGES:,} are read")
 
 
 def check_unique(text: bytes, where: str) -> None:

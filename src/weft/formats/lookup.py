@@ -117,7 +117,7 @@ def _from_gguf(model: str, path: Path) -> Model:
     precision = FILE_TYPES.get(kind) if isinstance(kind, int) else None
     if precision is None:
         raise ModelError(
-            f"{path} has the general.file_type {kind!r}, which Weft does not know; give --precision",
+            f"{path} has the general.file_type {kind!r:.80}, which Weft does not know; give --precision",
             code="unknown-gguf-file-type",
         )
     stored = sum(info.nbytes for info in header.tensors.values())

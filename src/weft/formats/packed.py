@@ -17,6 +17,7 @@ integrations/mxfp4.
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -36,8 +37,9 @@ from weft.architectures.published import (
     wide_scheme_name,
 )
 from weft.architectures.shape import ModelShape
-from weft.errors import ModelError, error_reason
+from weft.errors import ModelError
 from weft.formats.fields import Fields
+from weft.formats.model_file import read_tensor
 from weft.formats.quantization_config import BITS, parse_quantization, quantised_layer_predicate
 from weft.formats.tensor import TensorInfo
 
@@ -50,6 +52,7 @@ PART_NAMES = {
 }
 MXFP4_PARTS = ("_blocks", "_scales")  # suffixes to the name of the experts' tensor
 MXFP4_BLOCK = (32, 16)  # numbers that share a scale, and their bytes
+SHAPE_NAME, SHAPE_TYPES = "weight_shape", {"I64": "<2q", "I32": "<2i"}  # of compressed-tensors
 UNSET = b"\xff"  # each byte of a -1
 SCALE_TYPES = ("F16", "BF16", "F32")
 QUANTISABLE = ("linear", "expansion", "expert", "head")  # roles of parameters that may be quantised
@@ -219,7 +222,7 @@ def matrices(shape: ModelShape) -> Iterator[tuple[str, Parameter]]:
 
 def _pack(index: Mapping[str, TensorInfo], layer: str, values: TensorInfo, published: PublishedQuantization) -> Packed:
     """Join the tensors of one matrix, and check that they fit together."""
-    scales, zeros, order = _find_parts(index, layer, values, published.method)
+    scales, zeros, order = _find_parts(index, layer, values, published)
     by_row = published.method == "compressed-tensors"
     bits = _stored_bits(published, scales.dims[0 if by_row else 1], zeros)
     if bits not in BITS:
@@ -229,15 +232,24 @@ def _pack(index: Mapping[str, TensorInfo], layer: str, values: TensorInfo, publi
     _check_part(scales, layer, SCALE_TYPES)
     if zeros is not None:
         _check_part(zeros, layer, ("I32",), layout.zeros)
-    group = _group_columns(layout.cols, layout.groups, published.group)
+    _check_shape(index.get(f"{layer}.{SHAPE_NAME}"), layer, layout, bits, published)
+    group = _group_columns(layout.cols, layout.groups, published)
     if group is None:
         raise _wrong(
             scales,
             layer,
-            f"has {layout.groups} scales for rows of {layout.cols} columns",
+            f"has {layout.groups} scales for rows of {layout.cols} columns, and the config groups of "
+            f"{'whole rows' if published.group == ROW else published.group}",
             code="scales-do-not-divide-rows",
         )
-    in_order = order is None or _is_in_order(order, layer, layout.cols, group)
+    in_order = order is None or _is_in_order(order, layer, layout.cols, group, published)
+    if order is None and published.ordered and not published.mixed:
+        raise _wrong(
+            values,
+            layer,
+            f"has no {PART_NAMES[published.method][3]} beside it, which desc_act or actorder in the config says it has",
+            code="matrix-without-column-groups",
+        )
     symmetric = zeros is None if by_row else published.symmetric
     return Packed(
         file=values.file,
@@ -257,15 +269,19 @@ def _pack(index: Mapping[str, TensorInfo], layer: str, values: TensorInfo, publi
 
 
 def _find_parts(
-    index: Mapping[str, TensorInfo], layer: str, values: TensorInfo, method: Method
+    index: Mapping[str, TensorInfo], layer: str, values: TensorInfo, published: PublishedQuantization
 ) -> tuple[TensorInfo, TensorInfo | None, TensorInfo | None]:
-    """Scales, zero points and column groups of a matrix's numbers. Only compressed-tensors may lack zero points."""
-    _, scale_name, zero_name, order_name = PART_NAMES[method]
+    """Scales, zero points and column groups of a matrix's numbers.
+
+    Only symmetric compressed-tensors may lack zero points.
+    """
+    _, scale_name, zero_name, order_name = PART_NAMES[published.method]
     scales = index.get(f"{layer}.{scale_name}")
     if scales is None or len(scales.dims) != 2 or len(values.dims) != 2:
         raise _wrong(values, layer, f"has no {layer}.{scale_name} of two dims beside it", code="matrix-without-scales")
     zeros = index.get(f"{layer}.{zero_name}")
-    if zeros is None and method != "compressed-tensors":
+    may_lack_zeros = published.method == "compressed-tensors" and (published.symmetric or published.mixed)
+    if zeros is None and not may_lack_zeros:
         raise _wrong(values, layer, f"has no {layer}.{zero_name} beside it", code="matrix-without-zero-points")
     return scales, zeros, index.get(f"{layer}.{order_name}") if order_name else None
 
@@ -308,23 +324,51 @@ def _check_part(info: TensorInfo, layer: str, types: tuple[str, ...], dims: tupl
         )
 
 
-def _group_columns(cols: int, groups: int, configured: int) -> int | None:
+def _check_shape(
+    info: TensorInfo | None, layer: str, layout: _Layout, bits: int, published: PublishedQuantization
+) -> None:
+    """Raise ModelError unless compressed-tensors' [rows, cols] of a matrix are those of its tensors."""
+    if published.method != "compressed-tensors":
+        return
+    if info is None or info.type not in SHAPE_TYPES or info.dims != (2,):
+        stored = "missing" if info is None else f"{info.type} of {list(info.dims)}"
+        raise ModelError(
+            f"{layer}.{SHAPE_NAME} is {stored}; it must be {' or '.join(SHAPE_TYPES)} of [2]; fetch the model again",
+            code="packed-part-of-other-dims",
+        )
+    rows, cols = struct.unpack(SHAPE_TYPES[info.type], read_tensor(info))
+    per_word = WORD // bits
+    if rows != layout.rows or -(-cols // per_word) * per_word != layout.cols:
+        raise _wrong(
+            info,
+            layer,
+            f"says in {SHAPE_NAME} that it is of [{rows}, {cols}], and its numbers are of "
+            f"[{layout.rows}, {layout.cols}]",
+            code="packed-part-of-other-dims",
+        )
+
+
+def _group_columns(cols: int, groups: int, published: PublishedQuantization) -> int | None:
     """Columns that share a scale, from the number of scales per row; None if the columns cannot be divided so.
 
-    The configured number is preferred, if it gives as many groups.
+    The number of the config is preferred. Others are only taken if it says that layers differ: half of the scales, in a
+    file that was cut, would be as many as those of groups twice as long.
     """
-    if -(-cols // configured) == groups:
-        return configured
+    if -(-cols // published.group) == groups:
+        return published.group
+    if not published.mixed:
+        return None
     if groups == 1:
         return ROW
     return cols // groups if groups and cols % groups == 0 else None
 
 
-def _is_in_order(order: TensorInfo, layer: str, cols: int, group: int) -> bool:
+def _is_in_order(order: TensorInfo, layer: str, cols: int, group: int, published: PublishedQuantization) -> bool:
     """Return True if each group's columns lie side by side, the first columns in the first group.
 
-    A tensor of only zeros, or in compressed-tensors of only -1, was never set, and counts as in order. Raises
-    ModelError for a tensor of another type or length, and for a column of a group that does not exist.
+    A tensor of only zeros, or in compressed-tensors of only -1, was never set: in order, unless the config says that
+    columns were put in another one. Raises ModelError for that, for a tensor of another type or length, and for a
+    column of a group that does not exist.
     """
     if order.type != "I32" or order.dims != (cols,):
         raise _wrong(
@@ -333,13 +377,15 @@ def _is_in_order(order: TensorInfo, layer: str, cols: int, group: int) -> bool:
             f"has groups in {order.type} of {list(order.dims)}; they must be I32 of [{cols}]",
             code="column-groups-of-other-dims",
         )
-    try:
-        with open(order.file, "rb") as file:
-            file.seek(order.offset)
-            data = file.read(order.nbytes)
-    except OSError as error:
-        raise ModelError(f"cannot read {order.file}: {error_reason(error)}", code="cannot-read-model") from error
+    data = read_tensor(order)
     is_unset = not any(data) or data == UNSET * len(data)
+    if is_unset and published.ordered and not published.mixed and cols > group:
+        raise _wrong(
+            order,
+            layer,
+            "has the same group for all columns, and the config says that they are ordered (desc_act, actorder)",
+            code="column-groups-unset",
+        )
     if is_unset or data == array("i", (col // group for col in range(cols))).tobytes():
         return True
     column_groups, groups = array("i", data), -(-cols // group)
@@ -349,6 +395,16 @@ def _is_in_order(order: TensorInfo, layer: str, cols: int, group: int) -> bool:
                 order, layer, f"has a column in group {number}, of {groups} groups", code="column-group-out-of-range"
             )
     return False
+
+
+def check_zero_points(info: TensorInfo | None) -> None:
+    """Raise ModelError for zero points that are not 0, of a matrix whose format has none."""
+    if info is not None and any(read_tensor(info)):
+        raise ModelError(
+            f"{info.file}: a weight_zero_point of {info.type} {list(info.dims)} is not 0, though the config says that "
+            "weights are symmetric; fetch the model again",
+            code="uneven-zero-points",
+        )
 
 
 def _wrong(info: TensorInfo, layer: str, what: str, *, code: str) -> ModelError:

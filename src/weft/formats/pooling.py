@@ -17,6 +17,7 @@ from weft.architectures.shape import ModelShape
 from weft.errors import ModelError
 from weft.formats import config_json, limits
 from weft.formats.fields import Fields
+from weft.formats.model_file import read_model_file
 
 # Task that the user wants a model for: "auto" leaves it to the files, "pooling" to them too, but for an embedding if
 # they declare nothing.
@@ -121,10 +122,10 @@ def _modules(folder: Path) -> dict[str, str]:
     if not file.is_file():
         return {}
     try:
-        limits.check_file(file, limits.CONFIG_BYTES)
-        rows = msgspec.json.decode(file.read_bytes(), type=list[dict[str, object]])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{file} is damaged: {error}; fetch it again", code="damaged-config") from error
+        text = read_model_file(file, limits.CONFIG_BYTES, code="damaged-config")
+        rows = msgspec.json.decode(text, type=list[dict[str, object]])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{file} is damaged: {error!s:.200}; fetch it again", code="damaged-config") from error
     modules = {}
     for row in rows:
         place = str(row.get("path") or "")

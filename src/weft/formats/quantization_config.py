@@ -7,13 +7,12 @@ writes them into `quantization_config`. `formats.packed` reads the tensors thems
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterator
 
 from weft.architectures.published import ROW, PublishedQuantization
-from weft.errors import ModelError
 from weft.formats import bitsandbytes_config, fp8_config, signed_config
 from weft.formats.fields import Fields
+from weft.formats.name_patterns import NAMES, PREFIX, ModuleList
 
 BITS = (4, 8)
 GROUPS = (32, 64, 128, 256, 512, 1024, ROW)  # columns that share a scale, in the schemes that have kernels
@@ -65,18 +64,7 @@ def parse_quantization(config: Fields) -> PublishedQuantization:
     if method == bitsandbytes_config.METHOD:
         return bitsandbytes_config.parse_config(config)
     if method == "compressed-tensors":
-        weights = _group_weights(next(_config_groups(config)))
-        if fp8_config.is_floating(weights):
-            return fp8_config.parse_weights(weights)
-        if _is_signed(config):
-            return signed_config.parse_weights()
-        return PublishedQuantization(
-            method="compressed-tensors",
-            bits=weights.integer("num_bits"),
-            group=_group_columns(weights, ROW),
-            symmetric=weights.flag("symmetric", True),
-            ordered=weights.values.get("actorder") in ORDERS,
-        )
+        return _parse_compressed(config)
     group = _group_columns(config, GROUP)
     if method == "awq":
         return PublishedQuantization(method="awq", bits=_bits(config), group=group, symmetric=False)
@@ -87,7 +75,33 @@ def parse_quantization(config: Fields) -> PublishedQuantization:
         symmetric=config.flag("sym", True),
         ordered=config.flag("desc_act") and group != ROW and not config.flag("static_groups"),
         zero_offset=0 if _packing(config) == "gptq_v2" else 1,
+        mixed=_has_overrides(config),
     )
+
+
+def _parse_compressed(config: Fields) -> PublishedQuantization:
+    """The first group of a compressed-tensors config; `mixed` if others are quantised otherwise."""
+    weights, *others = (_group_weights(group) for group in _config_groups(config))
+    mixed = any(other.values != weights.values for other in others)
+    if fp8_config.is_floating(weights):
+        return fp8_config.parse_weights(weights, mixed=mixed)
+    if _is_signed(config):
+        return signed_config.parse_weights(weights, mixed=mixed)
+    group = _group_columns(weights, ROW)
+    return PublishedQuantization(
+        method="compressed-tensors",
+        bits=weights.integer("num_bits"),
+        group=group,
+        symmetric=weights.flag("symmetric", True),
+        ordered=weights.values.get("actorder") in ORDERS and group != ROW,
+        mixed=mixed,
+    )
+
+
+def _has_overrides(config: Fields) -> bool:
+    """Return True if GPTQ's "dynamic" quantises some layers in another way than the others."""
+    dynamic = config.nested("dynamic")
+    return dynamic is not None and any(not key.startswith("-:") for key in dynamic.values)
 
 
 def precision_of_unsupported(config: Fields) -> str | None:
@@ -138,28 +152,32 @@ def quantised_layer_predicate(config: Fields) -> Callable[[str], bool]:
 
 
 def _awq_predicate(config: Fields) -> Callable[[str], bool]:
-    excluded = _names(config, "modules_to_not_convert")
+    excluded = config.names("modules_to_not_convert")
     return lambda name: not name.endswith("lm_head") and not any(part in name for part in excluded)
 
 
 def _compressed_predicate(config: Fields) -> Callable[[str], bool]:
-    ignored = _names(config, "ignore")
-    targets = [target for group in _config_groups(config) for target in _names(group, "targets")]
+    ignored = _module_list(config.names("ignore", NAMES), config)
+    names = [target for group in _config_groups(config) for target in group.names("targets", NAMES)]
+    targets = _module_list(names, config)
+    return lambda name: ("Linear" in names or name in targets) and name not in ignored
 
-    def is_quantised(name: str) -> bool:
-        targeted = any(target == "Linear" or _matches(target, name) for target in targets)
-        return targeted and not any(_matches(entry, name) for entry in ignored)
 
-    return is_quantised
+def _module_list(entries: Collection[str], config: Fields) -> ModuleList:
+    """Modules by compressed-tensors' entries: names, and regular expressions after "re:"."""
+    names = [entry for entry in entries if not entry.startswith(PREFIX)]
+    patterns = [entry.removeprefix(PREFIX) for entry in entries if entry.startswith(PREFIX)]
+    return ModuleList(names, patterns, config.where)
 
 
 def _gptq_predicate(config: Fields) -> Callable[[str], bool]:
-    head, excluded, included = config.flag("lm_head"), _gptq_excluded(config), _gptq_included(config)
+    head, included = config.flag("lm_head"), _gptq_included(config)
+    excluded = ModuleList((), _gptq_excluded(config), config.where)
 
     def is_quantised(name: str) -> bool:
         if name.endswith("lm_head"):
             return head
-        if any(_matches("re:" + pattern, name) for pattern in excluded):
+        if name in excluded:
             return False
         return not included or any(name.endswith("." + part) for part in included)
 
@@ -261,22 +279,3 @@ def _unsupported_group(group: Fields, format: str | None) -> Iterator[str]:
         yield f"compressed-tensors with a scale for each {strategy}"
     if group.nested("input_activations") is not None:
         yield "compressed-tensors, and activations are quantised as well"
-
-
-def _names(config: Fields, key: str) -> list[str]:
-    names = config.values.get(key) or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise config.wrong_value(key, "a list of names")
-    return names
-
-
-def _matches(entry: str, name: str) -> bool:
-    """Return True if an entry of a list, a name or a regular expression after "re:", matches a module's name."""
-    if not entry.startswith("re:"):
-        return entry == name
-    try:
-        return re.match(entry.removeprefix("re:"), name) is not None
-    except re.error as error:
-        raise ModelError(
-            f"{entry!r} in the quantization_config is no regular expression: {error}", code="bad-regular-expression"
-        ) from error

@@ -12,8 +12,9 @@ from types import MappingProxyType
 
 import msgspec
 
-from weft.errors import ModelError, error_reason
+from weft.errors import ModelError
 from weft.formats import limits
+from weft.formats.model_file import file_error, open_model_file, read_model_file
 from weft.formats.tensor import TensorInfo, check_bounds
 
 LENGTH_BYTES = 8  # a file begins with the header's length, little-endian
@@ -60,8 +61,7 @@ def read_safetensors(path: Path) -> dict[str, TensorInfo]:
 def _read_header(path: Path) -> tuple[bytes, int]:
     """Header of a file, and the bytes of the whole file. Raises ModelError."""
     try:
-        limits.check_file(path)
-        with path.open("rb") as file:
+        with open_model_file(path) as file:
             size = file.seek(0, 2)
             file.seek(0)
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
@@ -73,7 +73,7 @@ def _read_header(path: Path) -> tuple[bytes, int]:
                 )
             return file.read(length), size
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error_reason(error)}", code="cannot-read-model") from error
+        raise file_error(path, error) from error
 
 
 def read_metadata(path: Path) -> dict[str, str]:
@@ -86,7 +86,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 def _damaged_header(path: str, error: Exception) -> ModelError:
     return ModelError(
-        f"{path} is damaged: its header is not safetensors' JSON ({error}); fetch it again",
+        f"{path} is damaged: its header is not safetensors' JSON ({error!s:.200}); fetch it again",
         code="damaged-safetensors-header",
     )
 
@@ -110,6 +110,7 @@ def decode_header(header: bytes, path: str) -> dict[str, TensorInfo]:
     try:
         entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
+        limits.check_tensor_count(len(entries), path)
         decoder = msgspec.json.Decoder(_Entry)
         limits.check_unique(header, path)
         return {name: _tensor(path, name, decoder.decode(raw)) for name, raw in entries.items()}
@@ -119,9 +120,10 @@ def decode_header(header: bytes, path: str) -> dict[str, TensorInfo]:
 
 def _tensor(path: str, name: str, entry: _Entry) -> TensorInfo:
     bits, (start, end) = BITS.get(entry.dtype), entry.data_offsets
+    limits.check_tensor(path, name, len(entry.shape))
     if bits is None:
         raise ModelError(
-            f"{path}: tensor {name!r:.80} has the unknown dtype {entry.dtype!r}; known: {', '.join(BITS)}",
+            f"{path}: tensor {name!r:.80} has the unknown dtype {entry.dtype!r:.80}; known: {', '.join(BITS)}",
             code="unknown-tensor-dtype",
         )
     if min(entry.shape, default=0) < 0 or start < 0 or (end - start) * 8 != prod(entry.shape) * bits:
@@ -157,12 +159,14 @@ def read_directory(folder: Path) -> dict[str, TensorInfo]:
                 code="tensor-in-two-files",
             )
         tensors |= part
+        limits.check_tensor_count(len(tensors), str(folder))
     return tensors
 
 
 def _read_indexed(folder: Path) -> dict[str, TensorInfo]:
     index = folder / INDEX
     weight_map = _read_weight_map(index)
+    limits.check_tensor_count(len(weight_map), str(index))
     names = sorted(set(weight_map.values()))
     files = {name: _read_listed_file(folder, name, weight_map, len(names)) for name in names}
     missing = next((tensor for tensor, file in weight_map.items() if tensor not in files[file]), None)
@@ -177,22 +181,19 @@ def _read_indexed(folder: Path) -> dict[str, TensorInfo]:
 def _read_weight_map(index: Path) -> dict[str, str]:
     """The file of each tensor, from an index. Raises ModelError."""
     try:
-        limits.check_file(index, limits.CONFIG_BYTES)
-        text = index.read_bytes()
+        text = read_model_file(index, limits.CONFIG_BYTES, code="cannot-read-index")
         weight_map = msgspec.json.decode(text, type=_Index).weight_map
         limits.check_unique(text, str(index))
         return weight_map
-    except OSError as error:
-        raise ModelError(f"cannot read {index}: {error_reason(error)}", code="cannot-read-index") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{index} is damaged ({error}); fetch it again", code="damaged-index") from error
+        raise ModelError(f"{index} is damaged ({error!s:.200}); fetch it again", code="damaged-index") from error
 
 
 def _read_listed_file(folder: Path, name: str, weight_map: Mapping[str, str], count: int) -> dict[str, TensorInfo]:
     """The tensors of one of the `count` files of a directory's index. Raises ModelError."""
     if Path(name).name != name:
         raise ModelError(
-            f"{folder / INDEX} names {name!r}, which is not a file beside it; fetch it again",
+            f"{folder / INDEX} names {name!r:.80}, which is not a file beside it; fetch it again",
             code="index-names-no-file",
         )
     if not (folder / name).exists():

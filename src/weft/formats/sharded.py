@@ -70,8 +70,8 @@ def read_state(folder: Path, rank: int = 0) -> ShardedState:
         state = msgspec.json.decode(text, type=ShardedState)
     except msgspec.DecodeError as error:
         raise ModelError(
-            f"{path} describes its layout in a way that this version does not read ({error}); write it again with "
-            "weft shard",
+            f"{path} describes its layout in a way that this version does not read ({error!s:.200}); write it "
+            "again with weft shard",
             code="damaged-shard-layout",
         ) from None
     missing = [number for number in range(len(state.places)) if not (folder / file_name(number)).is_file()]

@@ -18,14 +18,15 @@ from math import prod
 import msgspec
 
 from weft.architectures.published import ROW, PublishedQuantization
-from weft.errors import ModelError, error_reason
-from weft.formats.packed import SCALE_TYPES, Packed
+from weft.errors import ModelError
+from weft.formats.model_file import read_tensor
+from weft.formats.packed import SCALE_TYPES, Packed, check_zero_points
 from weft.formats.tensor import TensorInfo
 
 LARGEST = 127  # that bitsandbytes' SCB stands for
 # By method: the suffix of a matrix's scales, and those of tensors that are not needed.
 SCALES = {"bitsandbytes": ".SCB", "compressed-tensors": ".weight_scale"}
-UNREAD = (".weight_format", ".input_scale", ".input_zero_point")
+UNREAD = (".weight_format", ".input_scale", ".input_zero_point", ".weight_zero_point")
 
 
 def join_signed(index: Mapping[str, TensorInfo], published: PublishedQuantization) -> dict[str, TensorInfo]:
@@ -43,14 +44,18 @@ def join_signed(index: Mapping[str, TensorInfo], published: PublishedQuantizatio
         if scales is None:
             raise _misfit(values, name, f"is I8 and has no {layer}{ending} beside it", code="matrix-without-scales")
         rows = values.dims[0]
-        if scales.type not in SCALE_TYPES or prod(scales.dims) not in (rows, 1) or len(scales.dims) > 2:
+        has_one = published.rows == ROW or published.mixed
+        counts = (rows, 1) if has_one else (rows,)
+        if scales.type not in SCALE_TYPES or prod(scales.dims) not in counts or len(scales.dims) > 2:
             raise _misfit(
                 scales,
                 layer + ending,
-                f"is {scales.type} of {list(scales.dims)}; it must be {' or '.join(SCALE_TYPES)} of [{rows}] or [1]",
+                f"is {scales.type} of {list(scales.dims)}; it must be {' or '.join(SCALE_TYPES)} of [{rows}]"
+                f"{' or [1]' if has_one else ''}",
                 code="packed-part-of-other-dims",
             )
         _check_order(index.get(layer + ".weight_format"), layer)
+        check_zero_points(index.get(layer + ".weight_zero_point"))
         joined[name] = Packed(
             file=values.file,
             type=published.scheme,
@@ -71,14 +76,16 @@ def join_signed(index: Mapping[str, TensorInfo], published: PublishedQuantizatio
 
 def _check_order(format: TensorInfo | None, layer: str) -> None:
     """Raise ModelError if bitsandbytes stored the numbers in the order of one GPU's tensor cores."""
-    if format is None or format.nbytes != 1:
+    if format is None:
         return
-    try:
-        with open(format.file, "rb") as file:
-            file.seek(format.offset)
-            order = file.read(1)
-    except OSError as error:
-        raise ModelError(f"cannot read {format.file}: {error_reason(error)}", code="cannot-read-model") from error
+    if format.nbytes != 1:
+        raise _misfit(
+            format,
+            f"{layer}.weight_format",
+            f"is {format.type} of {list(format.dims)}; it must be one byte",
+            code="packed-part-of-other-dims",
+        )
+    order = read_tensor(format)
     if order != b"\0":
         raise _misfit(
             format,

@@ -27,6 +27,15 @@ def unsupported_group(group: Fields) -> Iterator[str]:
         yield "compressed-tensors (int-quantized) with zero points"
 
 
-def parse_weights() -> PublishedQuantization:
+def parse_weights(weights: Fields, *, mixed: bool) -> PublishedQuantization:
     """The quantisation of an `int-quantized` group without unsupported features."""
-    return PublishedQuantization(method="compressed-tensors", bits=8, group=ROW, symmetric=True, wide="signed")
+    is_by_row = weights.text_or("strategy", None) == "channel"
+    return PublishedQuantization(
+        method="compressed-tensors",
+        bits=8,
+        group=ROW,
+        symmetric=True,
+        wide="signed",
+        rows=1 if is_by_row else ROW,
+        mixed=mixed,
+    )

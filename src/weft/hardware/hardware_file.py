@@ -23,6 +23,7 @@ from weft.hardware.cluster import MAX_GPUS, NETWORK, Cluster, Link, Node, check_
 from weft.hardware.cpu import TOKENS, KernelSpeed, ProductSpeed
 from weft.hardware.gpus import PCIE_BPS, GpuSpec, find_gpu
 from weft.hardware.quantities import Bytes, Capability, Rate, parse_rate, six_digits
+from weft.regular_files import open_regular
 
 SUFFIXES = (".yaml", ".yml")
 MAX_FILE_BYTES = 1 << 18  # a hardware file is a page; YAML of megabytes takes minutes to read
@@ -264,7 +265,7 @@ def is_hardware_file(words: str) -> bool:
 def read_hardware_file(path: str) -> Cluster:
     """Read a hardware file. Raises ConfigError of one line if it cannot be read or describes something impossible."""
     try:
-        with Path(path).expanduser().open("rb") as file:
+        with open_regular(Path(path).expanduser()) as file:
             content = file.read(MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
             raise ConfigError(

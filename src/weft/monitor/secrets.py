@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from weft.regular_files import open_regular
+
 REMOVED = "[removed]"
 SHORTEST = 6  # characters of a secret that is searched for in texts; a shorter one would remove parts of words
 SHORTEST_WORD = 10  # the same for the words of a file of keys, which may have comments
@@ -73,7 +75,7 @@ class Secrets:
     def learn_file(self, path: Path) -> None:
         """Note every word of a file of keys, if it can be read."""
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 text = file.read(LARGEST).decode(errors="replace")
         except OSError:
             return

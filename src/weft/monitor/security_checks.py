@@ -13,6 +13,7 @@ from weft.formats.yaml_text import load_yaml
 from weft.hardware.listeners import Listener, listeners, socket_inodes
 from weft.monitor.check import Check, skipped
 from weft.monitor.processes import SERVERS, Process
+from weft.regular_files import SETTINGS_BYTES, read_regular_text
 
 KEY_FLAGS = ("--api-key", "--admin-key")
 KEY_FIELDS = ("api-key", "api-key-file", "keys")
@@ -96,7 +97,7 @@ def config_fields(process: Process, root: Path = Path("/")) -> dict[str, object]
     for value in flag_values(process.command, "--config"):
         with contextlib.suppress(OSError, ValueError):
             folder = os.readlink(root / "proc" / str(process.pid) / "cwd")
-            content = load_yaml((Path(folder) / value).read_text(encoding="utf-8"))
+            content = load_yaml(read_regular_text(Path(folder) / value, SETTINGS_BYTES))
             if isinstance(content, dict):
                 fields |= {str(name).replace("_", "-"): field for name, field in content.items()}
     return fields

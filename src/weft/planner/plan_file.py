@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from weft.errors import ConfigError, error_reason
 from weft.plan.plan import RankDevice
+from weft.regular_files import read_regular
 
 # Format of the output of weft plan --json; grows if a field that is read here changes its meaning, or is new and
 # needed. Files of older formats are upgraded when they are read.
@@ -130,6 +130,7 @@ class _Head(msgspec.Struct):
     best: msgspec.Raw
 
 
+PLAN_BYTES = 100_000_000  # a plan of thousands of ranks has some MB
 HOW_TO_WRITE = "write one with: weft plan MODEL --json > plan.json"
 
 
@@ -171,7 +172,7 @@ def _checked(path: str, plan: PlanFile) -> PlanFile:
 
 def _decode(path: str) -> list[PlanFile]:
     try:
-        text = Path(path).read_bytes()
+        text = read_regular(path, PLAN_BYTES)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"cannot read the plan {path}: {error_reason(error)}; {HOW_TO_WRITE}", code="cannot-read-plan"

@@ -8,9 +8,12 @@ import os
 import ssl
 from contextlib import suppress
 
+from weft.regular_files import open_regular
+
 log = logging.getLogger("weft.serving")
 
 RENEW_S = 2.0  # seconds between two looks at the files
+PEM_BYTES = 1_000_000  # a chain of certificates or a key, usually some KB
 # Codes of OpenSSL's verification.
 FAULTS = {9: "is not valid yet", 10: "has expired"}
 
@@ -21,6 +24,8 @@ def validity_fault(certfile: str, keyfile: str | None) -> str:
     A client that trusts exactly this certificate shakes hands with a server that has it, in memory: Python's ssl reads
     the dates of a certificate only for a connection. Raises OSError for files that cannot be used.
     """
+    for path in (certfile, keyfile or certfile):
+        open_regular(path, PEM_BYTES).close()  # OpenSSL would wait for the writer of a pipe
     server_context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     server_context.load_cert_chain(certfile, keyfile)
     client_context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from math import isfinite
-from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
 
 from weft.errors import ConfigError, error_reason
+from weft.regular_files import open_regular
 from weft.simulate.simulated_request import ContentIds, SimulatedRequest
 
 MAX_ERROR_CHARS = 60  # characters of a value in an error message
@@ -79,7 +80,7 @@ def read_trace(path: str) -> tuple[TraceRow, ...]:
 def _lines(path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """(line number, columns) of each request; names of columns are in lower case."""
     try:
-        with Path(path).open(encoding="utf-8-sig", newline="") as file:
+        with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig", newline="") as file:
             first = next((line for line in file if line.strip()), "")
             file.seek(0)
             is_json = first.lstrip().startswith("{")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,23 @@ from tokenizers import AddedToken, Tokenizer
 
 from weft.errors import ModelError
 from weft.formats import limits
+from weft.formats.model_file import file_error, read_model_file
 from weft.logs import event_fields
+from weft.regular_files import read_regular
 from weft.text import gguf_tokenizer, spm, tiktoken_file
 from weft.text.byte_level import build_byte_level
 from weft.text.cache import load_cached
+from weft.text.panics import damaged_tokenizer
 from weft.text.pretokenizers import GPT2
 from weft.text.settings import TokenizerSettings
+from weft.text.tokenizer_json import read_tokenizer_json
 
 log = logging.getLogger(__name__)
 
 PATTERNS = "tokenizer.json, tiktoken.model, tokenizer.model, vocab.json, *.tiktoken, *.gguf"
 KIMI_FILE = "tiktoken.model"
 MERGES = "merges.txt"  # beside vocab.json, in GPT-2's form
+MAX_WARNINGS = 10  # about tokens that are left out
 TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -38,9 +43,8 @@ def read_folder(path: Path) -> tuple[Tokenizer, TokenizerSettings]:
         tiktoken_file.reserve_tokens(hf_tokenizer, _listed_names(config))
     _add_tokens(hf_tokenizer, config)
     tokens = settings.tokens | _named_tokens(hf_tokenizer, folder, config)
-    for text in tokens.values():
-        # A named token is special even if no list of added tokens says so; one without an embedding stays text.
-        _make_special(hf_tokenizer, text)
+    # A named token is special even if no list of added tokens says so; one without an embedding stays text.
+    _make_special(hf_tokenizer, tokens.values())
     eos = hf_tokenizer.token_to_id(tokens.get("eos_token", ""))
     return hf_tokenizer, msgspec.structs.replace(
         settings,
@@ -62,14 +66,10 @@ def vocab_size(hf_tokenizer: Tokenizer) -> int:
 
 def _vocabulary(file: Path) -> tuple[Tokenizer, TokenizerSettings]:
     """Read one vocabulary file; its name tells its format."""
-    limits.check_file(file, limits.TOKENIZER_BYTES)
     if file.name == "vocab.json":
         return _read_gpt2(file), TokenizerSettings(add_bos=False, add_eos=False)
     if file.suffix == ".json":
-        try:
-            hf_tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # the library has no exception class of its own
-            raise ModelError(f"{file} is no tokenizer, or a damaged one: {error}", code="damaged-tokenizer") from error
+        hf_tokenizer = read_tokenizer_json(file)
         # The file may hold the truncation and padding of the training; a prompt must be neither cut nor padded.
         hf_tokenizer.no_truncation()
         hf_tokenizer.no_padding()
@@ -85,17 +85,20 @@ def _vocabulary(file: Path) -> tuple[Tokenizer, TokenizerSettings]:
 
 def _read_gpt2(file: Path) -> Tokenizer:
     """A byte-level BPE of GPT-2's form: ids in vocab.json, merges in the file beside it, best first."""
+    names, ranked = (_read(path) for path in (file, file.parent / MERGES))
     try:
-        limits.check_file(file.parent / MERGES, limits.TOKENIZER_BYTES)
-        vocabulary = msgspec.json.decode(file.read_bytes(), type=dict[str, int])
-        lines = (file.parent / MERGES).read_text(encoding="utf-8").split("\n")
+        vocabulary = msgspec.json.decode(names, type=dict[str, int])
+        lines = ranked.decode().replace("\r\n", "\n").split("\n")
         pairs = (line.split(" ") for line in lines if line and not line.startswith("#version"))
         merges = [(left, right) for left, right in pairs]
+        limits.check_vocabulary(len(vocabulary), len(merges))
         return build_byte_level(vocabulary, merges, GPT2.create_pre_tokenizer(), whole_words=False)
     except Exception as error:  # the library has no exception class of its own
-        raise ModelError(
-            f"{file} and {MERGES} are no tokenizer, or a damaged one: {error}", code="damaged-tokenizer"
-        ) from error
+        raise damaged_tokenizer(f"{file} and {MERGES}", error) from error
+
+
+def _read(file: Path) -> bytes:
+    return read_model_file(file, limits.TOKENIZER_BYTES, code="cannot-read-tokenizer")
 
 
 def _vocabulary_file(path: Path) -> Path:
@@ -113,13 +116,39 @@ def _vocabulary_file(path: Path) -> Path:
 def _add_tokens(hf_tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
     """Add the tokens that only tokenizer_config.json lists, under the ids that it gives them."""
     tokens = _listed_tokens(config)
-    for id in sorted(tokens.keys() - hf_tokenizer.get_added_tokens_decoder().keys()):
-        _add_token(hf_tokenizer, id, tokens[id])
+    missing = sorted(tokens.keys() - hf_tokenizer.get_added_tokens_decoder().keys())
+    limits.check_vocabulary(len(missing))
+    # One call for all: each call makes the library's automaton of all added tokens anew.
+    hf_tokenizer.add_tokens(list(_addable_tokens(hf_tokenizer, {id: tokens[id] for id in missing})))
     extra = config.get("additional_special_tokens") or config.get("extra_special_tokens")
-    for token in extra if isinstance(extra, list) else ():
+    _make_special(hf_tokenizer, map(_token_text, extra if isinstance(extra, list) else ()))
+
+
+def _addable_tokens(hf_tokenizer: Tokenizer, tokens: Mapping[int, object]) -> Iterator[AddedToken]:
+    """Tokens of added_tokens_decoder, without those whose ids the vocabulary's ids contradict."""
+    added: dict[str, int] = {}
+    next_id, left_out = vocab_size(hf_tokenizer), 0
+    for id, token in tokens.items():
         text = _token_text(token)
-        if text is not None:
-            _make_special(hf_tokenizer, text)
+        if text is None or not isinstance(token, dict):
+            continue
+        present_id = added.get(text, hf_tokenizer.token_to_id(text))
+        if id != (next_id if present_id is None else present_id):
+            left_out += 1
+            if left_out <= MAX_WARNINGS:
+                log.warning(
+                    "token %.80r is left out: tokenizer_config.json gives it id %d, the vocabulary has none there",
+                    text,
+                    id,
+                    extra=event_fields("token-left-out", token=text, id=id),
+                )
+            continue
+        if present_id is None:
+            added[text] = id
+            next_id = id + 1
+        yield AddedToken(text, **{name: bool(token.get(name)) for name in TOKEN_FLAGS})
+    if left_out > MAX_WARNINGS:
+        log.warning("%d more tokens of tokenizer_config.json are left out likewise", left_out - MAX_WARNINGS)
 
 
 def _listed_tokens(config: Mapping[str, Any]) -> dict[int, object]:
@@ -134,28 +163,10 @@ def _listed_names(config: Mapping[str, Any]) -> dict[int, str]:
     return {id: text for id, text in texts.items() if text is not None}
 
 
-def _add_token(hf_tokenizer: Tokenizer, id: int, token: object) -> None:
-    """Add one token of added_tokens_decoder, unless the vocabulary's ids contradict its id."""
-    text = _token_text(token)
-    if text is None or not isinstance(token, dict):
-        return
-    present_id = hf_tokenizer.token_to_id(text)
-    if id != (vocab_size(hf_tokenizer) if present_id is None else present_id):
-        log.warning(
-            "token %r is left out: tokenizer_config.json gives it id %d, the vocabulary has none there",
-            text,
-            id,
-            extra=event_fields("token-left-out", token=text, id=id),
-        )
-        return
-    flags = {name: bool(token.get(name)) for name in TOKEN_FLAGS}
-    hf_tokenizer.add_tokens([AddedToken(text, **flags)])
-
-
-def _make_special(hf_tokenizer: Tokenizer, text: str) -> None:
-    """Make a token special if the vocabulary has it."""
-    if hf_tokenizer.token_to_id(text) is not None:
-        hf_tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True)])
+def _make_special(hf_tokenizer: Tokenizer, texts: Iterable[str | None]) -> None:
+    """Make those of some tokens special that the vocabulary has."""
+    present = [text for text in dict.fromkeys(texts) if text is not None and hf_tokenizer.token_to_id(text) is not None]
+    hf_tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in present])
 
 
 def _named_tokens(hf_tokenizer: Tokenizer, folder: Path, config: dict[str, Any]) -> dict[str, str]:
@@ -187,7 +198,8 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """The chat template: in its own file, as one text, or one of several by name; "default" is without tools."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8", errors="replace")
+        data = read_model_file(file, limits.TEMPLATE_BYTES, code="cannot-read-tokenizer")
+        return data.decode(errors="replace")
     source = config.get("chat_template") or _json(folder / "chat_template.json").get("chat_template")
     if isinstance(source, list):
         named = {entry["name"]: entry["template"] for entry in source if isinstance(entry, dict) and "name" in entry}
@@ -198,12 +210,13 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 def _json(file: Path) -> dict[str, Any]:
     """The object in a JSON file; {} if the file does not exist."""
     try:
-        limits.check_file(file, limits.CONFIG_BYTES)
-        value = json.loads(file.read_bytes())
+        value = json.loads(read_regular(file, limits.CONFIG_BYTES))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file} cannot be read: {error}", code="cannot-read-tokenizer") from error
+    except OSError as error:
+        raise file_error(file, error, "cannot-read-tokenizer") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{file} cannot be read: {error!s:.200}", code="cannot-read-tokenizer") from error
     if not isinstance(value, dict):
         raise ModelError(f"{file} holds no JSON object; fetch it again", code="tokenizer-not-json-object")
     return value

@@ -8,6 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from weft.errors import ModelError
+from weft.formats import limits
 from weft.formats.gguf import Gguf
 from weft.formats.gguf import read_gguf as read_header
 from weft.text import byte_level, spm
@@ -33,11 +34,12 @@ def read_gguf_tokenizer(path: Path) -> tuple[Tokenizer, TokenizerSettings]:
     """Read the tokenizer in a GGUF file. Raises ModelError for a kind that Weft does not know."""
     header = read_header(path)
     kind = header.metadata.get(PREFIX + "model")
+    limits.check_vocabulary(header.count(PREFIX + "tokens"), header.count(PREFIX + "merges"))
     tokens = [str(token) for token in header.array(PREFIX + "tokens")]
     if kind not in MODELS or not tokens:
         raise ModelError(
-            f"{path} has a tokenizer of kind {kind!r} with {len(tokens)} tokens; Weft reads {' and '.join(MODELS)}; "
-            "give another with --tokenizer",
+            f"{path} has a tokenizer of kind {kind!r:.80} with {len(tokens)} tokens; Weft reads "
+            f"{' and '.join(MODELS)}; give another with --tokenizer",
             code="unknown-gguf-tokenizer",
         )
     types = [int(type) for type in header.array(PREFIX + "token_type")] or [spm.NORMAL] * len(tokens)
@@ -57,7 +59,7 @@ def _create_byte_level(header: Gguf, tokens: Sequence[str], types: Sequence[int]
     spec = PRE_TOKENIZERS.get(str(name))
     if spec is None:
         raise ModelError(
-            f"{header.path} cuts words as {name!r} does, which Weft does not know; known: "
+            f"{header.path} cuts words as {name!r:.80} does, which Weft does not know; known: "
             f"{', '.join(sorted(PRE_TOKENIZERS))}; give the model's own tokenizer with --tokenizer",
             code="unknown-pre-tokenizer",
         )
@@ -78,7 +80,7 @@ def _merges(header: Gguf, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
         parts = text.split(" ")
         if len(parts) != 2 or not vocab.keys() >= {*parts, "".join(parts)}:
             raise ModelError(
-                f"{header.path} is damaged: {text!r} merges no two of its tokens; fetch it again",
+                f"{header.path} is damaged: {text!r:.80} merges no two of its tokens; fetch it again",
                 code="merge-of-no-tokens",
             )
         merges.append((parts[0], parts[1]))

@@ -14,12 +14,18 @@ from typing import NamedTuple
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
 
 from weft.errors import ModelError
+from weft.formats import limits
+from weft.formats.model_file import read_model_file
+from weft.text.charsmap import check_charsmap
+from weft.text.growth import MAX_GROWTH
 from weft.text.merges import derive_merges
 from weft.text.settings import TokenizerSettings
 
 SPACE = "▁"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of pieces; GGUF uses the same numbers
 UNIGRAM, BPE = 1, 2  # model types
+
+VARINT_BYTES = 10  # of a number of 64 bits
 
 # Field numbers.
 PIECES, TRAINER, NORMALIZER = 1, 2, 3
@@ -42,10 +48,10 @@ class Piece(NamedTuple):
 def read_sentencepiece(path: Path) -> tuple[Tokenizer, TokenizerSettings]:
     """Read a SentencePiece model file. Raises ModelError for a damaged one."""
     try:
-        return parse_sentencepiece(path.read_bytes())
+        return parse_sentencepiece(read_model_file(path, limits.TOKENIZER_BYTES, code="cannot-read-tokenizer"))
     except (ValueError, IndexError, struct.error) as error:
         raise ModelError(
-            f"{path} is no SentencePiece model that Weft can read, or a damaged one: {error}",
+            f"{path} is no SentencePiece model that Weft can read, or a damaged one: {error!s:.200}",
             code="damaged-sentencepiece",
         ) from error
 
@@ -61,7 +67,7 @@ def parse_sentencepiece(data: bytes) -> tuple[Tokenizer, TokenizerSettings]:
     prefix = bool(normalizer.get(ADD_PREFIX, True))
     type = trainer.get(MODEL_TYPE, UNIGRAM)
     if type not in (UNIGRAM, BPE):
-        raise ValueError(f"it is of type {type!r}, not {UNIGRAM} (Unigram) or {BPE} (BPE)")
+        raise ValueError(f"it is of type {type!r:.40}, not {UNIGRAM} (Unigram) or {BPE} (BPE)")
     hf_tokenizer = build_sentencepiece(
         pieces,
         unigram=type == UNIGRAM,
@@ -92,6 +98,10 @@ def _decode_model(data: bytes) -> tuple[list[Piece], Fields, Fields]:
             normalizer = dict(_fields(value))
     if not pieces:
         raise ValueError("it has no pieces")
+    limits.check_vocabulary(len(pieces))
+    longest = max(len(piece.text) for piece in pieces)
+    if longest > limits.TOKEN_CHARACTERS:
+        raise ValueError(f"a token of {longest:,} characters; at most {limits.TOKEN_CHARACTERS:,} are read")
     return pieces, trainer, normalizer
 
 
@@ -149,6 +159,8 @@ def _normalizers(fields: Fields) -> list[normalizers.Normalizer]:
     steps: list[normalizers.Normalizer] = []
     charsmap = fields.get(CHARSMAP)
     if charsmap and isinstance(charsmap, bytes):
+        if (growth := check_charsmap(charsmap)) > MAX_GROWTH:
+            raise ValueError(f"a character map that makes {growth:,} characters of one; at most {MAX_GROWTH} are read")
         steps.append(normalizers.Precompiled(charsmap))
     if fields.get(REMOVE_EXTRA_SPACES, True):
         steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" +"), " ")]
@@ -187,13 +199,13 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
     value = shift = 0
-    while True:
-        byte = data[at]
-        at += 1
+    for end in range(at + 1, at + 1 + VARINT_BYTES):
+        byte = data[end - 1]
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value, at
+            return value, end
         shift += 7
+    raise ValueError(f"a number of more than {VARINT_BYTES} bytes")
 
 
 def _signed(value: int | bytes) -> int:

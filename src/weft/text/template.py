@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import ConfigError, ModelError, RequestError
+from weft.formats import limits
+from weft.regular_files import read_regular_text
 from weft.text.messages import normalize_messages
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def _read_option(text: str) -> str:
     if "{{" in text or "{%" in text:
         return text
     try:
-        return Path(text).read_text(encoding="utf-8")
+        return read_regular_text(text, limits.TEMPLATE_BYTES)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--chat-template {text!r:.200} is neither a file that can be read nor a Jinja template: {error}",

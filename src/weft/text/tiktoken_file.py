@@ -12,6 +12,8 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, normalizers
 
 from weft.errors import ModelError
+from weft.formats import limits
+from weft.formats.model_file import read_model_file
 from weft.text.byte_level import build_byte_level, spell_bytes
 from weft.text.merges import derive_merges
 from weft.text.pretokenizers import KIMI, QWEN, PreTokenizerSpec
@@ -20,6 +22,7 @@ from weft.text.settings import TokenizerSettings
 # Special tokens that Qwen's own tokenizer appends to those of the file, in this order.
 QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{n}|>" for n in range(205)))
 RESERVED = 256  # special tokens of Kimi-K2 after those of the file, most of them without a name
+RANK_DIGITS, RANKS = 10, 1 << 31  # ids are that large at most
 NUM_ENDS = 3  # the first of them end a completion
 
 
@@ -64,13 +67,23 @@ def _read_ranked(path: Path, words: PreTokenizerSpec, normalizer: normalizers.No
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
     try:
-        lines = [line.split() for line in path.read_bytes().splitlines() if line]
-        pairs = [(b64decode(token, validate=True), int(rank)) for token, rank in lines]
+        data = read_model_file(path, limits.TOKENIZER_BYTES, code="cannot-read-tokenizer")
+        lines = [line.split() for line in data.splitlines() if line]
+        limits.check_vocabulary(len(lines))
+        pairs = [(b64decode(token, validate=True), _rank(rank)) for token, rank in lines]
     except (ValueError, binascii.Error) as error:
-        raise ModelError(f"{path} is no tiktoken file, or a damaged one: {error}", code="damaged-tiktoken") from error
+        raise ModelError(
+            f"{path} is no tiktoken file, or a damaged one: {error!s:.200}", code="damaged-tiktoken"
+        ) from error
     for name, entries in zip(("token", "rank"), zip(*pairs, strict=True), strict=False):
         _check_unique(path, name, entries)
     return dict(pairs)
+
+
+def _rank(digits: bytes) -> int:
+    if not digits.isdigit() or len(digits) > RANK_DIGITS or int(digits) >= RANKS:
+        raise ValueError(f"the rank {digits!r:.40} is no whole number below {RANKS:,}")
+    return int(digits)
 
 
 def _check_unique(path: Path, name: str, entries: Sequence[object]) -> None:

@@ -13,6 +13,7 @@ from weft.errors import ModelError, RequestError
 from weft.formats.gguf import is_gguf
 from weft.text import folder, gguf_tokenizer
 from weft.text.cache import load_cached
+from weft.text.panics import convert_panic, loading
 from weft.text.pieces import Detokenizer, Pieces
 from weft.text.settings import TokenizerSettings
 
@@ -37,9 +38,10 @@ def load_tokenizer(path: str, *, gguf: bool | None = None) -> Tokenizer:
             code="no-such-tokenizer",
         )
     try:
-        if file.is_file() and (is_gguf(file) if gguf is None else gguf):
-            return Tokenizer(*load_cached(file, gguf_tokenizer.read_gguf_tokenizer))
-        return Tokenizer(*folder.read_folder(file))
+        with loading(file):
+            if file.is_file() and (is_gguf(file) if gguf is None else gguf):
+                return Tokenizer(*load_cached(file, gguf_tokenizer.read_gguf_tokenizer))
+            return Tokenizer(*folder.read_folder(file))
     except OSError as error:
         raise ModelError(f"cannot read the tokenizer at {path}: {error}", code="cannot-read-tokenizer") from error
 
@@ -107,7 +109,7 @@ class Tokenizer:
                 f"the text is no valid Unicode: {_lone_surrogate(text)}", code="invalid-unicode"
             ) from error
         except BaseException as error:
-            raise _convert_panic(error) from None
+            raise convert_panic(error) from None
         ids: list[int] = encoding.ids
         if post_process:
             doubled = self.bos_id is not None and ids[:2] == [self.bos_id] * 2
@@ -150,7 +152,7 @@ class Tokenizer:
                 f"token ids are whole numbers from 0 to {self.vocab_size - 1}: {error}", code="token-id-out-of-range"
             ) from error
         except BaseException as error:
-            raise _convert_panic(error) from None
+            raise convert_panic(error) from None
         if not self.pieces.byte_fallback or "\ufffd" not in text:
             return text
         # For one invalid byte token the library replaces the whole run of byte tokens, SentencePiece only that token.
@@ -189,20 +191,6 @@ class Tokenizer:
             )
         forms = (self.encode(form, add_special_tokens=False) for form in (word, " " + word))
         return list(dict.fromkeys(tuple(form) for form in forms))
-
-
-def _convert_panic(error: BaseException) -> BaseException:
-    """ModelError for a panic in the Rust code of the tokenizers library; any other error, such as Ctrl-C, unchanged.
-
-    A panic is not an Exception, so `except Exception` does not catch it.
-    """
-    if type(error).__name__ != "PanicException":
-        return error
-    return ModelError(
-        f"the tokenizer fails on this text, most likely in its regular expression: {error!s:.200}; "
-        "give another with --tokenizer",
-        code="tokenizer-failed",
-    )
 
 
 def _lone_surrogate(text: str) -> str:

@@ -13,19 +13,28 @@ import torch
 from weft.formats.schemes import GGUF_SCHEMES, MXFP4_VALUES
 from weft.formats.tensor import ENCODINGS
 from weft.quant.quantised import unpack_sixes
+from weft.weights.finite import check_finite
 
 # (q, scale, lowest): q [blocks, groups, group] uint8, the others [blocks, groups, 1] float32. A weight is
 # q * scale + lowest. If `lowest` is None, a weight is (q - zero) * scale instead, with the type's own `zero_point`.
 Numbers = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 # The 16 values of types that begin with IQ4, each plus 128. Source: kvalues_iq4nl of ggml-common.h.
+MXFP4_NAN = 255  # a scale's byte that stands for no number
 MXFP4_ZERO = 12  # what is added to twice each of MXFP4_VALUES to give numbers without sign
 IQ4_VALUES = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)
 
 
 def block_numbers(data: torch.Tensor, type: str) -> Numbers:
-    """Unpack [rows, bytes] uint8, each row whole blocks of `type`, block by block."""
-    return BLOCKS[type](data.reshape(-1, ENCODINGS[type].nbytes))
+    """Unpack [rows, bytes] uint8, each row whole blocks of `type`, block by block.
+
+    Raises ModelError for a scale that is NaN or infinite.
+    """
+    q, scale, lowest = BLOCKS[type](data.reshape(-1, ENCODINGS[type].nbytes))
+    for part in (scale, lowest):
+        if part is not None:
+            check_finite(part)
+    return q, scale, lowest
 
 
 def zero_point(type: str) -> int:
@@ -136,7 +145,8 @@ def iq4_nl(b: torch.Tensor) -> Numbers:
 def mxfp4(b: torch.Tensor) -> Numbers:
     twice = torch.tensor([int(2 * value) + MXFP4_ZERO for value in MXFP4_VALUES], dtype=torch.uint8, device=b.device)
     q = twice.take(_fields(b[:, None, 1:], 4, 2).flatten(2).long())
-    return q, torch.exp2(b[:, :1, None].float() - 128), None
+    # The byte 255 is no number; exp2 makes infinity of it.
+    return q, torch.exp2(b[:, :1, None].float() - 128).where(b[:, :1, None] != MXFP4_NAN, torch.inf), None
 
 
 def iq4_xs(b: torch.Tensor) -> Numbers:

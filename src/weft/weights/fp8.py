@@ -12,6 +12,7 @@ from weft.formats.packed import Packed
 from weft.formats.schemes import ALL_SCHEMES
 from weft.formats.tensor import TensorInfo
 from weft.quant.quantised import QuantisedWeight
+from weft.weights.finite import check_finite
 from weft.weights.stored import DENSE, StoredWeights, map_bytes, rows_at_once, view_bytes
 
 NOT_A_NUMBER = 127  # the bits of E4M3's NaN, without its sign
@@ -81,7 +82,8 @@ def _scales(info: Packed, rows: Span, cols: Span, group: int) -> torch.Tensor:
     stored = _read_scales(info.scales)
     numbers = torch.arange(rows.start, rows.stop) * info.step + info.first
     first = torch.arange(cols.start // group, -(-cols.stop // group)) * group
-    return stored[(numbers // info.rows)[:, None], (first // info.group)[None, :]]
+    scales = stored[(numbers // info.rows)[:, None], (first // info.group)[None, :]]
+    return check_finite(scales)
 
 
 def _read_scales(info: TensorInfo) -> torch.Tensor:

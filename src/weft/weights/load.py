@@ -25,6 +25,7 @@ from weft.quant.quantised import QuantisedWeight
 from weft.quant.rounding import Rounding, round_into
 from weft.weights.derive import derive_parameters
 from weft.weights.dummy import DummyWeights
+from weft.weights.finite import NotFiniteError
 from weft.weights.fp8 import Fp8Weights
 from weft.weights.mxfp4 import Mxfp4Weights
 from weft.weights.packed import PackedWeights
@@ -137,8 +138,14 @@ def load_weights(
         return
     source, dims = source or open_source(plan), dict(expected_tensors(plan.shape))
 
-    @torch.inference_mode()
     def load_fill(fill: Fill) -> None:
+        try:
+            read_fill(fill)
+        except NotFiniteError:
+            raise NotFiniteError(fill.source) from None
+
+    @torch.inference_mode()
+    def read_fill(fill: Fill) -> None:
         check_fill(fill)
         into = fill_target(targets, fill)
         if isinstance(into, torch.Tensor):

@@ -8,6 +8,8 @@ from weft.architectures.place import Span
 from weft.formats.packed import MXFP4_BLOCK, Packed
 from weft.formats.tensor import TensorInfo
 from weft.quant.quantised import QuantisedWeight, pack_nibbles
+from weft.weights.blocks import MXFP4_NAN
+from weft.weights.finite import check_finite
 from weft.weights.stored import StoredWeights, map_bytes, rows_at_once
 
 
@@ -41,7 +43,9 @@ class Mxfp4Weights(StoredWeights):
             return False
         elements, nbytes = MXFP4_BLOCK
         groups = Span(cols.start // elements, cols.stop // elements)
-        into.scales.copy_(_read_rows(info, info.scales, rows)[:, groups.start : groups.stop])
+        scales = _read_rows(info, info.scales, rows)[:, groups.start : groups.stop]
+        check_finite(scales.float().masked_fill_(scales == MXFP4_NAN, torch.nan))
+        into.scales.copy_(scales)
         packed = _read_rows(info, info.values, rows)[:, groups.start * nbytes : groups.stop * nbytes]
         step = rows_at_once(into.device, len(cols), 0)
         for row in range(0, len(rows), step):

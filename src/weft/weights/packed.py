@@ -12,6 +12,7 @@ from weft.errors import ModelError
 from weft.formats.packed import WORD, Packed
 from weft.formats.tensor import TensorInfo
 from weft.quant.quantised import QuantisedWeight, pack_nibbles
+from weft.weights.finite import check_finite
 from weft.weights.stored import DENSE, StoredWeights, map_bytes, rows_at_once, view_bytes
 
 logger = logging.getLogger("weft")
@@ -123,11 +124,11 @@ def _zeros(info: Packed, rows: Span, cols: Span, device: torch.device) -> torch.
 
 
 def _scales(info: Packed, rows: Span, cols: Span) -> torch.Tensor:
-    """Scales of the groups that hold these columns: [rows, groups], in the stored dtype."""
+    """Scales of the groups that hold these columns: [rows, groups], in the stored dtype. Raises ModelError for NaN."""
     groups = _groups(info, cols)
-    if info.published.method == "compressed-tensors":
-        return _words(info.scales, rows, groups)
-    return _words(info.scales, groups, rows).t()
+    by_row = info.published.method == "compressed-tensors"
+    scales = _words(info.scales, rows, groups) if by_row else _words(info.scales, groups, rows).t()
+    return check_finite(scales)
 
 
 def _groups(info: Packed, cols: Span) -> Span:

@@ -13,7 +13,8 @@ from weft.formats.schemes import NESTED_BYTES, NESTED_HALVES, UNIT
 from weft.formats.tensor import ENCODINGS
 from weft.quant.quantised import QuantisedWeight, pack_nibbles
 from weft.quant.rounding import Rounding, round_into
-from weft.weights.blocks import block_numbers, zero_point
+from weft.weights.blocks import MXFP4_NAN, block_numbers, zero_point
+from weft.weights.finite import check_finite
 
 # Elements that are read before they are rounded: on a CPU as many as a core's cache has room for; on a GPU as many as
 # there is memory for in each thread that reads, since fewer launches are faster.
@@ -60,19 +61,22 @@ def _spread(part: torch.Tensor, type: str, first: int, into: QuantisedWeight) ->
 def split_blocks(blocks: torch.Tensor, into: QuantisedWeight) -> None:
     """Copy blocks [rows, groups, bytes] uint8 whose type is the scheme of `into`.
 
-    The result is that of `unpack_blocks`. Nothing has to be computed, which takes a twentieth of the time.
+    The result is that of `unpack_blocks`, and so are the errors. Nothing has to be computed, which takes a twentieth of
+    the time.
     """
     if into.scheme.lowest == "nested":
         _split_nested(blocks, into)
         return
     if into.scheme.lowest == "mxfp4":
-        into.scales.copy_(blocks[..., 0])
+        exponents = blocks[..., 0]
+        check_finite(exponents.float().masked_fill_(exponents == MXFP4_NAN, torch.nan))
+        into.scales.copy_(exponents)
         into.values.view(*into.scales.shape, -1).copy_(blocks[..., 1:])
         return
     head = 2 if into.lowest is None else 4
-    into.scales.copy_(_view_float16(blocks[..., :2]))
+    into.scales.copy_(check_finite(_view_float16(blocks[..., :2])))
     if into.lowest is not None:
-        into.lowest.copy_(_view_float16(blocks[..., 2:4]))
+        into.lowest.copy_(check_finite(_view_float16(blocks[..., 2:4])))
     values = blocks[..., head:]
     into.values.view(values.shape).copy_(values)
     if into.scheme.bits == 8:
@@ -83,7 +87,8 @@ def _split_nested(blocks: torch.Tensor, into: QuantisedWeight) -> None:
     """Copy blocks [rows, groups, 144] uint8 of Q4_K, whose first and last groups may have more columns than `into`."""
     assert into.lowest is not None
     head = 2 * NESTED_HALVES + NESTED_BYTES
-    into.scales.copy_(blocks[..., : 2 * NESTED_HALVES].contiguous().view(torch.float16).flatten(1))
+    halves = blocks[..., : 2 * NESTED_HALVES].contiguous().view(torch.float16)
+    into.scales.copy_(check_finite(halves).flatten(1))
     into.lowest.copy_(blocks[..., 2 * NESTED_HALVES : head].flatten(1))
     # The nibbles of 32 bytes are one UNIT (low) and the next one (high); here the halves of a UNIT share bytes.
     first, second = blocks[..., head:].unflatten(2, (-1, 2, UNIT // 2)).unbind(3)

@@ -8,6 +8,7 @@ from weft.architectures.place import Span
 from weft.formats.packed import Packed
 from weft.formats.signed import LARGEST
 from weft.quant.quantised import QuantisedWeight
+from weft.weights.finite import check_finite
 from weft.weights.stored import DENSE, StoredWeights, map_bytes, rows_at_once, view_bytes
 
 SIGN = 128  # its bit: from -128 .. 127 to 0 .. 255
@@ -53,5 +54,6 @@ def _numbers(info: Packed, rows: Span, cols: Span) -> torch.Tensor:
 def _scales(info: Packed, rows: Span) -> torch.Tensor:
     """Scale of each row: [rows, 1] float32."""
     stored = view_bytes(map_bytes(info.scales, 0, info.scales.nbytes), DENSE[info.scales.type]).float()
+    check_finite(stored)
     scales = stored.expand(info.dims[0])[rows.start : rows.stop, None]
     return scales / LARGEST if info.published.method == "bitsandbytes" else scales

@@ -14,7 +14,9 @@ from weft.formats.schemes import ALL_SCHEMES, GGUF_SCHEMES
 from weft.formats.split_heads import SplitHeads
 from weft.formats.tensor import ENCODINGS, Encoding, TensorInfo
 from weft.quant.quantised import QuantisedWeight
+from weft.regular_files import open_regular
 from weft.weights.blocks import dequantise
+from weft.weights.finite import check_finite
 from weft.weights.quantised import split_blocks, unpack_blocks
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -53,6 +55,7 @@ class StoredWeights:
             whole = Span(0, info.dims[0] * info.step)
             vector = torch.empty(1, len(whole), dtype=torch.float32)
             self._read_matrix(info, (1, len(whole)), Span(0, 1), whole, vector)
+            check_finite(vector)
             _copy_rows(vector[0, info.first :: info.step][rows.start : rows.stop], into, info.interleaved)
         elif info.transposed:
             self._read_transposed(info, rows, cols or Span(0, info.dims[1]), into)
@@ -189,7 +192,7 @@ def map_bytes(info: TensorInfo, start: int, nbytes: int, *, ahead: int = 0) -> t
     begin = info.offset + start
     slack = begin % mmap.ALLOCATIONGRANULARITY
     try:
-        with open(info.file, "rb") as file:
+        with open_regular(info.file) as file:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), begin, nbytes + ahead, os.POSIX_FADV_WILLNEED)
             data = mmap.mmap(

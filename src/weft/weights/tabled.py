@@ -15,6 +15,7 @@ from weft.formats.bitsandbytes import TablePacked
 from weft.formats.schemes import TABLES
 from weft.formats.tensor import TensorInfo
 from weft.quant.quantised import QuantisedWeight, pack_nibbles
+from weft.weights.finite import check_finite
 from weft.weights.stored import StoredWeights, map_bytes, rows_at_once, view_bytes
 
 TABLE_TOLERANCE = 1e-3  # absolute; some old files round the table to four digits
@@ -79,9 +80,12 @@ def _scales(info: TablePacked, rows: Span, cols: torch.Tensor) -> torch.Tensor:
     block = (torch.arange(rows.start, rows.stop)[:, None] * info.dims[1] + cols) // info.state.blocksize
     stored = map_bytes(info.scales, 0, info.scales.nbytes)
     if info.nested_map is None or info.nested_scales is None:
-        return view_bytes(stored, torch.float32)[block]
+        return check_finite(view_bytes(stored, torch.float32)[block])
+    # The whole map: a damaged entry that no scale of these rows uses shows that others may be.
+    levels = check_finite(_floats(info.nested_map))
     outer = _floats(info.nested_scales)[block // info.state.nested_blocksize]
-    return _floats(info.nested_map)[stored[block].long()] * outer + info.state.nested_offset
+    scales = levels[stored[block].long()] * outer + info.state.nested_offset
+    return check_finite(scales)
 
 
 def _floats(info: TensorInfo) -> torch.Tensor:
