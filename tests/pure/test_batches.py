@@ -309,8 +309,8 @@ async def test_a_line_that_kills_engines_is_an_error_and_the_others_are_answered
         batch = await ended(api, await begin(api, [line(name) for name in names]))
         assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 8, 1)
         (error,) = await rows_of(api, batch.error_file_id)
-        assert error["custom_id"] == "killer" and error["response"]["status_code"] == 500
-        assert error["response"]["body"]["error"]["code"] == "line_kills_engine"
+        assert error["custom_id"] == "killer" and error["response"]["status_code"] == 422
+        assert error["response"]["body"]["error"]["code"] == "request_ends_engines"
     assert len(beside) == LOST + 1 and beside[-1] == 0
 
 
@@ -340,7 +340,7 @@ async def test_an_endpoint_that_always_loses_its_engine_is_asked_no_more(monkeyp
         raise HttpError(503, "the engine has started again", code="engine-restarts", retry_after_s=5)
 
     status, body = await answers.answer(World().service, endpoint, BatchLine(**line("a")))
-    assert (asked, status) == (LOST + 1, 500) and b"line_kills_engine" in body
+    assert (asked, status) == (LOST + 1, 422) and b"request_ends_engines" in body
 
 
 def test_deaths_are_kept_before_a_line_is_asked_and_forgotten_with_its_answer(tmp_path: Path) -> None:
@@ -622,7 +622,7 @@ def test_a_line_that_kills_the_server_is_an_error_row_at_last(tmp_path: Path) ->
     batch = store.batch("", "batch_1")
     assert batch and (batch.request_counts.completed, batch.request_counts.failed) == (len(names) - 1, 1)
     (error,) = [json.loads(row) for row in store.content(batch.error_file_id or "").read_text().splitlines()]
-    assert (error["custom_id"], error["response"]["body"]["error"]["code"]) == ("killer", "line_kills_engine")
+    assert (error["custom_id"], error["response"]["body"]["error"]["code"]) == ("killer", "request_ends_engines")
     store.close()
 
 

@@ -279,7 +279,7 @@ def test_a_row_that_kills_engines_is_an_error(tmp_path: Path, monkeypatch: pytes
     job = job_of(source, tmp_path / "out.jsonl")
     assert run_job(job, answering(world)) == (6, 1)
     (failed,) = read(tmp_path / "out.failed.jsonl")
-    assert (failed["prompt"], failed["error"]["code"]) == ("killer", "line_kills_engine")
+    assert (failed["prompt"], failed["error"]["code"]) == ("killer", "request_ends_engines")
     assert len(beside) == LOST + 1 and beside[-1] == 0
 
 

@@ -12,10 +12,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from weft.errors import FatalRequestError
 from weft.serving.batches.attempts import Attempts, Places, lost_engine
 from weft.serving.batches.types import BatchLine
 from weft.serving.clients import current
-from weft.serving.errors import HttpError, describe_error, error_response
+from weft.serving.errors import describe_error, error_response
 from weft.serving.key_rates import MORE_THAN_A_MINUTE, RateError, RequestCount, counting
 from weft.serving.service import Service
 
@@ -84,13 +85,11 @@ def _is_final(status: int, error: Exception | None) -> bool:
 
 def _given_up(line: BatchLine, attempts: Attempts) -> tuple[int, bytes]:
     """Status and body for a line that is asked no more."""
-    error = HttpError(
-        500,
-        f"the line was being answered each time that {attempts.deaths} engines or servers died, the last one with this "
-        "line alone: it is not asked again; look for the cause in the server's log",
-        code="line-kills-engine",
+    error = FatalRequestError(
+        f"{attempts.deaths} engines or servers died while they had this line, the last one while it had no other: it "
+        "is not asked again; look for the cause in the server's log"
     )
-    return error.status, bytes(error_response(error, line.url).body)
+    return describe_error(error)[0], bytes(error_response(error, line.url).body)
 
 
 async def _try(
