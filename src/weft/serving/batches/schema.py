@@ -27,7 +27,7 @@ CREATE TABLE IF NOT EXISTS batches (
 )
 """
 BATCH_KEYS = "CREATE TABLE IF NOT EXISTS batch_keys (batch TEXT PRIMARY KEY, key TEXT NOT NULL) WITHOUT ROWID"
-# What is looked for has a column and an index: the work for a request does not grow with the number of rows.
+# Columns and indexes for every search: the work for a request does not grow with the number of rows.
 COLUMNS = (
     "ALTER TABLE files ADD COLUMN bytes INTEGER NOT NULL DEFAULT 0",
     "ALTER TABLE files ADD COLUMN purpose TEXT NOT NULL DEFAULT ''",

@@ -216,7 +216,7 @@ class Store:
         query = f"SELECT 1 FROM batches WHERE input = ? AND status IN ({UNFINISHED_MARKS})"
         return self._rows.execute(query, (id, *UNFINISHED)).fetchone() is not None
 
-    # What nobody needs any more
+    # Cleaning
 
     def delete_expired(self, now: float) -> None:
         """Delete the files that have expired, but for those that an unfinished batch reads."""

@@ -124,14 +124,14 @@ def run_job(job: Job, answer: Answer) -> tuple[int, int]:
                 f"{sum(counts)} of the {job.rows.count} rows of {job.rows.path} have answers: was it changed?",
                 code="rows-missing",
             )
-        _write(job, journal)
+        _write_output(job, journal)
         journal.remove()
     finally:
         journal.close()
     return counts
 
 
-def _write(job: Job, journal: Journal) -> None:
+def _write_output(job: Job, journal: Journal) -> None:
     """Write the output. Raises ConfigError."""
     try:
         write_outputs(job.rows, journal, job.out)
