@@ -100,10 +100,12 @@ def watched_health(server: Server) -> Iterator[list[tuple[int, str]]]:
     ("module", "blow", "cause"),
     [
         ("weft.worker", signal.SIGKILL, r"rank 1 .*\bstep\b.*\bSIGKILL\b"),
+        ("weft.worker", signal.SIGSEGV, r"rank 1 .*\bstep\b.*\bSIGSEGV\b"),
+        ("weft.client.process", signal.SIGSEGV, r"\bcore .*\bstep\b.*\bSIGSEGV\b"),
         ("weft.worker", signal.SIGSTOP, r"rank 1 .*\bstep\b.*\bSIGSTOP\b"),
         ("weft.client.process", signal.SIGSTOP, r"\bcore .*\bstep\b.*\bSIGSTOP\b"),
     ],
-    ids=["rank killed", "rank stopped", "core stopped"],
+    ids=["rank killed", "rank crashed", "core crashed", "rank stopped", "core stopped"],
 )
 def test_a_single_engine_starts_again(server: Server, module: str, blow: signal.Signals, cause: str) -> None:
     eventually(lambda: health(server).status_code == 200)

@@ -138,12 +138,13 @@ def test_wake_ups_under_load_fail_no_request(several: Server) -> None:
     assert states(several)["two"]["wake_s"] is not None
 
 
-def test_a_dead_model_does_not_touch_the_other(several: Server) -> None:
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_dead_model_does_not_touch_the_other(several: Server, blow: signal.Signals) -> None:
     load(several, "two")
     before = states(several)
     with Asking(several, "one") as asking:
         asking.some_more("one")
-        os.kill(before["two"]["pid"], signal.SIGKILL)
+        os.kill(before["two"]["pid"], blow)
         assert ask(several, "two").status_code in (200, 502, 503)
         with ThreadPoolExecutor(4) as threads:
             list(threads.map(lambda _: ask(several, "two"), range(4)))
@@ -154,6 +155,17 @@ def test_a_dead_model_does_not_touch_the_other(several: Server) -> None:
     assert after["one"]["pid"] == before["one"]["pid"]
     assert after["two"]["pid"] != before["two"]["pid"]
     assert after["two"]["failures"] == 0, "it has answered since"
+
+
+def test_an_engine_that_crashes_is_started_again_by_its_own_process(several: Server) -> None:
+    before = load(several, "one")
+    family = psutil.Process(before["pid"]).children(recursive=True)
+    crashed = next(member for member in family if "weft.client.process" in member.cmdline())
+    crashed.send_signal(signal.SIGSEGV)
+    eventually(lambda: not crashed.is_running())
+    eventually(lambda: ask(several, "one").status_code == 200)
+    after = states(several)["one"]
+    assert (after["pid"], after["failures"]) == (before["pid"], 0)
 
 
 def test_keep_alive_of_ollama(several: Server) -> None:

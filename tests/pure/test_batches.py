@@ -18,14 +18,17 @@ import pytest
 
 from tests.pure.clients import openai_client
 from tests.pure.commands import HERE
-from tests.pure.worlds import HELLO, FakeEngine, World, dying, endless, refused
+from tests.pure.worlds import DEAD, HELLO, FakeEngine, World, dying, endless, refused
 from tests.refusals import refuses
+from weft.client.suspects import LOST
 from weft.core.request import Output, Request
+from weft.errors import NoEngineError
 from weft.logs import request_id
-from weft.serving.batches import lines, uploads
+from weft.serving.batches import answers, lines, uploads
+from weft.serving.batches.attempts import Attempts, Places
 from weft.serving.batches.keeper import BatchKeeper
 from weft.serving.batches.store import Store
-from weft.serving.batches.types import BatchObject
+from weft.serving.batches.types import BatchLine, BatchObject
 from weft.serving.errors import HttpError
 
 URL = "/v1/chat/completions"
@@ -170,6 +173,8 @@ async def test_lines_that_fail_are_told_apart(tmp_path: Path) -> None:
     [
         (b"", "empty_file", None),
         (b"{", "invalid_json_line", 1),
+        (jsonl([line("a")]).decode().encode("utf-16"), "invalid_encoding", None),
+        (b"\xef\xbb\xbf" + jsonl([line("a"), line("a")]), "duplicate_custom_id", 2),
         (jsonl([line("a"), line("b", more="x" * 20_000)]), "invalid_json_line", 2),
         (jsonl([line("a", more=[[]] * 100_000), line("b")]), "invalid_json_line", 1),
         (jsonl([line("a"), line("a")]), "duplicate_custom_id", 2),
@@ -278,11 +283,114 @@ async def test_lines_wait_while_engines_start_again(tmp_path: Path, monkeypatch:
     world = World(FakeEngine(dying), storage_directory=str(tmp_path))
     async with client(world) as api:
         id = await begin(api, [line("a")])
-        while len(world.engine.requests) < 3:
+        while len(world.engine.requests) < LOST:
             await asyncio.sleep(0.01)
         world.engine.script = HELLO
         batch = await ended(api, id)
         assert (batch.request_counts.completed, batch.error_file_id) == (1, None)
+
+
+async def test_a_line_that_kills_engines_is_an_error_and_the_others_are_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked alone once LOST engines have died with it, and no more after that."""
+    monkeypatch.setattr("weft.serving.batches.answers.RETRY_S", 0.01)
+    beside: list[int] = []
+
+    def script(request: Request) -> Iterable[Output]:
+        if b"killer" not in bytes(token for token in request.prompt if token < 256):
+            return HELLO(request)
+        beside.append(len(world.engine.open) - 1)
+        return dying(request)
+
+    world = World(FakeEngine(script), storage_directory=str(tmp_path))
+    async with client(world) as api:
+        names = [*"abcd", "killer", *"efgh"]
+        batch = await ended(api, await begin(api, [line(name) for name in names]))
+        assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 8, 1)
+        (error,) = await rows_of(api, batch.error_file_id)
+        assert error["custom_id"] == "killer" and error["response"]["status_code"] == 422
+        assert error["response"]["body"]["error"]["code"] == "request_ends_engines"
+    assert len(beside) == LOST + 1 and beside[-1] == 0
+
+
+async def test_the_wait_for_an_engine_is_no_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine may take longer to start than a request waits for it, again and again."""
+    monkeypatch.setattr("weft.serving.batches.answers.RETRY_S", 0.01)
+
+    def absent(request: Request) -> Iterable[Output]:
+        raise NoEngineError(DEAD.cause)
+
+    world = World(FakeEngine(absent), storage_directory=str(tmp_path))
+    async with client(world) as api:
+        id = await begin(api, [line("a")])
+        while len(world.engine.requests) < 3 * LOST:
+            await asyncio.sleep(0.01)
+        world.engine.script = HELLO
+        assert (await ended(api, id)).request_counts.completed == 1
+
+
+async def test_an_endpoint_that_always_loses_its_engine_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.serving.batches.answers.RETRY_S", 0)
+    asked = 0
+
+    async def endpoint(request: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        raise HttpError(503, "the engine has started again", code="engine-restarts", retry_after_s=5)
+
+    status, body = await answers.answer(World().service, endpoint, BatchLine(**line("a")))
+    assert (asked, status) == (LOST + 1, 422) and b"request_ends_engines" in body
+
+
+def test_deaths_are_kept_before_a_line_is_asked_and_forgotten_with_its_answer(tmp_path: Path) -> None:
+    kept: list[int] = []
+
+    async def note(number: int) -> None:
+        kept.append(number)
+
+    async def run() -> None:
+        attempts = Attempts(1, note)
+        await attempts.begin()
+        assert kept == [2], "as if it had killed: then nobody could count"
+        await attempts.settle(died=False)
+        await attempts.begin()
+        await attempts.settle(died=True)
+        assert (kept, attempts.alone, attempts.spent) == ([2, 1, 2], True, False)
+
+    asyncio.run(run())
+    store = Store(tmp_path)
+    store.note_deaths("batch_1", 3, 2)
+    store.note_deaths("batch_1", 4, 0)
+    assert store.deaths("batch_1") == {3: 2}
+    store.add_result("batch_1", 3, b"{}", failed=False)
+    assert not store.deaths("batch_1")
+    store.close()
+
+
+async def test_a_line_that_is_asked_alone_waits_for_all_places() -> None:
+    places, log = Places(3), list[str]()
+    go_on = asyncio.Event()
+
+    async def hold(name: str, *, alone: bool = False) -> None:
+        async with places.take(alone=alone):
+            log.append(name)
+            await go_on.wait()
+            log.append(f"end {name}")
+
+    async with asyncio.TaskGroup() as group:
+        for name in "ab":
+            group.create_task(hold(name))
+        await asyncio.sleep(0)
+        group.create_task(hold("alone", alone=True))
+        group.create_task(hold("c"))
+        gone = group.create_task(hold("gone", alone=True))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert log == ["a", "b"]
+        gone.cancel()
+        go_on.set()
+    assert log.index("end alone") == log.index("alone") + 1 and len(log) == 8
 
 
 def test_a_file_and_the_batch_that_reads_it(tmp_path: Path) -> None:
@@ -470,6 +578,54 @@ async def test_two_servers_share_a_store(tmp_path: Path) -> None:
     assert sum(len(world.engine.requests) for world in worlds) == 20  # no line is answered twice
 
 
+KILLER = """
+import asyncio, os, sys
+from tests.pure.worlds import World, FakeEngine, HELLO
+
+async def main(folder):
+    def script(request):
+        text = bytes(token for token in request.prompt if token < 256)
+        if b"killer" in text:
+            with open(folder + "/beside", "a") as log:
+                log.write(f"{len(world.engine.open) - 1} ")
+            os.kill(os.getpid(), 9)
+        return HELLO(request)
+    world = World(FakeEngine(script), storage_directory=folder)
+    keeper = world.app.state.batches
+    keeper.resume()
+    while (await keeper.call(lambda store: store.status("batch_1"))) != "completed":
+        await asyncio.sleep(0.002)
+
+asyncio.run(main(sys.argv[1]))
+"""
+
+
+def add_lines(store: Store, names: Iterable[str]) -> None:
+    """A batch with the id batch_1."""
+    with store.new_content() as content:
+        content.write(jsonl([line(name) for name in names]))
+        file = store.add_file("", content, "in.jsonl", "batch")
+    fields: dict[str, Any] = {"endpoint": URL, "completion_window": "24h", "created_at": 0, "expires_at": 2**40}
+    assert store.add_batch("", BatchObject(id="batch_1", input_file_id=file.id, **fields))
+
+
+def test_a_line_that_kills_the_server_is_an_error_row_at_last(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    names = [*"ab", "killer", *"cdefgh"]
+    add_lines(store, names)
+    statuses = []
+    while not statuses or statuses[-1]:
+        run = subprocess.run([sys.executable, "-c", KILLER, str(tmp_path)], env=HERE, timeout=60)
+        statuses.append(run.returncode)
+    assert statuses == [-9] * (LOST + 1) + [0]
+    assert (tmp_path / "beside").read_text().split()[-1] == "0", "the last time it was asked alone"
+    batch = store.batch("", "batch_1")
+    assert batch and (batch.request_counts.completed, batch.request_counts.failed) == (len(names) - 1, 1)
+    (error,) = [json.loads(row) for row in store.content(batch.error_file_id or "").read_text().splitlines()]
+    assert (error["custom_id"], error["response"]["body"]["error"]["code"]) == ("killer", "request_ends_engines")
+    store.close()
+
+
 KILLED = """
 import asyncio, os, sys
 from tests.pure.worlds import World, FakeEngine, HELLO
@@ -500,15 +656,7 @@ asyncio.run(main(sys.argv[1], int(sys.argv[2])))
 def test_kill_9_loses_nothing_and_does_nothing_twice(tmp_path: Path) -> None:
     """A server that is killed again and again leaves one answer to each line."""
     store, lines = Store(tmp_path), 60
-    with store.new_content() as content:
-        content.write(jsonl([line(f"{number}") for number in range(lines)]))
-        file = store.add_file("", content, "in.jsonl", "batch")
-    store.add_batch(
-        "",
-        BatchObject(
-            id="batch_1", endpoint=URL, input_file_id=file.id, completion_window="24h", created_at=0, expires_at=2**40
-        ),
-    )
+    add_lines(store, [f"{number}" for number in range(lines)])
     statuses = []
     for survives in (1, 30, lines + 1):
         run = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), str(survives)], env=HERE, timeout=60)

@@ -132,6 +132,73 @@ async def test_an_upgrade_is_ignored_without_a_word(caplog: pytest.LogCaptureFix
     assert not caplog.records
 
 
+UPGRADES = ("websocket", "h2c", "TLS/1.0", "websocket, h2c")
+SMUGGLED = b"GET /v1/models?smuggled HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def upgrading(protocol: str, version: str, body: bytes, framing: str) -> bytes:
+    """A request that asks for another protocol, and has a body."""
+    lines = ["Connection: Upgrade, HTTP2-Settings", f"Upgrade: {protocol}", "HTTP2-Settings: AAMAAABk", framing]
+    return "\r\n".join([f"POST /v1/completions HTTP/{version}", "Host: x", *lines, "", ""]).encode() + body
+
+
+def chunked(body: bytes, size: int) -> bytes:
+    pieces = [body[at : at + size] for at in range(0, len(body), size)]
+    return b"".join(f"{len(piece):x}\r\n".encode() + piece + b"\r\n" for piece in pieces) + b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize("protocol", UPGRADES)
+@pytest.mark.parametrize("step", [0, 1, 7])
+@pytest.mark.parametrize("as_chunks", [False, True])
+async def test_the_body_of_an_upgrade_is_no_request(protocol: str, step: int, as_chunks: bool) -> None:
+    """It is read by its length, in whatever pieces it comes; what follows it is the next request."""
+    framing = "Transfer-Encoding: chunked" if as_chunks else f"Content-Length: {len(SMUGGLED)}"
+    first = upgrading(protocol, "1.1", chunked(SMUGGLED, 20) if as_chunks else SMUGGLED, framing)
+    good = asking(max_tokens=1)
+    second = upgrading(protocol, "1.1", good, f"Content-Length: {len(good)}")
+    sent = first + second + MODELS
+    async with weft_server(World()) as live:
+        client = await live.connect()
+        for at in range(0, len(sent), step or len(sent)):
+            await client.send(sent[at : at + (step or len(sent))])
+        answers = [await client.answer() for _ in range(3)]
+        assert [status for status, _, _ in answers] == [400, 200, 200]
+        assert json.loads(answers[1][2])["object"] == "text_completion"
+        client.writer.write_eof()
+        assert not await client.rest()
+
+
+@pytest.mark.parametrize("as_chunks", [False, True])
+async def test_the_body_of_an_old_upgrade_is_no_request(as_chunks: bool) -> None:
+    """HTTP/1.0 knows no upgrade, and the connection ends with the answer."""
+    framing = "Transfer-Encoding: chunked" if as_chunks else f"Content-Length: {len(SMUGGLED)}"
+    async with weft_server(World()) as live:
+        client = await live.connect()
+        body = chunked(SMUGGLED, 20) if as_chunks else SMUGGLED
+        await client.send(upgrading("websocket", "1.0", body, framing) + MODELS)
+        said = await client.rest()
+    assert said.startswith(b"HTTP/1.1 400 ") and said.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        upgrading("h2c", "1.1", SMUGGLED, "Transfer-Encoding: gzip"),
+        upgrading("h2c", "1.1", SMUGGLED, f"Transfer-Encoding: chunked\r\nContent-Length: {len(SMUGGLED)}"),
+        upgrading("h2c", "1.1", SMUGGLED, f"Content-Length: 1\r\nContent-Length: {len(SMUGGLED)}"),
+        upgrading("h2c", "1.1", b"zz\r\n" + SMUGGLED, "Transfer-Encoding: chunked"),
+        b"CONNECT example.com:80 HTTP/1.1\r\nHost: x\r\n\r\n" + SMUGGLED,
+        b"CONNECT /v1/models HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n" + SMUGGLED,
+        b"CONNECT example.com:80 HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n" + chunked(SMUGGLED, 9),
+    ],
+)
+async def test_what_leaves_the_end_of_a_body_open_ends_the_connection(sent: bytes) -> None:
+    async with weft_server(World()) as live:
+        client = await live.connect()
+        await client.send(sent)
+        refusal(await client.rest(), 400, "invalid_http")
+
+
 class Counted(Connection):
     """Connections that remember how many requests have waited."""
 

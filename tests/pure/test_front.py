@@ -172,6 +172,21 @@ async def test_unknown_paths_and_keep_alive() -> None:
         assert front.state("two") is State.UNLOADED
 
 
+@pytest.mark.parametrize(("padding", "limit", "status"), [(900, None, 200), (2000, 1000, 413), (2**21, None, 413)])
+async def test_a_body_that_the_front_reads_is_bounded(padding: int, limit: int | None, status: int) -> None:
+    """By --max-body-bytes, and by what the event loop may decode at once."""
+    async with fronting(max_body_bytes=limit) as front:
+        answer = await front.post("/api/show", {"model": "one", "system": "x" * padding})
+        assert answer.status_code == status
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b"\xff", b"[]", b'{"model": 1}', b"{}", b""])
+async def test_a_body_that_names_no_model(body: bytes) -> None:
+    async with fronting() as front:
+        answer = await front.client.post("/api/show", content=body)
+        assert answer.status_code == 400 and set(answer.json()) == {"error"}
+
+
 async def test_lists() -> None:
     async with fronting() as front:
         assert [row["id"] for row in (await front.client.get("/v1/models")).json()["data"]] == ["one", "uno", "two"]

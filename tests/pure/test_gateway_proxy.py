@@ -58,6 +58,25 @@ async def test_request_and_response_pass_unchanged() -> None:
         live.assert_idle()
 
 
+@pytest.mark.parametrize("protocol", ["websocket", "h2c"])
+@pytest.mark.parametrize("framing", ["Content-Length: {}", "Transfer-Encoding: chunked"])
+async def test_the_body_of_an_upgrade_is_no_request(protocol: str, framing: str) -> None:
+    """It reaches the upstream as a body, without the wish for another protocol."""
+    inner = b'{"model": "m", "x": "\r\n\r\nGET /v1/models HTTP/1.1\r\n\r\n"}'.replace(b"\r\n", rb"\r\n")
+    body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(inner), inner) if "chunked" in framing else inner
+    lines = ["Connection: Upgrade", f"Upgrade: {protocol}", framing.format(len(inner)), "", ""]
+    head = "\r\n".join(["POST /v1/completions HTTP/1.1", "Host: x", *lines]).encode()
+    async with upstream() as one, gateway(one.url) as live:
+        client = await live.connect()
+        await client.send((head + body) * 2)
+        assert [(await client.answer())[0] for _ in range(2)] == [200, 200]
+        client.writer.write_eof()
+        assert not await client.rest()
+        assert [seen.json["model"] for seen in one.seen] == ["m", "m"]
+        assert "upgrade" not in one.seen[0].headers
+        live.assert_idle()
+
+
 async def test_events_pass_as_they_come() -> None:
     go_on = asyncio.Event()
 

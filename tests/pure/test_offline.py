@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import errno
 import json
+import os
 import re
 import shlex
+import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -15,18 +20,31 @@ import msgspec
 import pytest
 import yaml
 
-from tests.pure.commands import parsed, refused_line, weft
+from tests.pure.commands import HERE, parsed, refused_line, weft
 from tests.pure.worlds import DEAD, HELLO, FakeEngine, World
 from tests.refusals import refuses
 from weft.client.arguments import engine_config
+from weft.client.suspects import LOST
 from weft.config import EngineConfig
 from weft.core.request import Output, Request
 from weft.errors import ConfigError, EngineError
 from weft.gateway.config import make_config
 from weft.ray.serve import ServeArguments, build
+from weft.serving.batches.results import ResultTable
 from weft.serving.offline import outputs, rows
 from weft.serving.offline.answering import Answered
-from weft.serving.offline.job import Job, Keep, Rows, answer_rows, journal_path, open_job, run_job, summary
+from weft.serving.offline.job import (
+    Answer,
+    AttemptsOf,
+    Job,
+    Keep,
+    Rows,
+    answer_rows,
+    journal_path,
+    open_job,
+    run_job,
+    summary,
+)
 from weft.serving.offline.journal import Journal
 from weft.serving.options import ServeOptions
 
@@ -47,10 +65,10 @@ def job_of(source: str, out: Path | str, **defaults: Any) -> Job:
     return Job(opened, str(out), EngineConfig(model=model), ServeOptions(), defaults)
 
 
-def answering(world: World, stop_after: int | None = None) -> Callable[[Job, Rows, Keep], None]:
+def answering(world: World, stop_after: int | None = None) -> Answer:
     """Answer with a World's engine; Ctrl-C comes once `stop_after` rows are kept."""
 
-    def answer(job: Job, pending: Rows, keep: Keep) -> None:
+    def answer(job: Job, pending: Rows, keep: Keep, attempts: AttemptsOf) -> None:
         kept: list[int] = []
 
         def count(answered: Answered) -> None:
@@ -59,7 +77,7 @@ def answering(world: World, stop_after: int | None = None) -> Callable[[Job, Row
             if len(kept) == stop_after:
                 raise KeyboardInterrupt
 
-        asyncio.run(answer_rows(world.service, job.kind, pending, count))
+        asyncio.run(answer_rows(world.service, job.kind, pending, count, attempts))
 
     return answer
 
@@ -167,7 +185,7 @@ def test_it_goes_on_after_any_end(tmp_path: Path) -> None:
             run_job(job_of(source, out), answering(World(FakeEngine(noting))))
     assert sorted(asked) == sorted(set(asked)) and len(asked) == 20
 
-    def nobody(job: Job, pending: Rows, keep: Keep) -> None:
+    def nobody(job: Job, pending: Rows, keep: Keep, attempts: AttemptsOf) -> None:
         raise AssertionError("all rows have answers")
 
     assert run_job(job_of(source, out), nobody) == (20, 0)
@@ -201,6 +219,125 @@ def test_answers_of_another_batch_are_not_mixed(tmp_path: Path) -> None:
     journal_path(str(out)).write_text("no database, and longer than the header of one" * 100)
     with refuses(ConfigError, "cannot-keep", "out.jsonl.progress"):
         run_job(job, answering(World()))
+
+
+def test_a_full_disk_is_a_line_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the journal, before a row and after its answer, and under the output: the same command goes on."""
+    source, out = write(tmp_path / "in.jsonl", [{"prompt": "a" * (1 + at)} for at in range(9)]), tmp_path / "out.jsonl"
+    job = job_of(source, out)
+    for method, room in (("note_deaths", 3), ("add", 2)):
+        kept = getattr(ResultTable, method)
+
+        def full(*given: Any, kept: Any = kept, left: list[int] = [0] * room, **how: Any) -> None:
+            if not left:
+                raise sqlite3.OperationalError("database or disk is full")
+            left.pop()
+            kept(*given, **how)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ResultTable, method, full)
+            with refuses(ConfigError, "cannot-keep", "out.jsonl.progress", "disk is full"):
+                run_job(job, answering(World()))
+    with monkeypatch.context() as patch:
+
+        def no_room(*given: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        patch.setattr("weft.serving.offline.outputs.os.fsync", no_room)
+        with refuses(ConfigError, "cannot-write-output", "out.jsonl", "No space left"):
+            run_job(job, answering(World()))
+    assert not out.exists()
+
+    def nobody(job: Job, pending: Rows, keep: Keep, attempts: AttemptsOf) -> None:
+        raise AssertionError("all rows have answers")
+
+    assert run_job(job, nobody) == (9, 0) and len(read(out)) == 9
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
+def killing(world: World, prompts: list[int], kill: Callable[[], None]) -> Callable[[Request], Iterable[Output]]:
+    """Say hello, but kill for the prompt "killer"; `prompts` gets the number of others beside it each time."""
+
+    def script(request: Request) -> Iterable[Output]:
+        if b"killer" in bytes(token for token in request.prompt if token < 256):
+            prompts.append(len(world.engine.open) - 1)
+            kill()
+        return HELLO(request)
+
+    return script
+
+
+def test_a_row_that_kills_engines_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.serving.batches.answers.RETRY_S", 0)
+    source = write(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in [*"abc", "killer", *"def"]])
+    world, beside = World(), list[int]()
+
+    def die() -> None:
+        raise DEAD
+
+    world.engine.script = killing(world, beside, die)
+    job = job_of(source, tmp_path / "out.jsonl")
+    assert run_job(job, answering(world)) == (6, 1)
+    (failed,) = read(tmp_path / "out.failed.jsonl")
+    assert (failed["prompt"], failed["error"]["code"]) == ("killer", "request_ends_engines")
+    assert len(beside) == LOST + 1 and beside[-1] == 0
+
+
+KILLER = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from tests.pure.test_offline import answering, job_of, killing
+from tests.pure.worlds import World
+from weft.serving.offline.job import run_job
+
+world, beside = World(), []
+world.engine.script = killing(world, beside, lambda: os.kill(os.getpid(), signal.SIGKILL))
+print(run_job(job_of(sys.argv[1], Path(sys.argv[2])), answering(world)))
+"""
+
+
+def test_a_row_that_kills_the_command_is_an_error_at_last(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in [*"abc", "killer", *"def"]])
+    command = [sys.executable, "-c", KILLER, source, str(tmp_path / "out.jsonl")]
+    runs = [subprocess.run(command, env=HERE, capture_output=True, text=True, timeout=60) for _ in range(LOST + 2)]
+    assert [run.returncode for run in runs] == [-9] * (LOST + 1) + [0], runs[-1].stderr
+    assert runs[-1].stdout.strip() == "(6, 1)"
+    assert [row["prompt"] for row in read(tmp_path / "out.failed.jsonl")] == ["killer"]
+
+
+@pytest.mark.parametrize("start", [b"\xef\xbb\xbf", b"\xef\xbb\xbf\n", b"\n\n"])
+def test_a_byte_order_mark_is_skipped(tmp_path: Path, start: bytes) -> None:
+    (tmp_path / "in.jsonl").write_bytes(start + b'{"prompt": "a"}\n{"prompt": "b"}\n')
+    out = tmp_path / "out.jsonl"
+    assert run_job(job_of(str(tmp_path / "in.jsonl"), out), answering(World())) == (2, 0)
+    assert [row["prompt"] for row in read(out)] == ["a", "b"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
+def test_other_encodings_are_refused_in_a_line(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "in.jsonl").write_bytes('{"prompt": "a"}\n'.encode(encoding))
+    with refuses(ConfigError, "cannot-read-batch", "in.jsonl", "UTF-16"):
+        job_of(str(tmp_path / "in.jsonl"), tmp_path / "out.jsonl")
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "in.parquet"])
+def test_a_pipe_is_no_input(tmp_path: Path, name: str) -> None:
+    if name.endswith(".parquet"):
+        pytest.importorskip("pyarrow.parquet", reason="needs the extra parquet")
+    os.mkfifo(tmp_path / name)
+    with refuses(ConfigError, "cannot-read-batch", name, "pipe"):
+        job_of(str(tmp_path / name), tmp_path / "out.jsonl")
+
+
+def test_a_batch_without_an_answer_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def here(job: Job, pending: Rows, keep: Keep, attempts: AttemptsOf) -> None:
+        answering(World(served_model_name=("demo",)))(job, pending, keep, attempts)
+
+    monkeypatch.setattr("weft.serving.offline.job.answer_here", here)
+    for number, (good, status) in enumerate(((0, 1), (1, 0))):
+        source = write(tmp_path / "in.jsonl", [{}] * 3 + [{"prompt": "a"}] * good)
+        got, out, _ = weft("batch", source, str(tmp_path / f"{number}.jsonl"), "--model", "demo")
+        assert got == status and f"{good} of {3 + good} rows" in out
 
 
 def test_an_input_that_is_changed_meanwhile(tmp_path: Path) -> None:

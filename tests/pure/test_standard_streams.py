@@ -14,6 +14,7 @@ from weft.cli.parser import UsageError
 from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
 from weft.core.token_ids import TokenIds
 from weft.errors import ModelError
+from weft.serving import standard_streams
 from weft.serving.standard_streams import StreamEngine
 
 HI = [{"role": "user", "content": "hi"}]
@@ -221,6 +222,41 @@ async def test_the_end_of_the_input_is_the_end() -> None:
     node.send_line(None)
     await asyncio.wait_for(node.task, 10)
     assert node.models[0].closed
+
+
+@pytest.mark.parametrize("step", [1, 7, 100, 1000])
+@pytest.mark.parametrize("last", [b"", b"end", b"z" * 50])
+async def test_a_line_that_is_too_long_is_skipped(monkeypatch: pytest.MonkeyPatch, step: int, last: bytes) -> None:
+    monkeypatch.setattr(standard_streams, "LINE_BYTES", 20)
+    sent = [b"a" * 19, b"b" * 20, b"c" * 21, b"d" * 500, b"", b"e"]
+    text = b"".join(line + b"\n" for line in sent) + last
+    reader = asyncio.StreamReader(20)
+
+    async def feed() -> None:
+        for at in range(0, len(text), step):
+            reader.feed_data(text[at : at + step])
+            await asyncio.sleep(0)
+        reader.feed_eof()
+
+    feeding = asyncio.create_task(feed())
+    lines = [line async for line in standard_streams.bounded_lines(reader)]
+    await feeding
+    expected = [line[:21] for line in (*sent, last)][: None if last else -1]
+    assert [line.rstrip(b"\n") for line in lines] == expected
+
+
+async def test_a_line_that_is_too_long_is_an_event_and_requests_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standard_streams, "LINE_BYTES", 1000)
+    node = Node("qwen")
+    await node.event("ready")
+    node.send("generate", id="a", messages=HI)
+    await node.event("token")
+    node.send("generate", id="b", messages=[{"role": "user", "content": "x" * 2000}])
+    error = await node.event("error")
+    assert "1,000 bytes" in error["message"] and "id" not in error
+    node.send("cancel", id="a")
+    assert (await node.event("done"))["id"] == "a"
+    await node.end()
 
 
 def test_flags_of_the_environment() -> None:

@@ -200,3 +200,17 @@ def test_names_of_other_settings(name: str) -> None:
 )
 def test_forms_of_secrets(text: str, clean: str | None) -> None:
     assert Secrets().clean(text) == (text if clean is None else clean)
+
+
+def test_values_of_variables_are_shown_by_a_list_of_names() -> None:
+    """A name that nobody thought of has a value that may be a key."""
+    secrets = Secrets()
+    planted = {"RAY_AUTH": "planted-1", "HF_XET_PAT": "planted-2", "WEFT_OTLP_HEADERS": "x-api=planted-3"}
+    planted |= {"NCCL_SOMETHING": "planted-4", "TRITON_CACHE_MANAGER": "planted-5"}
+    shown = {"CUDA_VISIBLE_DEVICES": "0,1", "NCCL_SOCKET_IFNAME": "eth0", "HF_ENDPOINT": "https://u:planted-6@mirror/x"}
+    read = support_bundle.read_variables({**planted, **shown, "OTHER_TOKENISH": "planted-7"}, secrets)
+    assert read.keys() == {*planted, *shown}
+    assert all(read[name] == support_bundle.NOT_SHOWN for name in planted)
+    assert read["CUDA_VISIBLE_DEVICES"] == "0,1" and read["NCCL_SOCKET_IFNAME"] == "eth0"
+    text = secrets.clean(json.dumps(read) + " the log says planted-1, x-api=planted-3 and planted-6")
+    assert not [number for number in (1, 2, 3, 4, 5, 6) if f"planted-{number}" in text]

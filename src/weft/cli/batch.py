@@ -12,7 +12,7 @@ from weft.formats import model_names
 
 
 def main(arguments: Namespace) -> int:
-    """Answer the rows, and print how many have answers."""
+    """Answer the rows, and print how many have answers; return 1 if none has."""
     if len(arguments.argument) != 2:
         raise UsageError(
             "weft batch takes an input and an output file, as in: weft batch rows.jsonl answers.jsonl --model demo",
@@ -39,8 +39,9 @@ def main(arguments: Namespace) -> int:
         answer = answer_on_ray
     job = Job(rows, out, config, options, defaults)
     try:
-        print(summary(job, run_job(job, answer)))
+        counts = run_job(job, answer)
     except KeyboardInterrupt:
         print("weft: stopped; the same command goes on with the rows that have no answer", file=sys.stderr)
         raise
-    return 0
+    print(summary(job, counts))
+    return 0 if counts[0] else 1

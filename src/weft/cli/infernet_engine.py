@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from weft.config import EngineConfig
 
 VARIABLE, MODEL = "WEFT_ENGINE_ARGS", "INFERNET_ENGINE_MODEL"
-LINE_BYTES = 2**26  # bytes of one message
 INTERRUPTED = 130
 
 
@@ -111,9 +110,11 @@ async def serve(arguments: Namespace, config: EngineConfig, pipe: int) -> int:
 
 async def input_lines() -> AsyncIterator[bytes]:
     """Lines of standard input, until its end."""
+    from weft.serving.standard_streams import LINE_BYTES, bounded_lines
+
     reader = asyncio.StreamReader(LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    while line := await reader.readline():
+    async for line in bounded_lines(reader):
         yield line
 
 

@@ -29,7 +29,7 @@ from weft.formats.yaml_text import load_yaml
 from weft.hardware import host
 from weft.monitor.check import checks_json
 from weft.monitor.processes import SERVERS, Process, own_processes
-from weft.monitor.secrets import Secrets, hub_token_files
+from weft.monitor.secrets import REMOVED, Secrets, hub_token_files
 from weft.monitor.security_checks import flag_values, process_variables
 from weft.monitor.server_logs import file_tail, process_log, without_prompts
 from weft.probes import stored_speeds
@@ -38,13 +38,30 @@ from weft.serving.run_files import RunningServer, running_servers
 
 ANSWER_S = 5.0  # seconds for one answer of a server
 PACKAGES = ("torch", "triton", "numpy", "flashinfer", "nvidia", "ray", "uvicorn", "starlette", "msgspec", "tokenizers")
-# Variables that change what Weft does; others are nobody's business.
-VARIABLES = ("WEFT_", "VLLM_", "CUDA_", "NCCL_", "GLOO_", "HF_", "RAY_", "OMP_", "TORCH_", "PYTORCH_", "TRITON_")
-MORE_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NVIDIA_VISIBLE_DEVICES", "XDG_CACHE_HOME", "LD_LIBRARY_PATH", "PATH")
+# Variables that change what Weft does. The values of some are shown; those of all others may be secrets.
+FAMILIES = ("WEFT_", "VLLM_", "CUDA_", "NCCL_", "GLOO_", "HF_", "RAY_", "OMP_", "TORCH_", "PYTORCH_", "TRITON_")
+NAMES = """
+WEFT_ENGINE_ARGS WEFT_KERNELS WEFT_LOG_FORMAT WEFT_SOURCE VLLM_ATTENTION_BACKEND VLLM_BATCH_INVARIANT
+VLLM_CPU_KVCACHE_SPACE VLLM_CPU_OMP_THREADS_BIND VLLM_ENABLE_V1_MULTIPROCESSING VLLM_HOST VLLM_HOST_IP
+VLLM_LOGGING_LEVEL VLLM_MODEL VLLM_NO_USAGE_STATS VLLM_PORT VLLM_PP_LAYER_PARTITION CUDA_DEVICE_ORDER
+CUDA_DEVICE_MAX_CONNECTIONS CUDA_HOME CUDA_LAUNCH_BLOCKING CUDA_MODULE_LOADING CUDA_PATH CUDA_VISIBLE_DEVICES
+NVIDIA_DRIVER_CAPABILITIES NVIDIA_VISIBLE_DEVICES NCCL_ALGO NCCL_BUFFSIZE NCCL_CROSS_NIC NCCL_CUMEM_ENABLE
+NCCL_DEBUG NCCL_DEBUG_FILE NCCL_DEBUG_SUBSYS NCCL_IB_DISABLE NCCL_IB_GID_INDEX NCCL_IB_HCA NCCL_MAX_NCHANNELS
+NCCL_MIN_NCHANNELS NCCL_NET NCCL_NET_GDR_LEVEL NCCL_NVLS_ENABLE NCCL_P2P_DISABLE NCCL_P2P_LEVEL NCCL_PROTO
+NCCL_SHM_DISABLE NCCL_SOCKET_FAMILY NCCL_SOCKET_IFNAME NCCL_TOPO_FILE GLOO_SOCKET_IFNAME MASTER_ADDR MASTER_PORT
+HF_DATASETS_OFFLINE HF_ENDPOINT HF_HOME HF_HUB_CACHE HF_HUB_DISABLE_XET HF_HUB_ENABLE_HF_TRANSFER HF_HUB_OFFLINE
+HF_TOKEN_PATH RAY_ADDRESS RAY_AUTH_MODE RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES RAY_JOB_ID RAY_TMPDIR
+OMP_DYNAMIC OMP_NUM_THREADS OMP_PLACES OMP_PROC_BIND OMP_WAIT_POLICY TORCH_CUDA_ARCH_LIST TORCH_HOME TORCH_INDEX
+TORCH_LOGS TORCH_NCCL_ASYNC_ERROR_HANDLING TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES PYTORCH_ALLOC_CONF
+PYTORCH_CUDA_ALLOC_CONF TRITON_CACHE_DIR TRITON_DEFAULT_FP_FUSION TRITON_INTERPRET INFERNET_ENGINE_BACKEND
+INFERNET_ENGINE_MODEL LD_LIBRARY_PATH OLLAMA_HOST OLLAMA_KEEP_ALIVE PATH XDG_CACHE_HOME
+"""
+SHOWN = frozenset(NAMES.split())
+NOT_SHOWN = "[set; its value is not shown]"
 ABOUT = """\
 A support bundle of Weft {version}, {date}.
 
-versions.json   Weft, Python, the system, packages, variables of the environment
+versions.json   Weft, Python, the system, packages, variables of the environment: of most only that they are set
 doctor.json     the checks of weft doctor, and of weft doctor --security
 hardware.json   what weft hardware --json prints; nothing was measured for it
 servers/        for each server: its command and settings, what its ranks hold, its figures
@@ -110,9 +127,14 @@ def versions(secrets: Secrets) -> dict[str, Any]:
 
 
 def read_variables(environ: Mapping[str, str], secrets: Secrets) -> dict[str, str]:
-    """Variables that change what Weft does, without secrets. All of the environment's secrets are noted."""
+    """Variables that change what Weft does, with the values of those in SHOWN.
+
+    All of the environment's secrets are noted, and values that are not shown are such.
+    """
     cleaned = secrets.clean_variables(environ)
-    return {name: value for name, value in cleaned.items() if name.startswith(VARIABLES) or name in MORE_VARIABLES}
+    read = {name: value for name, value in cleaned.items() if name in SHOWN or name.startswith(FAMILIES)}
+    secrets.learn([value for name, value in read.items() if name not in SHOWN and value != REMOVED])
+    return {name: value if name in SHOWN or value == REMOVED else NOT_SHOWN for name, value in read.items()}
 
 
 def server_parts(process: Process, secrets: Secrets) -> dict[str, str]:

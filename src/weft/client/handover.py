@@ -117,7 +117,7 @@ class HandOver:
     def raise_end(self) -> None:
         """Raise the error after which no request is taken, if there is one."""
         if self.ended is not None:
-            raise EngineError(self.ended.cause)
+            raise NoEngineError(self.ended.cause)
 
     def _count_owned(self, owner: int) -> int:
         return sum(one.request.owner == owner for one in self._open.values())

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from urllib.parse import quote
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -14,7 +13,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft import __version__
-from weft.errors import ConfigError, WeftError
+from weft.errors import ConfigError, RequestError, WeftError
 from weft.gateway.app import describe_replica, read_admin_body
 from weft.gateway.fleet import unknown_model
 from weft.gateway.keys import ANONYMOUS, GatewayClient
@@ -22,10 +21,11 @@ from weft.hosting.front import SetProxy
 from weft.logs import request_id
 from weft.serving.access import comes_from_here
 from weft.serving.app import DateHeader, RequestIds
+from weft.serving.body import convert_object, parse_object
 from weft.serving.errors import HANDLERS, HttpError, JsonResponse
 from weft.serving.metrics import CONTENT_TYPE
-from weft.serving.ollama.names import LATEST
-from weft.serving.ollama.types import ModelList, RunningList, VersionAnswer
+from weft.serving.ollama.names import LATEST, requested_name
+from weft.serving.ollama.types import ModelList, ModelRequest, RunningList, VersionAnswer
 
 Endpoint = Callable[[SetProxy, Request], Awaitable[Response]]
 
@@ -119,12 +119,9 @@ async def show(front: SetProxy, request: Request) -> Response:
     """/api/show: facts of a model, which need not be awake."""
     client = front.keys.identify(request.scope)
     try:
-        body = msgspec.json.decode(await request.body())
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        body = None
-    name = (body.get("model") or body.get("name")) if isinstance(body, dict) else None
-    if not isinstance(name, str):
-        raise HttpError(400, "the body must name a model", code="model-missing", param="model")
+        name = requested_name(convert_object(parse_object(await front.receive_small(request)), ModelRequest))
+    except RequestError as error:
+        raise HttpError(400, str(error), code=error.code, param=error.param) from None
     if not _may_use(client, front.catalogue.own_name(name)):
         raise unknown_model(name)
     return JsonResponse(await asyncio.to_thread(front.catalogue.show, name))

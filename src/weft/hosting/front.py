@@ -5,6 +5,7 @@ from __future__ import annotations
 from weakref import WeakKeyDictionary
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Send
 
@@ -22,6 +23,7 @@ from weft.hosting.catalogue import Catalogue, SetFleet
 from weft.hosting.keep_alive import parse_keep_alive
 from weft.hosting.keeper import LOAD_TIMEOUT_S, Keeper
 from weft.hosting.residency import State
+from weft.serving.body import BodyReceiver
 from weft.serving.clients import Clients
 from weft.serving.errors import HttpError, JsonResponse, error_response
 from weft.serving.front_client import header_of
@@ -32,6 +34,12 @@ from weft.serving.options import ServeOptions
 LOADING = {"/api/generate": GenerateParts, "/api/chat": ChatParts}  # where clients load and unload models
 KEPT = ("/v1/files", "/v1/batches")
 BODY_BYTES = 2**26  # bytes of a request, as the gateway's default
+SMALL_BYTES = 2**20  # bytes of a request that the front itself decodes, in the event loop: a name and a few options
+
+
+def body_limit(options: ServeOptions) -> int:
+    """Most bytes of a request's body."""
+    return options.max_body_bytes or BODY_BYTES
 
 
 class SetReader(RequestReader):
@@ -86,7 +94,7 @@ class SetProxy(Proxy):
         keeper: Keeper,
     ) -> None:
         """Raises ConfigError for a bad file of keys."""
-        client_keys, body_bytes = keys_of(options), options.max_body_bytes or BODY_BYTES
+        client_keys, body_bytes = keys_of(options), body_limit(options)
         super().__init__(
             fleet,
             Keys(client_keys, options.admin_key),
@@ -100,8 +108,13 @@ class SetProxy(Proxy):
         self.options, self.catalogue, self.keeper = options, catalogue, keeper
         self.resets = options.reset_on_error
         self._clients = Clients(options)
+        self._small = BodyReceiver(min(body_bytes, SMALL_BYTES), on_drop=lambda: None)
         self._limit_s = min(LOAD_TIMEOUT_S, options.request_timeout or LOAD_TIMEOUT_S)
         self.reader: SetReader = SetReader(fleet, self.keys, self.bodies, self.accounts, catalogue)
+
+    async def receive_small(self, request: Request) -> bytes:
+        """Receive the body of a request that the front answers itself. Raises HttpError 413 and 503."""
+        return await self._small.receive(request)
 
     async def _serve(self, exchange: Exchange, receive: Receive, send: Send) -> None:
         """Answer the request once its model is awake."""

@@ -18,7 +18,7 @@ from weft.hardware.cluster import Cluster
 from weft.hardware.host import probe_host
 from weft.hosting.app import create_app
 from weft.hosting.catalogue import Catalogue, SetFleet, look_up_entry
-from weft.hosting.front import BODY_BYTES, SetProxy
+from weft.hosting.front import SetProxy, body_limit
 from weft.hosting.keeper import Keeper
 from weft.hosting.member import Member
 from weft.hosting.model_set import ModelSet
@@ -82,7 +82,7 @@ async def _serve_models(
     keeper, proxy = create_front(models, plan, cluster, options, folder)
     limits = fit_to_files(
         # Half of the files: a connection to a model for each of a client.
-        ConnectionLimits(keepalive_s=KEEPALIVE_S, held_bytes=4 * BODY_BYTES),
+        ConnectionLimits(keepalive_s=KEEPALIVE_S, held_bytes=max(ConnectionLimits.held_bytes, 4 * body_limit(options))),
         raise_file_limit() // 2,
     )
     server = GatewayServer(

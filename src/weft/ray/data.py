@@ -21,7 +21,7 @@ from weft.ray.resources import actor_config, actor_resources, count_engines, imp
 from weft.serving.batches.answers import NotNowError
 from weft.serving.embedded import open_for_service, run_service
 from weft.serving.offline.answering import Answered, RowKind, answer_row
-from weft.serving.offline.job import Job, Keep, Rows
+from weft.serving.offline.job import AttemptsOf, Job, Keep, Rows
 from weft.serving.offline.rows import import_arrow
 from weft.serving.options import ServeOptions
 
@@ -32,8 +32,8 @@ CLOSE_S = 5.0  # seconds for the end of an engine
 T = TypeVar("T")
 
 
-def answer_on_ray(job: Job, rows: Rows, keep: Keep) -> None:
-    """Answer rows with engines in the actors of a Ray cluster.
+def answer_on_ray(job: Job, rows: Rows, keep: Keep, attempts: AttemptsOf) -> None:
+    """Answer rows with engines in the actors of a Ray cluster, which count the attempts themselves.
 
     Raises ConfigError if Ray Data or pyarrow is missing, PlanError if no node has room, and EngineError if an engine
     dies.

@@ -16,6 +16,8 @@ log = logging.getLogger("weft.serving")
 MAX_FILES = 65536  # the soft limit is raised to this; beyond it, programs that walk their descriptors get slow
 RESERVED_FILES = 32  # descriptors kept for pipes, files and the engine
 LOG_EVERY_S = 60.0
+# Key of a scope: a function by which an application tells that it has put so many bytes of the body on a disk.
+STORED = "weft.stored"
 
 
 @dataclass(frozen=True, kw_only=True)

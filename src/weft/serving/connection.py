@@ -20,7 +20,8 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from weft.serving.admission import Admission
+from weft.serving.admission import STORED, Admission
+from weft.serving.body_parser import framing_fields, parser_in_body
 from weft.serving.errors import WHOLE, ErrorFrame, HttpError, describe_error, error_response, shutting_down_error
 from weft.serving.flow import BoundedFlowControl, CycleWriter
 from weft.serving.joined import JOINED, JoinedTransport, send_whole
@@ -176,11 +177,20 @@ class Connection(HttpToolsProtocol):
         if at < len(data):
             self._pending = data[at:]
             self.flow.pause_reading()
+        self._report_held()
+        self._watch()
+
+    def _report_held(self) -> None:
         held = self._unfinished + self._queued + len(self._pending)
         if held or self._held:
             self._held = held
             self._admission.hold(self, held)
-        self._watch()
+
+    def _note_stored(self, cycle: RequestResponseCycle, size: int) -> None:
+        """Count bytes of a body no longer: the application has put them on a disk."""
+        if cycle.more_body and not self._discarding:
+            self._unfinished = max(0, self._unfinished - size)
+            self._report_held()
 
     def _next_piece(self, data: bytes, at: int) -> int:
         """Number of bytes to parse at once: to the end of the body, or of the head. 0 if the request is refused.
@@ -203,9 +213,13 @@ class Connection(HttpToolsProtocol):
 
     def _parse(self, piece: memoryview) -> int:
         try:
-            self.parser.feed_data(piece)
-        except httptools.HttpParserUpgrade as upgrade:
-            return int(upgrade.args[0])  # not supported: the request is answered as if it had not asked for it
+            try:
+                self.parser.feed_data(piece)
+            except httptools.HttpParserUpgrade as upgrade:
+                # Not supported: the request is answered as if it had not asked for it.
+                if self._body_ahead:
+                    self.parser = parser_in_body(self, framing_fields(self.headers))
+                return int(upgrade.args[0])
         except httptools.HttpParserError as error:
             unusable = HttpError(400, f"this is not valid HTTP: {error}", code="invalid-http")
             self.refuse(self._fault or unusable)
@@ -231,6 +245,9 @@ class Connection(HttpToolsProtocol):
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
+        if self.parser.get_method() == b"CONNECT":
+            self._fault = HttpError(400, "CONNECT is for proxies, and this is none", code="invalid-http")
+            raise self._fault
         self._body_left = 0
         for name, value in self.headers:
             if name == b"content-length":
@@ -262,7 +279,14 @@ class Connection(HttpToolsProtocol):
             )
             raise self._fault
 
+    @property
+    def _body_ahead(self) -> bool:
+        """True if the parser takes a request with Upgrade to end with its head, though it has a body."""
+        return self.parser.should_upgrade() and bool(framing_fields(self.headers))
+
     def on_message_complete(self) -> None:
+        if self._body_ahead:
+            return
         self._part = ""
         self._body_left = self._framing = self._unfinished = 0
         super().on_message_complete()
@@ -280,6 +304,7 @@ class Connection(HttpToolsProtocol):
     ) -> None:
         """Run the application and adapt its response to the transport."""
         scope[WRITER], scope[LEAVING], scope[WHOLE] = CycleWriter(cycle), self, True
+        scope[STORED] = partial(self._note_stored, cycle)
         allowed = self._served or scope["path"].removeprefix(scope["root_path"]) in PROBES
         unframed = False
 

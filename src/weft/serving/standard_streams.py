@@ -23,6 +23,7 @@ from weft.client.outputs import RequestOutput
 from weft.errors import RequestError, WeftError
 
 VERSION = 1
+LINE_BYTES = 2**26  # bytes of one message: longer than the longest context as JSON
 FIRST_LINE_S = 1.0  # seconds to wait for `load` before an engine without a model says that it is ready
 
 
@@ -139,6 +140,9 @@ class StreamEngine:
 
     def _decode(self, line: bytes) -> Message | None:
         """A line's message; None, with an `error` event, for one that is none."""
+        if len(line) > LINE_BYTES:
+            self.emit("error", message=f"a line is longer than {LINE_BYTES:,} bytes; it is skipped: send less")
+            return None
         if not line.strip():
             return None
         try:
@@ -263,6 +267,27 @@ class StreamEngine:
             self._users -= 1
             if not self._users:
                 self._unused.set()
+
+
+async def bounded_lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Lines of a stream until its end; of one that is longer than LINE_BYTES only the first LINE_BYTES + 1 bytes.
+
+    The stream's limit must be LINE_BYTES.
+    """
+    start = b""  # of a line that is too long
+    while True:
+        try:
+            line = await reader.readuntil()
+        except asyncio.LimitOverrunError as error:
+            part = await reader.readexactly(max(1, error.consumed))
+            start = start or part[: LINE_BYTES + 1]
+            continue
+        except asyncio.IncompleteReadError as end:
+            line = end.partial
+        if not start and not line:
+            return
+        yield start or line
+        start = b""
 
 
 def _now() -> str:

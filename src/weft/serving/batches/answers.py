@@ -12,6 +12,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from weft.errors import FatalRequestError
+from weft.serving.batches.attempts import Attempts, Places, lost_engine
 from weft.serving.batches.types import BatchLine
 from weft.serving.clients import current
 from weft.serving.errors import describe_error, error_response
@@ -29,23 +31,23 @@ class NotNowError(Exception):
 
 
 async def answer(
-    service: Service, endpoint: Endpoint, line: BatchLine, places: asyncio.Semaphore | None = None
+    service: Service,
+    endpoint: Endpoint,
+    line: BatchLine,
+    places: Places | None = None,
+    attempts: Attempts | None = None,
 ) -> tuple[int, bytes]:
     """Status and body of the answer to a line, which counts as a request of the current client.
 
-    While the server is full, or the client's limits have no room, it waits, outside of its place among `places`.
-    Raises NotNowError.
+    While the server is full, or the client's limits have no room, it waits, outside of its place among `places`. If an
+    engine dies with it, it is asked again, as `attempts` allow, at the end alone. Raises NotNowError.
     """
     count = RequestCount(service.clients.rates, current.get().name)
-    while True:
-        async with places or nullcontext():
-            status, body, error = await _try(service, endpoint, line, count)
-        if service.draining or service.engine.failure is not None:
-            if status == 200:
-                return status, body
-            raise NotNowError
-        code = None if error is None else describe_error(error)[1].code
-        if status not in LATER or code in ("request_too_slow", MORE_THAN_A_MINUTE.replace("-", "_")):
+    attempts = attempts or Attempts()
+    while not attempts.spent:
+        async with places.take(alone=attempts.alone) if places else nullcontext():
+            status, body, error = await _attempt(service, endpoint, line, count, attempts)
+        if _is_final(status, error):
             return status, body
         await asyncio.sleep(RETRY_S)
         # A prompt is read again only once the limit has room for it.
@@ -53,6 +55,41 @@ async def answer(
             if service.draining:
                 raise NotNowError
             await asyncio.sleep(RETRY_S)
+    return _given_up(line, attempts)
+
+
+async def _attempt(
+    service: Service, endpoint: Endpoint, line: BatchLine, count: RequestCount, attempts: Attempts
+) -> tuple[int, bytes, Exception | None]:
+    """Ask a line once. Raises NotNowError. Whoever keeps the answer forgets the deaths that `attempts` has noted."""
+    died = False
+    try:
+        await attempts.begin()
+        status, body, error = await _try(service, endpoint, line, count)
+        died = lost_engine(error)
+        if status != 200 and (service.draining or service.engine.failure is not None):
+            raise NotNowError
+    except (asyncio.CancelledError, NotNowError):
+        await attempts.settle(died=died)
+        raise
+    if not _is_final(status, error):
+        await attempts.settle(died=died)
+    return status, body, error
+
+
+def _is_final(status: int, error: Exception | None) -> bool:
+    """Return True if an answer is that of the line; False if the line is to be asked again."""
+    code = None if error is None else describe_error(error)[1].code
+    return status not in LATER or code in ("request_too_slow", MORE_THAN_A_MINUTE.replace("-", "_"))
+
+
+def _given_up(line: BatchLine, attempts: Attempts) -> tuple[int, bytes]:
+    """Status and body for a line that is asked no more."""
+    error = FatalRequestError(
+        f"{attempts.deaths} engines or servers died while they had this line, the last one while it had no other: it "
+        "is not asked again; look for the cause in the server's log"
+    )
+    return describe_error(error)[0], bytes(error_response(error, line.url).body)
 
 
 async def _try(

@@ -9,7 +9,7 @@ import re
 import shutil
 import time
 from collections.abc import Sequence
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
@@ -18,8 +18,8 @@ from weft.errors import RequestError
 from weft.serving.access import check_page
 from weft.serving.batches.answers import Endpoint
 from weft.serving.batches.expiry import check_expiry, form_expiry
-from weft.serving.batches.keeper import BatchKeeper
-from weft.serving.batches.store import UNFINISHED, new_id
+from weft.serving.batches.keeper import BatchKeeper, storage_failed
+from weft.serving.batches.store import UNFINISHED, Page, new_id
 from weft.serving.batches.types import (
     BatchList,
     BatchObject,
@@ -28,13 +28,11 @@ from weft.serving.batches.types import (
     FileList,
     FileObject,
 )
-from weft.serving.batches.uploads import Form, boundary_of, read_form, receive_body
+from weft.serving.batches.uploads import Form, Reserve, boundary_of, read_form, receive_body
 from weft.serving.clients import current
 from weft.serving.errors import HttpError, JsonResponse
 from weft.serving.keys import sent_key
 from weft.serving.service import Service
-
-Row = TypeVar("Row", FileObject, BatchObject)
 
 PURPOSE = "batch"
 OWNER_HEADER = "x-weft-owner"
@@ -89,21 +87,41 @@ async def upload_file(request: Request) -> Response:
     check_page(request)
     boundary, owner = boundary_of(request), _owner(request)
     keeper = _keeper(request)
-    await keeper.remove_expired()
+    await keeper.call(lambda store: store.delete_expired(time.time()))
     await keeper.call(lambda store: store.check_room(owner, 0))  # before the body is taken
-    store = await keeper.call(lambda store: store)
-    with store.new_content() as body:
-        await receive_body(request, body)
-        form = await asyncio.to_thread(read_form, body, boundary)
-        _check_form(form)
-        expires_after = form_expiry(form)
-        with store.new_content() as content:
-            await asyncio.to_thread(_copy, body, form, content)
-            name = form.filename
-            lifetime_s = keeper.lifetime_s(expires_after)
-            file = await keeper.call(lambda store: store.add_file(owner, content, name, PURPOSE, lifetime_s=lifetime_s))
+    received = 0
+
+    async def reserve(size: int) -> None:
+        nonlocal received
+        received += size
+        own, others = keeper.uploads.add(owner, size)
+        await keeper.call(lambda store: store.check_room(owner, own, others))
+
+    try:
+        file = await _receive_file(request, keeper, boundary, owner, reserve)
+    except OSError as error:
+        raise storage_failed(error) from error
+    finally:
+        keeper.uploads.add(owner, -received)
     keeper.start()
     return JsonResponse(file)
+
+
+async def _receive_file(
+    request: Request, keeper: BatchKeeper, boundary: bytes, owner: str, reserve: Reserve
+) -> FileObject:
+    """Receive an upload, and keep the file in it."""
+    store = await keeper.call(lambda store: store)
+    with store.new_content() as body:
+        await receive_body(request, body, reserve)
+        form = await asyncio.to_thread(read_form, body, boundary)
+        _check_form(form)
+        lifetime_s = keeper.lifetime_s(form_expiry(form))
+        with store.new_content() as content:
+            await asyncio.to_thread(_copy, body, form, content)
+            return await keeper.call(
+                lambda store: store.add_file(owner, content, form.filename, PURPOSE, lifetime_s=lifetime_s)
+            )
 
 
 def _check_form(form: Form) -> None:
@@ -129,11 +147,10 @@ def _copy(body: BinaryIO, form: Form, content: BinaryIO) -> None:
 async def list_files(request: Request) -> Response:
     """GET /v1/files."""
     owner, purpose = _owner(request), request.query_params.get("purpose")
-    rows = await _keeper(request).call(lambda store: store.files(owner))
-    if request.query_params.get("order", "desc") == "desc":
-        rows.reverse()
-    matching = [row for row in rows if purpose in (None, row.purpose) and not _is_expired(row)]
-    shown, more = _page(request, matching, MAX_ROWS)
+    newest_first = request.query_params.get("order", "desc") == "desc"
+    page = _page(request, MAX_ROWS, newest_first=newest_first)
+    rows = await _keeper(request).call(lambda store: store.files(owner, page, purpose, time.time()))
+    shown, more = rows[: page.limit - 1], len(rows) == page.limit
     return JsonResponse(FileList(data=shown, has_more=more, first_id=_id(shown, 0), last_id=_id(shown, -1)))
 
 
@@ -146,6 +163,8 @@ async def file_content(request: Request) -> Response:
     """GET /v1/files/ID/content."""
     file = await _find_file(request, request.path_params["id"])
     path = await _keeper(request).call(lambda store: store.content(file.id))
+    if not path.exists():  # deleted in this moment, or lost with a disk
+        raise _no_file(file.id)
     return FileResponse(path, media_type="application/octet-stream")
 
 
@@ -235,8 +254,9 @@ def _window_s(window: str) -> int:
 async def list_batches(request: Request) -> Response:
     """GET /v1/batches: the newest first."""
     owner = _owner(request)
-    rows = await _keeper(request).call(lambda store: store.batches(owner))
-    shown, more = _page(request, rows, 20)
+    page = _page(request, 20, newest_first=True)
+    rows = await _keeper(request).call(lambda store: store.batches(owner, page))
+    shown, more = rows[: page.limit - 1], len(rows) == page.limit
     return JsonResponse(BatchList(data=shown, has_more=more, first_id=_id(shown, 0), last_id=_id(shown, -1)))
 
 
@@ -268,19 +288,14 @@ async def _find_batch(request: Request) -> BatchObject:
     return batch
 
 
-def _page(request: Request, rows: Sequence[Row], default: int) -> tuple[list[Row], bool]:
-    """The rows after `after`, at most `limit`, and True if there are more. Raises RequestError."""
+def _page(request: Request, default: int, *, newest_first: bool) -> Page:
+    """The rows that a request for a list wants, and one more, which tells that there are more. Raises RequestError."""
     text = request.query_params.get("limit", str(default))
     if not re.fullmatch(r"\d{1,6}", text, re.ASCII) or not 1 <= int(text) <= MAX_ROWS:
         raise RequestError(
             f"limit is {text!r:.60}; it must be a number from 1 to {MAX_ROWS}", param="limit", code="invalid-limit"
         )
-    after = request.query_params.get("after")
-    begin = 0
-    if after is not None:
-        begin = next((number for number, row in enumerate(rows, 1) if row.id == after), len(rows))
-    end = begin + int(text)
-    return list(rows[begin:end]), end < len(rows)
+    return Page(int(text) + 1, request.query_params.get("after"), newest_first)
 
 
 def _id(rows: Sequence[FileObject] | Sequence[BatchObject], at: int) -> str | None:

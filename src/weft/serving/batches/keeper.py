@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from weft.cache import cache_path
-from weft.errors import ConfigError
-from weft.serving.batches.answers import Endpoint
+from weft.errors import ConfigError, error_reason
+from weft.serving.batches.answers import Endpoint, NotNowError
+from weft.serving.batches.attempts import Places
 from weft.serving.batches.runner import BatchRun
 from weft.serving.batches.store import Store, UnfinishedBatch
 from weft.serving.batches.types import ExpiresAfter
+from weft.serving.batches.uploads import UploadRoom
 from weft.serving.clients import ANYBODY, current
+from weft.serving.errors import HttpError
 
 if TYPE_CHECKING:
     from weft.serving.service import Service
@@ -31,6 +34,8 @@ POLL_S = 5.0  # seconds after which batches of other servers are looked at: one 
 CLEAN_S = 600.0
 DAY_S = 24 * 3600.0
 KEEPING_S = 2.0  # seconds for answers that are there when the server ends
+WRITE_AGAIN_S = 5.0  # seconds after which an answer is written again, where the disk was full
+LOG_EVERY_S = 60.0  # seconds between two lines about a store that cannot be used
 
 
 class BatchKeeper:
@@ -44,7 +49,8 @@ class BatchKeeper:
         self.folder = Path(folder).expanduser() if folder else cache_path() / "storage"
         self.endpoints = endpoints
         self.most_lines = max(1, min(service.capacity, service.plan.max_running * len(service.engine.replicas)) // 2)
-        self.places = asyncio.Semaphore(self.most_lines)  # for lines that are being answered
+        self.places = Places(self.most_lines)  # for lines that are being answered
+        self.uploads = UploadRoom()
         self._arrived = asyncio.Event()  # a batch came
         self._arrivals = 0
         self._service = service
@@ -54,7 +60,7 @@ class BatchKeeper:
         self._answering: dict[str, asyncio.Task[None]] = {}  # by key
         self._runs: set[BatchRun] = set()
         self._unknown: set[str] = set()  # batches of keys that this server does not know
-        self._clean_at = 0.0
+        self._clean_at = self._log_at = 0.0
 
     @property
     def kept_s(self) -> float:
@@ -66,13 +72,29 @@ class BatchKeeper:
         kept_s = given.seconds if given is not None else self.kept_s
         return int(kept_s) if kept_s else None
 
-    async def remove_expired(self) -> None:
-        """Remove what has expired."""
-        await self.call(lambda store: store.remove_expired(time.time(), self.kept_s))
-
     async def call(self, work: Callable[[Store], T]) -> T:
-        """Do something with the store. Raises ConfigError if it cannot be opened."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(self._open()))
+        """Do something with the store. Raises ConfigError if it cannot be opened, and HttpError 503 for its faults."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(self._open()))
+        except (sqlite3.Error, OSError) as error:
+            raise storage_failed(error) from error
+
+    async def insist(self, work: Callable[[Store], T]) -> T:
+        """Do something with the store, again and again while that fails. Raises NotNowError if the server ends."""
+        while True:
+            try:
+                return await asyncio.shield(self.call(work))
+            except (ConfigError, HttpError) as error:
+                if self._service.draining:
+                    raise NotNowError from error
+                self._log_fault(error)
+            await asyncio.sleep(WRITE_AGAIN_S)
+
+    def _log_fault(self, error: Exception) -> None:
+        """Log a fault of the store, at most one each LOG_EVERY_S seconds."""
+        if time.monotonic() >= self._log_at:
+            self._log_at = time.monotonic() + LOG_EVERY_S
+            log.error("%s; batches wait until it can be", error)
 
     def resume(self) -> None:
         """Go on with the batches that an earlier server has left, if there is a store."""
@@ -136,6 +158,8 @@ class BatchKeeper:
                     continue
                 try:
                     await self._try(batch)
+                except (ConfigError, HttpError, OSError) as error:
+                    self._log_fault(error)
                 except Exception:  # of one batch: the others go on, and this one is tried again
                     log.exception("batch %s failed; it is tried again", batch.id)
 
@@ -145,16 +169,16 @@ class BatchKeeper:
             return
         self._clean_at = time.monotonic() + CLEAN_S
         try:
-            await self.remove_expired()
-        except (ConfigError, sqlite3.Error, OSError):
-            log.exception("expired files cannot be removed; that is tried again")
+            await self.call(lambda store: store.remove_expired(time.time(), self.kept_s))
+        except (ConfigError, HttpError) as error:
+            self._log_fault(error)
 
     async def _unfinished(self) -> list[UnfinishedBatch]:
         """The batches that are not finished; none while the store cannot be read."""
         try:
             return await self.call(Store.unfinished)
-        except (ConfigError, sqlite3.Error):
-            log.exception("the batches cannot be read; that is tried again")
+        except (ConfigError, HttpError) as error:
+            self._log_fault(error)
             return []
 
     async def _try(self, unfinished: UnfinishedBatch) -> None:
@@ -177,3 +201,13 @@ class BatchKeeper:
                 await run.finish()
             finally:
                 self._runs.discard(run)
+
+
+def storage_failed(error: Exception) -> HttpError:
+    """The error of a request whose file or batch the disk does not take."""
+    return HttpError(
+        503,
+        f"the server's files and batches cannot be read or written: {error_reason(error)}; try again later",
+        code="storage-failed",
+        retry_after_s=60,
+    )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
 from weft.errors import RequestError
+from weft.regular_files import open_regular
 from weft.serving.batches.types import LINE, BatchError, BatchLine
 from weft.serving.body import check_structure
 from weft.text.limits import LIMITS
@@ -46,8 +49,8 @@ def check_lines(path: Path, endpoint: str, limits: LineLimits) -> tuple[int, str
                 errors.append(_error("too_many_lines", f"more than {MAX_LINES:,} lines; send several"))
                 break
     except RequestError as error:
-        errors.append(_error("too_many_lines", str(error)))
-    if not total:
+        errors.append(_error("too_many_lines" if error.code == "blank-lines" else "invalid_encoding", str(error)))
+    if not total and not errors:
         errors.append(_error("empty_file", "the input file has no lines"))
     return total, model, errors
 
@@ -59,11 +62,11 @@ def _error(code: str, message: str, line: int | None = None) -> BatchError:
 def numbered_lines(path: Path, limits: LineLimits, most_blank: int | None = None) -> Iterator[tuple[int, bytes]]:
     """The lines that are not blank, numbered from 1. One that is too long comes with a byte more than the limit.
 
-    Raises RequestError if more than `most_blank` are blank. Every few lines other threads get Python's lock, for which
-    an event loop would otherwise wait 5 ms each time.
+    Raises OSError, and RequestError if more than `most_blank` are blank, or for a file that is not UTF-8. Every few
+    lines other threads get Python's lock, for which an event loop would otherwise wait 5 ms each time.
     """
     number = blank = 0
-    with path.open("rb") as file:
+    with open_text(path) as file:
         while text := file.readline(limits.nbytes + 1):
             part = text
             while not part.endswith(b"\n") and (part := file.readline(limits.nbytes + 1)):
@@ -77,6 +80,20 @@ def numbered_lines(path: Path, limits: LineLimits, most_blank: int | None = None
                     raise RequestError(f"more than {most_blank:,} blank lines; leave them out", code="blank-lines")
             if (number + blank) % FEW == 0:
                 time.sleep(0)
+
+
+def open_text(path: Path) -> BinaryIO:
+    """Open a file of lines behind its byte order mark, if it has one.
+
+    Raises OSError, and RequestError for a text of 16 or 32 bits per character.
+    """
+    file = open_regular(path)
+    start = file.read(4)
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in start:
+        file.close()
+        raise RequestError("the file is not in UTF-8 but in UTF-16 or UTF-32; convert it", code="not-utf8")
+    file.seek(len(codecs.BOM_UTF8) if start.startswith(codecs.BOM_UTF8) else 0)
+    return file
 
 
 def decode_line(text: bytes, limits: LineLimits) -> BatchLine:

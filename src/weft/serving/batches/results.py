@@ -1,27 +1,50 @@
-"""ResultTable: answers to the lines of batches, in an SQLite file. A line has one answer, the first that comes."""
+"""ResultTable: what is known of the lines of batches, in an SQLite file: answers, and deaths of engines and servers.
+
+A line has one answer, the first that comes.
+"""
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
 
-SCHEMA = """
+RESULTS = """
 CREATE TABLE IF NOT EXISTS results (
     batch TEXT NOT NULL, line INTEGER NOT NULL, failed INTEGER NOT NULL, row BLOB NOT NULL, PRIMARY KEY (batch, line)
-) WITHOUT ROWID;
+) WITHOUT ROWID
+"""
+DEATHS = """
+CREATE TABLE deaths (
+    batch TEXT NOT NULL, line INTEGER NOT NULL, number INTEGER NOT NULL, PRIMARY KEY (batch, line)
+) WITHOUT ROWID
 """
 
 
 class ResultTable:
-    """The table in a connection whose database has it. Each answer is a transaction."""
+    """The tables in a connection whose database has them. Each change is a transaction."""
 
     def __init__(self, rows: sqlite3.Connection) -> None:
         self._rows = rows
 
     def add(self, batch: str, line: int, row: bytes, *, failed: bool) -> None:
-        """Keep the answer to a line, unless there is one."""
+        """Keep the answer to a line, unless there is one, and forget the deaths with it."""
         with self._rows:
             self._rows.execute("INSERT OR IGNORE INTO results VALUES (?, ?, ?, ?)", (batch, line, failed, row))
+            self._rows.execute("DELETE FROM deaths WHERE batch = ? AND line = ?", (batch, line))
+
+    def note_deaths(self, batch: str, line: int, number: int) -> None:
+        """Keep the number of engines and servers that have died with a line."""
+        with self._rows:
+            self._rows.execute("INSERT OR REPLACE INTO deaths VALUES (?, ?, ?)", (batch, line, number))
+
+    def deaths(self, batch: str) -> dict[int, int]:
+        """Number of deaths with each line of a batch that has no answer, if there were any."""
+        return dict(self._rows.execute("SELECT line, number FROM deaths WHERE batch = ? AND number > 0", (batch,)))
+
+    def forget(self, batch: str) -> None:
+        """Forget the answers and deaths of a batch, in the transaction that is open."""
+        self._rows.execute("DELETE FROM results WHERE batch = ?", (batch,))
+        self._rows.execute("DELETE FROM deaths WHERE batch = ?", (batch,))
 
     def answered(self, batch: str) -> set[int]:
         """The lines of a batch that have answers."""

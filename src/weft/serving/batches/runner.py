@@ -12,9 +12,10 @@ import msgspec
 
 from weft.errors import RequestError
 from weft.serving.batches.answers import NotNowError, answer
+from weft.serving.batches.attempts import Attempts
 from weft.serving.batches.lines import LineLimits, check_lines, decode_line, numbered_lines
 from weft.serving.batches.store import Store, new_id
-from weft.serving.batches.types import BatchErrors, BatchLine, BatchObject
+from weft.serving.batches.types import BatchError, BatchErrors, BatchLine, BatchObject
 
 if TYPE_CHECKING:
     from weft.serving.batches.keeper import BatchKeeper
@@ -52,10 +53,14 @@ class BatchRun:
         self._service, self._keeper, self._owner, self._batch = service, keeper, owner, batch
         self._answers = answers
         self._limits = LineLimits(service.body_bytes, service.json_values)
+        self._deaths: dict[int, int] = {}  # with lines, in servers before this one and in this one
         self.news = asyncio.Event()  # the batch may have been cancelled
 
     async def finish(self) -> None:
         """Go on with the batch; return early if the server ends, or if another server has the batch's model or key."""
+        path = await self._keeper.call(lambda store: store.content(self._batch.input_file_id))
+        if not path.exists():
+            await self._change(fail_without_input)
         if self._batch.status == "validating":
             await self._validate()
         if self._batch.status == "in_progress":
@@ -93,6 +98,7 @@ class BatchRun:
         """Answer the lines that have no answer yet. Return when all have, or when batch or server is to end."""
         batch = self._batch
         answered = await self._keeper.call(lambda store: store.answered(batch.id))
+        self._deaths = await self._keeper.call(lambda store: store.deaths(batch.id))
         path = await self._keeper.call(lambda store: store.content(batch.input_file_id))
         lines = (numbered for numbered in numbered_lines(path, self._limits) if numbered[0] not in answered)
         workers = [asyncio.create_task(self._take_lines(lines)) for _ in range(self._keeper.most_lines)]
@@ -146,16 +152,21 @@ class BatchRun:
             await self._answer_line(number, line)
 
     async def _answer_line(self, number: int, line: BatchLine) -> None:
-        keeper = self._keeper
-        status, body = await answer(self._service, keeper.endpoints[line.url], line, keeper.places)
+        keeper, id = self._keeper, self._batch.id
+
+        async def note(deaths: int) -> None:
+            await keeper.insist(lambda store: store.note_deaths(id, number, deaths))
+
+        attempts = Attempts(self._deaths.get(number, 0), note)
+        status, body = await answer(self._service, keeper.endpoints[line.url], line, keeper.places, attempts)
         response = LineResponse(status, new_id("req-"), msgspec.Raw(body))
         await self._keep(number, LineResult(new_id("batch_req_"), line.custom_id, response))
 
     async def _keep(self, number: int, result: LineResult) -> None:
         row, id = msgspec.json.encode(result), self._batch.id
         failed = result.response is None or result.response.status_code != 200
-        keeping = self._keeper.call(lambda store: store.add_result(id, number, row, failed=failed))
-        if await asyncio.shield(keeping) != "in_progress":  # another server was asked to cancel it
+        status = await self._keeper.insist(lambda store: store.add_result(id, number, row, failed=failed))
+        if status != "in_progress":  # another server was asked to cancel it
             self.news.set()
 
     async def _finish(self) -> None:
@@ -174,6 +185,12 @@ class BatchRun:
 
         await self._change(end)
         log.info("batch %s: %s", batch.id, self._batch.status)
+
+
+def fail_without_input(row: BatchObject) -> None:
+    """Note that a batch's input is gone, which a damaged disk may have taken."""
+    row.status, row.failed_at = "failed", _now()
+    row.errors = BatchErrors(data=[BatchError(code="missing_file", message="the input file is not there any more")])
 
 
 def finalize(row: BatchObject) -> None:

@@ -1,7 +1,7 @@
 """Store: files and batches on disk, in one directory, which several servers of a machine may share.
 
 Rows are in SQLite, contents of files beside it. Each change is one transaction: after a kill the store is as before the
-change or as after it.
+change or as after it. A content whose row is not there yet, or no more, is removed by a later sweep.
 """
 
 from __future__ import annotations
@@ -17,27 +17,24 @@ from typing import BinaryIO, NamedTuple
 
 import msgspec
 
-from weft.cache import make_private, try_lock
 from weft.errors import ConfigError, error_reason
-from weft.serving.batches import results
+from weft.serving.batches import results, schema
+from weft.serving.batches.contents import Contents
 from weft.serving.batches.types import BATCH, FILE, BatchObject, FileObject
 from weft.serving.errors import HttpError
+from weft.sqlite_files import make_private_file, migrate
 
 BUSY_S = 30.0  # seconds to wait for another server's transaction
 PIECE_BYTES = 2**20  # bytes of a file that are read at once
 MAX_STORED_BYTES = 20 * 2**30  # bytes of all files
-PART_S = 24 * 3600.0  # seconds after which an upload without a name is nobody's any more
+MAX_FILES = 10_000  # files of an owner: as many fit into one list, and a program that forgets to delete stops here
+MAX_BATCHES = 10_000  # batches of an owner; the oldest that has ended makes room
+PART_S = 24 * 3600.0  # seconds after which a content without a row is nobody's any more
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS files (id TEXT PRIMARY KEY, owner TEXT NOT NULL, row BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS batches (
-    id TEXT PRIMARY KEY, owner TEXT NOT NULL, status TEXT NOT NULL, input TEXT NOT NULL, row BLOB NOT NULL
-);
-CREATE TABLE IF NOT EXISTS batch_keys (batch TEXT PRIMARY KEY, key TEXT NOT NULL) WITHOUT ROWID;
-"""
+UNFINISHED_MARKS = ", ".join("?" * len(UNFINISHED))
 # The parameters are the statuses of unfinished batches and the latest creation.
-REMOVE_BATCHES = """
-DELETE FROM batches WHERE status NOT IN (?, ?, ?, ?) AND json_extract(CAST(row AS TEXT), '$.created_at') <= ?
+REMOVE_BATCHES = f"""
+DELETE FROM batches WHERE status NOT IN ({UNFINISHED_MARKS}) AND created_at <= ?
 AND NOT EXISTS (
     SELECT 1 FROM files WHERE files.id IN (
         batches.input,
@@ -45,6 +42,11 @@ AND NOT EXISTS (
         json_extract(CAST(batches.row AS TEXT), '$.error_file_id')
     )
 )
+"""
+# A file that is written again keeps its place in the order of the files.
+KEEP_FILE = """
+INSERT INTO files (id, owner, row, bytes, purpose, expires_at) VALUES (?, ?, ?, ?, ?, ?)
+ON CONFLICT (id) DO UPDATE SET row = excluded.row, bytes = excluded.bytes, expires_at = excluded.expires_at
 """
 
 
@@ -56,6 +58,28 @@ class UnfinishedBatch(NamedTuple):
     key: str
 
 
+class Page(NamedTuple):
+    """A part of a list: at most `limit` rows (-1: all) behind the one with the id `after`."""
+
+    limit: int = -1
+    after: str | None = None
+    newest_first: bool = False
+
+    def query(self, table: str, condition: str = "1") -> str:
+        """Query of the rows of an owner. Its parameters: those of `condition`, the owner, `after` twice, the limit."""
+        order, beyond = ("DESC", "<") if self.newest_first else ("ASC", ">")
+        return (
+            f"SELECT row FROM {table} WHERE {condition} AND owner = ? "
+            f"AND (? IS NULL OR rowid {beyond} (SELECT rowid FROM {table} WHERE id = ?)) ORDER BY rowid {order} LIMIT ?"
+        )
+
+    def parameters(self, owner: str) -> tuple[str | int | None, ...]:
+        return owner, self.after, self.after, self.limit
+
+
+OLDEST_FIRST, NEWEST_FIRST = Page(), Page(newest_first=True)
+
+
 class Store:
     """The files and batches in `folder`. Its methods block, and one thread at a time may call them.
 
@@ -63,28 +87,22 @@ class Store:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises ConfigError if the directory cannot be used."""
+        """Raises ConfigError if the directory cannot be used, or has been used by a newer version."""
         self.folder = folder
         try:
-            for part in (folder, folder / "contents", folder / "locks"):
-                make_private(part)
+            self._contents = Contents(folder)
+            make_private_file(folder / "store.sqlite")
             self._rows = sqlite3.connect(folder / "store.sqlite", timeout=BUSY_S, check_same_thread=False)
             self._rows.execute("PRAGMA journal_mode = WAL")
-            self._rows.executescript(SCHEMA + results.SCHEMA)
+            migrate(self._rows, schema.MIGRATIONS)
             self._results = results.ResultTable(self._rows)
-            self._remove_parts()
+            self._contents.make_private()
+            self._sweep(time.time())
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(
                 f"cannot keep files in {folder}: {error_reason(error)}; give another --storage-directory",
                 code="cannot-open-storage",
             ) from error
-
-    def _remove_parts(self) -> None:
-        """Remove uploads that killed servers have left; younger ones may be another server's."""
-        for path in (self.folder / "contents").glob("*.part"):
-            with contextlib.suppress(FileNotFoundError):
-                if path.stat().st_mtime < time.time() - PART_S:
-                    path.unlink()
 
     def close(self) -> None:
         self._rows.close()
@@ -93,17 +111,11 @@ class Store:
 
     def content(self, id: str) -> Path:
         """Path of the bytes of a file."""
-        return self.folder / "contents" / id
+        return self._contents.path(id)
 
-    @contextlib.contextmanager
-    def new_content(self) -> Iterator[BinaryIO]:
-        """A new file for bytes that have no name yet. `keep` gives it one; otherwise it is removed."""
-        path = self.content(f"{new_id('part-')}.part")
-        try:
-            with path.open("w+b") as file:
-                yield file
-        finally:
-            path.unlink(missing_ok=True)
+    def new_content(self) -> contextlib.AbstractContextManager[BinaryIO]:
+        """A new file for bytes that have no name yet. `add_file` gives it one; otherwise it is removed."""
+        return self._contents.new(new_id("part-"))
 
     def add_file(
         self,
@@ -118,74 +130,76 @@ class Store:
 
         It expires `lifetime_s` after its creation; None: never.
 
-        Raises HttpError 413 for a file without `id` that exceeds the owner's share of the store.
+        Raises HttpError 413 for a file without `id` that exceeds the owner's share of the store. Whatever is raised,
+        nothing is left of the file.
         """
         content.flush()
-        os.fsync(content.fileno())
-        size = os.fstat(content.fileno()).st_size
-        if not id:
-            self.check_room(owner, size)
-        id = id or new_id("file-")
+        size, is_new = os.fstat(content.fileno()).st_size, not id
         created_at = int(time.time())
         file = FileObject(
-            id=id,
+            id=id or new_id("file-"),
             bytes=size,
             created_at=created_at,
             filename=filename,
             purpose=purpose,
             expires_at=None if lifetime_s is None else created_at + lifetime_s,
         )
-        os.replace(content.name, self.content(id))
-        with self._rows:
-            self._rows.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?)", (id, owner, msgspec.json.encode(file)))
+        values = (file.id, owner, msgspec.json.encode(file), size, purpose, file.expires_at)
+        try:
+            with self._rows:
+                self._rows.execute("BEGIN IMMEDIATE")
+                if is_new:
+                    self.check_room(owner, size)
+                self._rows.execute(KEEP_FILE, values)
+                self._contents.install(content, file.id)
+        except BaseException:
+            if is_new:
+                self._contents.remove(file.id)
+            raise
         return file
 
     def file(self, owner: str, id: str) -> FileObject | None:
         stored = self._rows.execute("SELECT row FROM files WHERE id = ? AND owner = ?", (id, owner)).fetchone()
         return FILE.decode(stored[0]) if stored else None
 
-    def files(self, owner: str) -> list[FileObject]:
-        """The files of an owner, the oldest first."""
-        rows = self._rows.execute("SELECT row FROM files WHERE owner = ? ORDER BY rowid", (owner,))
+    def files(
+        self, owner: str, page: Page = OLDEST_FIRST, purpose: str | None = None, now: float = 0
+    ) -> list[FileObject]:
+        """The files of an owner that are there after `now`; with a purpose, those that have it."""
+        query = page.query("files", "coalesce(expires_at > ?, 1) AND purpose = coalesce(?, purpose)")
+        rows = self._rows.execute(query, (now, purpose, *page.parameters(owner)))
         return [FILE.decode(row[0]) for row in rows]
 
-    def remove_expired(self, now: float, kept_s: float) -> int:
-        """Remove what has expired, of all owners; return the bytes of the files that stay.
-
-        A file that an unfinished batch reads stays until that has ended. A finished batch goes once it is older than
-        `kept_s` seconds and none of its files is left; with 0 it stays.
-        """
-        query = "SELECT id FROM files WHERE json_extract(CAST(row AS TEXT), '$.expires_at') <= ?"
-        for (id,) in self._rows.execute(query, (now,)).fetchall():
-            self.delete_file(id)
-        if kept_s:
-            with self._rows:
-                self._rows.execute(REMOVE_BATCHES, (*UNFINISHED, now - kept_s))
-                self._rows.execute("DELETE FROM batch_keys WHERE batch NOT IN (SELECT id FROM batches)")
-        return self.used_bytes()
-
-    def check_room(self, owner: str, size: int) -> None:
-        """Raise HttpError 413 unless the files of an owner may grow by `size` bytes.
+    def check_room(self, owner: str, size: int, others: int = 0) -> None:
+        """Raise HttpError 413 unless the files of an owner may grow by one of `size` bytes.
 
         They may come to as much as stays free for all others: no owner fills the store, and a new one has room.
+        `others` are bytes that other owners are about to keep.
         """
-        own = self.used_bytes(owner) + size
-        free = MAX_STORED_BYTES - self.used_bytes() - size
-        if own > free:
+        used, files = self._usage(owner)[:2]
+        if files >= MAX_FILES:
             raise HttpError(
                 413,
-                f"your files would come to {own:,} bytes, and of the {MAX_STORED_BYTES:,} bytes for all clients "
-                f"{max(0, free):,} would be left, the most that one may have; delete some files first",
+                f"you have {files:,} files; at most {MAX_FILES:,} are kept: delete some first",
+                code="too-many-files",
+            )
+        free = MAX_STORED_BYTES - self.used_bytes() - size - others
+        if used + size > free:
+            raise HttpError(
+                413,
+                f"your files would come to {used + size:,} bytes, and of the {MAX_STORED_BYTES:,} bytes for all "
+                f"clients {max(0, free):,} would be left, the most that one may have; delete some files first",
                 code="storage-full",
             )
 
-    def used_bytes(self, owner: str | None = None) -> int:
-        """Bytes of all files of an owner; None for all owners."""
-        query = (
-            "SELECT coalesce(sum(json_extract(CAST(row AS TEXT), '$.bytes')), 0) FROM files "
-            "WHERE owner = coalesce(?, owner)"
-        )
-        return int(self._rows.execute(query, (owner,)).fetchone()[0])
+    def used_bytes(self, owner: str = schema.ALL) -> int:
+        """Bytes of all files of an owner."""
+        return self._usage(owner)[0]
+
+    def _usage(self, owner: str) -> tuple[int, int, int]:
+        """Bytes and number of an owner's files, and number of its batches."""
+        query = "SELECT bytes, files, batches FROM usage WHERE owner = ?"
+        return self._rows.execute(query, (owner,)).fetchone() or (0, 0, 0)
 
     def delete_file(self, id: str) -> bool:
         """Delete a file; return False, and keep it, if an unfinished batch reads it."""
@@ -194,26 +208,80 @@ class Store:
             if self.is_read(id):
                 return False
             self._rows.execute("DELETE FROM files WHERE id = ?", (id,))
-        self.content(id).unlink(missing_ok=True)
+        self._contents.remove(id)
         return True
 
     def is_read(self, id: str) -> bool:
         """Return True if an unfinished batch reads a file."""
-        query = f"SELECT 1 FROM batches WHERE input = ? AND status IN ({_marks(UNFINISHED)})"
+        query = f"SELECT 1 FROM batches WHERE input = ? AND status IN ({UNFINISHED_MARKS})"
         return self._rows.execute(query, (id, *UNFINISHED)).fetchone() is not None
+
+    # Cleaning
+
+    def delete_expired(self, now: float) -> None:
+        """Delete the files that have expired, but for those that an unfinished batch reads."""
+        query = "SELECT id FROM files WHERE expires_at <= ?"
+        for (id,) in self._rows.execute(query, (now,)).fetchall():
+            self.delete_file(id)
+
+    def remove_expired(self, now: float, kept_s: float) -> int:
+        """Remove what has expired, of all owners; return the bytes of the files that stay.
+
+        A file that an unfinished batch reads stays until that has ended. A finished batch goes once it is older than
+        `kept_s` seconds and none of its files is left; with 0 it stays.
+        """
+        self.delete_expired(now)
+        if kept_s:
+            with self._rows:
+                self._rows.execute(REMOVE_BATCHES, (*UNFINISHED, now - kept_s))
+        with self._rows:
+            self._rows.execute("DELETE FROM batch_keys WHERE batch NOT IN (SELECT id FROM batches)")
+            self._rows.execute("DELETE FROM usage WHERE files + batches = 0 AND owner != ?", (schema.ALL,))
+        self._sweep(now)
+        return self.used_bytes()
+
+    def _sweep(self, now: float) -> None:
+        """Have rows and folders agree: a killed server leaves uploads and contents without rows, and locks.
+
+        Younger contents may be another server's, on the way to their rows.
+        """
+        known = {id for (id,) in self._rows.execute("SELECT id FROM files")}
+        for name in self._contents.left(now - PART_S):
+            if name not in known:
+                self._contents.remove(name)
+        for id in known - {*self._contents.left(float("inf"))}:
+            self.delete_file(id)
+        self._contents.remove_locks(batch for batch in self._contents.locked() if self.status(batch) not in UNFINISHED)
 
     # Batches
 
     def add_batch(self, owner: str, batch: BatchObject, key: str = "") -> bool:
-        """Keep a new batch and the digest of its client's key; return False if its input file is not there any more."""
-        values = (batch.id, owner, batch.status, batch.input_file_id, msgspec.json.encode(batch))
+        """Keep a new batch and the digest of its client's key; return False if its input file is not there any more.
+
+        Raises HttpError 429 if the owner has too many that are not finished.
+        """
+        values = (batch.id, owner, batch.status, batch.input_file_id, msgspec.json.encode(batch), batch.created_at)
         with self._rows:
             self._rows.execute("BEGIN IMMEDIATE")
             if self.file(owner, batch.input_file_id) is None:
                 return False
-            self._rows.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?)", values)
+            self._make_room_for_batch(owner)
+            self._rows.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?, ?)", values)
             self._rows.execute("INSERT INTO batch_keys VALUES (?, ?)", (batch.id, key))
         return True
+
+    def _make_room_for_batch(self, owner: str) -> None:
+        """Forget the oldest batch that has ended, if an owner has as many as are kept."""
+        if self._usage(owner)[2] < MAX_BATCHES:
+            return
+        oldest = f"SELECT id FROM batches WHERE owner = ? AND status NOT IN ({UNFINISHED_MARKS}) ORDER BY rowid LIMIT 1"
+        if not self._rows.execute(f"DELETE FROM batches WHERE id = ({oldest})", (owner, *UNFINISHED)).rowcount:
+            raise HttpError(
+                429,
+                f"{MAX_BATCHES:,} batches are not finished yet, the most that one client may have; cancel some",
+                code="too-many-batches",
+                retry_after_s=60,
+            )
 
     def change_batch(self, id: str, change: Callable[[BatchObject], None]) -> BatchObject:
         """Let `change` alter a batch, while nobody else does; return it as it is then.
@@ -228,7 +296,7 @@ class Store:
             values = (batch.status, msgspec.json.encode(batch), id)
             self._rows.execute("UPDATE batches SET status = ?, row = ? WHERE id = ?", values)
             if batch.status not in UNFINISHED:
-                self._rows.execute("DELETE FROM results WHERE batch = ?", (id,))
+                self._results.forget(id)
         return batch
 
     def batch(self, owner: str, id: str) -> BatchObject | None:
@@ -236,16 +304,16 @@ class Store:
         stored = self._rows.execute("SELECT row FROM batches WHERE id = ? AND owner = ?", (id, owner)).fetchone()
         return self._counted(stored[0]) if stored else None
 
-    def batches(self, owner: str) -> list[BatchObject]:
-        """The batches of an owner, the newest first."""
-        rows = self._rows.execute("SELECT row FROM batches WHERE owner = ? ORDER BY rowid DESC", (owner,))
+    def batches(self, owner: str, page: Page = NEWEST_FIRST) -> list[BatchObject]:
+        """The batches of an owner."""
+        rows = self._rows.execute(page.query("batches"), page.parameters(owner))
         return [self._counted(row[0]) for row in rows.fetchall()]
 
     def unfinished(self) -> list[UnfinishedBatch]:
         """All batches that are not finished, the oldest first."""
         query = (
             "SELECT id, owner, coalesce(key, '') FROM batches LEFT JOIN batch_keys ON batch_keys.batch = batches.id "
-            f"WHERE status IN ({_marks(UNFINISHED)}) ORDER BY batches.rowid"
+            f"WHERE status IN ({UNFINISHED_MARKS}) ORDER BY batches.rowid"
         )
         return [UnfinishedBatch(*row) for row in self._rows.execute(query, UNFINISHED)]
 
@@ -266,11 +334,17 @@ class Store:
         """The answers of a batch, in order of its lines."""
         return (row for _, row in self._results.rows(batch, failed=failed))
 
-    @contextlib.contextmanager
-    def claim(self, batch: str) -> Iterator[bool]:
+    def note_deaths(self, batch: str, line: int, number: int) -> None:
+        """Keep the number of engines and servers that have died with a line."""
+        self._results.note_deaths(batch, line, number)
+
+    def deaths(self, batch: str) -> dict[int, int]:
+        """Number of deaths with each line of a batch that has no answer, if there were any."""
+        return self._results.deaths(batch)
+
+    def claim(self, batch: str) -> contextlib.AbstractContextManager[bool]:
         """Hold a batch while the block runs, True, or False if another server has it. A killed server lets go."""
-        with (self.folder / "locks" / batch).open("a") as lock:
-            yield try_lock(lock)
+        return self._contents.claim(batch)
 
     def _counted(self, row: bytes) -> BatchObject:
         batch = BATCH.decode(row)
@@ -298,7 +372,3 @@ class Store:
 def new_id(prefix: str) -> str:
     """A random id that begins with `prefix`."""
     return prefix + secrets.token_hex(12)
-
-
-def _marks(values: tuple[str, ...]) -> str:
-    return ", ".join("?" * len(values))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import mmap
 import re
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
 from email.message import Message
 from email.parser import BytesParser
 from typing import BinaryIO
@@ -13,11 +14,14 @@ from typing import BinaryIO
 from starlette.requests import Request
 
 from weft.errors import RequestError
+from weft.serving.admission import STORED
 from weft.serving.errors import HttpError
 
 MAX_FILE_BYTES = 200 * 2**20  # bytes of one file, as in OpenAI's API
 FORM_BYTES = 2**16  # bytes of the other fields and the parts' heads
+RESERVED_BYTES = 2**20  # bytes of an upload for which room is looked for at once, if its length is not known
 HEAD_BYTES = 2**13
+NAME_LENGTH = 255  # characters of a file's name, as file systems have at most
 MAX_PARTS = 32
 WINDOW = 2**18  # bytes that are searched at once: mmap.find holds Python's lock, here for about 1 ms
 
@@ -32,17 +36,48 @@ def boundary_of(request: Request) -> bytes:
     return b"--" + boundary.encode()
 
 
-async def receive_body(request: Request, file: BinaryIO) -> None:
-    """Write a request's body to a file. Raises HttpError 413 for one that is too long."""
-    size = 0
+class UploadRoom:
+    """Bytes of the uploads that are being received, by owner: they need room like the files that they become."""
+
+    def __init__(self) -> None:
+        self._sizes: Counter[str] = Counter()
+
+    def add(self, owner: str, size: int) -> tuple[int, int]:
+        """Count bytes of an owner, or with a negative number no longer. Return those of this owner, and of others."""
+        self._sizes[owner] += size
+        own = self._sizes[owner]
+        if not own:
+            del self._sizes[owner]
+        return own, self._sizes.total() - own
+
+
+# Raises HttpError unless there is room for so many bytes more.
+Reserve = Callable[[int], Awaitable[None]]
+
+
+async def receive_body(request: Request, file: BinaryIO, reserve: Reserve) -> None:
+    """Write a request's body to a file. Raises HttpError 413 for one that is too long, and what `reserve` raises."""
+    length = request.headers.get("content-length", "")
+    announced = int(length) if length.isdecimal() else 0
+    size, reserved = 0, RESERVED_BYTES  # a small one needs no room before it is a file
+    _check_length(announced)
+    stored: Callable[[int], None] | None = request.scope.get(STORED)
     async for piece in request.stream():
         size += len(piece)
-        if size > MAX_FILE_BYTES + FORM_BYTES:
-            raise HttpError(
-                413, f"the file is longer than {MAX_FILE_BYTES:,} bytes; send several", code="file-too-large"
-            )
+        _check_length(size)
+        if size > reserved:
+            step = max(announced, RESERVED_BYTES)
+            await reserve(step)
+            reserved += step
         file.write(piece)
+        if stored is not None:
+            stored(len(piece))
     file.flush()
+
+
+def _check_length(size: int) -> None:
+    if size > MAX_FILE_BYTES + FORM_BYTES:
+        raise HttpError(413, f"the file is longer than {MAX_FILE_BYTES:,} bytes; send several", code="file-too-large")
 
 
 class Form:
@@ -67,6 +102,12 @@ def read_form(file: BinaryIO, boundary: bytes) -> Form:
             head = BytesParser().parsebytes(data[start : head_end + 4], headersonly=True)
             name = head.get_param("name", header="content-disposition")
             filename = head.get_filename()
+            if filename is not None and len(filename) > NAME_LENGTH:
+                raise RequestError(
+                    f"the file's name has {len(filename):,} characters; at most {NAME_LENGTH} are kept",
+                    param="file",
+                    code="filename-too-long",
+                )
             if name == "file" and filename is not None:
                 form.filename, form.start, form.end = filename, head_end + 4, end
             elif isinstance(name, str) and end - head_end < FORM_BYTES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -9,6 +10,7 @@ import msgspec
 from weft.errors import RequestError
 from weft.serving.app import BATCH_ENDPOINTS
 from weft.serving.batches.answers import answer
+from weft.serving.batches.attempts import Attempts, Places
 from weft.serving.batches.lines import LineLimits, decode_line, request_fault
 from weft.serving.batches.runner import LineError, LineResponse, LineResult, line_error
 from weft.serving.batches.store import new_id
@@ -17,6 +19,9 @@ from weft.serving.body import check_structure
 from weft.serving.offline.rows import as_object, row_body
 from weft.serving.service import Service
 from weft.text.limits import LIMITS
+
+# Status and body of the answer to a request.
+Ask = Callable[[BatchLine], Awaitable[tuple[int, bytes]]]
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -64,22 +69,33 @@ class _Answer(msgspec.Struct):
     usage: dict[str, Any]
 
 
-async def answer_row(service: Service, kind: RowKind, number: int, text: bytes) -> Answered:
-    """Answer a row. Raises NotNowError if the engine has died."""
+async def answer_row(
+    service: Service,
+    kind: RowKind,
+    number: int,
+    text: bytes,
+    places: Places | None = None,
+    attempts: Attempts | None = None,
+) -> Answered:
+    """Answer a row, which takes one of the `places`. Raises NotNowError if the engine has died."""
+
+    async def ask(line: BatchLine) -> tuple[int, bytes]:
+        return await answer(service, BATCH_ENDPOINTS[line.url], line, places, attempts)
+
     limits = LineLimits(service.body_bytes, service.json_values)
     if kind.is_requests:
-        return await _answer_request(service, kind, limits, number, text)
+        return await _answer_request(ask, kind, limits, number, text)
     try:
         line = plain_request(kind, limits, text)
     except RequestError as error:
         return _failed(number, line_error(error))
-    status, body = await answer(service, BATCH_ENDPOINTS[line.url], line)
+    status, body = await ask(line)
     if status != 200:
         return _failed(number, body_error(body))
     return Answered(number, False, msgspec.json.encode(generated(body)))
 
 
-async def _answer_request(service: Service, kind: RowKind, limits: LineLimits, number: int, text: bytes) -> Answered:
+async def _answer_request(ask: Ask, kind: RowKind, limits: LineLimits, number: int, text: bytes) -> Answered:
     """The line of an output file of /v1/batches."""
     result = LineResult(new_id("batch_req_"), "", None)
     try:
@@ -88,7 +104,7 @@ async def _answer_request(service: Service, kind: RowKind, limits: LineLimits, n
         fault = request_fault(line, BATCH_ENDPOINTS)
         result.error = LineError(*fault) if fault else None
         if fault is None:
-            status, body = await answer(service, BATCH_ENDPOINTS[line.url], line)
+            status, body = await ask(line)
             result.response = LineResponse(status, new_id("req-"), msgspec.Raw(body))
     except RequestError as error:
         result.error = line_error(error)

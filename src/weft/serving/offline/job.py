@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -13,8 +14,9 @@ import msgspec
 
 from weft.client.progress import Progress
 from weft.config import EngineConfig
-from weft.errors import ConfigError, EngineError
+from weft.errors import ConfigError, EngineError, error_reason
 from weft.serving.batches.answers import NotNowError
+from weft.serving.batches.attempts import Attempts, Places
 from weft.serving.embedded import OpenedModel, open_for_service, run_service
 from weft.serving.offline.answering import Answered, RowKind, answer_row
 from weft.serving.offline.journal import Journal
@@ -27,6 +29,7 @@ log = logging.getLogger("weft.serving")
 
 Rows = Iterator[tuple[int, bytes]]
 Keep = Callable[[Answered], None]
+AttemptsOf = Callable[[int], Attempts]
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -52,8 +55,9 @@ class Job(msgspec.Struct, frozen=True):
         }
 
 
-# Answers rows, and hands each answer to the function in the order in which they come.
-Answer = Callable[[Job, Rows, Keep], None]
+# Answers rows, and hands each answer to the first function in the order in which they come. The second one has the
+# attempts to answer a row, those before a kill included.
+Answer = Callable[[Job, Rows, Keep, AttemptsOf], None]
 
 
 def open_job(source: str, out: str, model: str | None) -> tuple[RowFile, str]:
@@ -95,7 +99,7 @@ def journal_path(out: str) -> Path:
 def run_job(job: Job, answer: Answer) -> tuple[int, int]:
     """Answer the rows that have no answer yet, and write the output; return the numbers of answers and of errors.
 
-    After a kill, an error or Ctrl-C the same job goes on. Raises ConfigError, and what `answer` raises.
+    After a kill, a full disk or Ctrl-C the same job goes on. Raises ConfigError, and what `answer` raises.
     """
     journal = Journal(journal_path(job.out), job.about)
     try:
@@ -113,43 +117,65 @@ def run_job(job: Job, answer: Answer) -> tuple[int, int]:
             if first is not None:
                 if done:
                     log.info("%d of %d rows have answers; going on", len(done), job.rows.count)
-                answer(job, chain([first], rows), keep)
+                answer(job, chain([first], rows), keep, journal.attempts)
         counts = journal.counts()
         if sum(counts) != job.rows.count:
             raise ConfigError(
                 f"{sum(counts)} of the {job.rows.count} rows of {job.rows.path} have answers: was it changed?",
                 code="rows-missing",
             )
-        write_outputs(job.rows, journal, job.out)
+        _write_output(job, journal)
         journal.remove()
     finally:
         journal.close()
     return counts
 
 
-def answer_here(job: Job, rows: Rows, keep: Keep) -> None:
-    """Answer rows with an engine of this machine. Raises EngineError if it dies, ConfigError, ModelError, PlanError."""
+def _write_output(job: Job, journal: Journal) -> None:
+    """Write the output. Raises ConfigError."""
+    try:
+        write_outputs(job.rows, journal, job.out)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {job.out}: {error_reason(error)}; the answers are in {journal.path}, and with room the same "
+            "command goes on",
+            code="cannot-write-output",
+        ) from None
+
+
+def answer_here(job: Job, rows: Rows, keep: Keep, attempts: AttemptsOf) -> None:
+    """Answer rows with an engine of this machine, until SIGTERM or Ctrl-C, each of which raises KeyboardInterrupt.
+
+    Raises EngineError if the engine dies, ConfigError, ModelError, PlanError.
+    """
     opened = open_for_service(job.config)
     with asyncio.Runner() as runner:
-        runner.run(_answer_all(job, opened, rows, keep))
+        try:
+            runner.run(_answer_all(job, opened, rows, keep, attempts))
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
 
 
-async def _answer_all(job: Job, opened: OpenedModel, rows: Rows, keep: Keep) -> None:
+async def _answer_all(job: Job, opened: OpenedModel, rows: Rows, keep: Keep, attempts: AttemptsOf) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    # The rows that run then are none that kill.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with run_service(job.config, job.options, opened) as service:
-        await answer_rows(service, job.kind, rows, keep)
+        await answer_rows(service, job.kind, rows, keep, attempts)
 
 
-async def answer_rows(service: Service, kind: RowKind, rows: Rows, keep: Keep) -> None:
+async def answer_rows(service: Service, kind: RowKind, rows: Rows, keep: Keep, attempts: AttemptsOf) -> None:
     """Answer rows, as many at once as the engine runs. Raises EngineError."""
+    places = Places(min(service.capacity, service.plan.max_running * len(service.engine.replicas) + 1))
 
     async def take_rows() -> None:
         for number, text in rows:
-            keep(await answer_row(service, kind, number, text))
+            keep(await answer_row(service, kind, number, text, places, attempts(number)))
 
-    places = min(service.capacity, service.plan.max_running * len(service.engine.replicas) + 1)
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(places):
+            for _ in range(places.most):
                 group.create_task(take_rows())
     except ExceptionGroup as group_error:
         error = group_error.exceptions[0]

@@ -2,40 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from weft.errors import ConfigError, error_reason
 from weft.serving.batches import results
+from weft.serving.batches.attempts import Attempts
 from weft.serving.offline.answering import Answered
+from weft.sqlite_files import BESIDE, Migration, copy_path, make_private_file, migrate, statements
 
-SCHEMA = "CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT NOT NULL);"
+ABOUT = "CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT NOT NULL)"
+MIGRATIONS: tuple[Migration, ...] = (statements(ABOUT, results.RESULTS), statements(results.DEATHS))
 BATCH = ""  # the one of the file
 
 
 class Journal:
-    """The answers to the rows of one input. One process at a time has it, and a killed one lets go."""
+    """The answers to the rows of one input. One process at a time has it, and a killed one lets go.
+
+    Its methods raise ConfigError if the file cannot be written, as on a full disk.
+    """
 
     def __init__(self, path: Path, about: Mapping[str, str]) -> None:
         """`about` is what the answers depend on. Raises ConfigError for a journal of another batch, or in use."""
         self.path = path
-        try:
+        with self._writing():
+            make_private_file(path)
             self._rows = sqlite3.connect(path, timeout=0, check_same_thread=False)
-        except sqlite3.Error as error:
-            raise _refused(path, error) from None
         try:
-            self._rows.execute("PRAGMA locking_mode = EXCLUSIVE")
-            self._rows.execute("PRAGMA journal_mode = WAL")
-            self._rows.execute("PRAGMA synchronous = NORMAL")
-            self._rows.executescript(SCHEMA + results.SCHEMA)
-            self._check(about)
-        except BaseException as error:
+            with self._writing():
+                self._rows.execute("PRAGMA journal_mode = WAL")
+                self._rows.execute("PRAGMA synchronous = NORMAL")
+                migrate(self._rows, MIGRATIONS)  # before the lock, which would keep out its copy
+                self._rows.execute("PRAGMA locking_mode = EXCLUSIVE")
+                self._check(about)
+        except BaseException:
             self._rows.close()
-            if isinstance(error, sqlite3.Error):
-                raise _refused(path, error) from None
             raise
         self._results = results.ResultTable(self._rows)
+        self._deaths = self._results.deaths(BATCH)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            raise _refused(self.path, error) from None
 
     def _check(self, about: Mapping[str, str]) -> None:
         """Note what the answers depend on. Raises ConfigError if the file has others."""
@@ -53,7 +66,17 @@ class Journal:
 
     def add(self, answered: Answered) -> None:
         """Keep the answer to a row, unless there is one."""
-        self._results.add(BATCH, answered.number, answered.row, failed=answered.failed)
+        with self._writing():
+            self._results.add(BATCH, answered.number, answered.row, failed=answered.failed)
+
+    def attempts(self, number: int) -> Attempts:
+        """The attempts to answer a row, those of killed processes included."""
+
+        async def note(deaths: int) -> None:
+            with self._writing():
+                self._results.note_deaths(BATCH, number, deaths)
+
+        return Attempts(self._deaths.get(number, 0), note)
 
     def answered(self) -> set[int]:
         """Numbers of the rows that have answers."""
@@ -73,11 +96,17 @@ class Journal:
     def remove(self) -> None:
         """Forget all answers."""
         self._rows.close()
-        for end in ("", "-wal", "-shm"):
+        for end in BESIDE:
             Path(f"{self.path}{end}").unlink(missing_ok=True)
+        for version in range(len(MIGRATIONS)):
+            copy_path(self.path, version).unlink(missing_ok=True)
 
 
-def _refused(path: Path, error: sqlite3.Error) -> ConfigError:
+def _refused(path: Path, error: sqlite3.Error | OSError) -> ConfigError:
     if getattr(error, "sqlite_errorname", "").startswith("SQLITE_BUSY"):
         return ConfigError(f"another weft batch writes {path}; wait for it", code="batch-in-use")
-    return ConfigError(f"cannot keep answers in {path}: {error_reason(error)}", code="cannot-keep")
+    return ConfigError(
+        f"cannot keep answers in {path}: {error_reason(error)}; what is there stays, and with room the same command "
+        "goes on",
+        code="cannot-keep",
+    )

@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
-from weft.errors import ConfigError, error_reason
+from weft.errors import ConfigError, RequestError, error_reason
 from weft.formatting import extra_hint
+from weft.regular_files import open_regular
 from weft.serving.batches.lines import LineLimits, numbered_lines
 
 CHUNK_ROWS = 1024  # rows of a Parquet file that are in memory at once
@@ -50,9 +51,9 @@ def open_rows(path: str) -> RowFile:
         numbered = read_rows(path)
         count, first = next(numbered, (0, b""))
         count += sum(1 for _ in numbered)
-        with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
+        with open_regular(path) as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # it has readinto
+    except (OSError, RequestError) as error:
         raise ConfigError(f"cannot read {path}: {error_reason(error)}", code="cannot-read-batch") from None
     if not count:
         raise ConfigError(f"{path} has no rows", code="empty-batch")
@@ -96,7 +97,7 @@ def parquet_batches(path: str) -> Iterator[Any]:
     """The rows of a Parquet file as pyarrow's record batches. Raises OSError and ConfigError."""
     arrow = import_arrow()
     try:
-        with arrow.ParquetFile(path) as file:
+        with open_regular(path) as content, arrow.ParquetFile(content) as file:
             yield from file.iter_batches(CHUNK_ROWS)
     except arrow.ArrowInvalid as error:
         raise ConfigError(f"{path} is no Parquet file: {error_reason(error)}", code="not-parquet") from None
