@@ -262,7 +262,7 @@ def test_templates_are_bounded_in_what_they_make(source: str, says: str) -> None
     ],
 )
 def test_templates_are_bounded_in_time(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.text.chat_environment.LIMITS", RequestLimits(template_s=0.05))
+    monkeypatch.setattr("weft.text.budget.LIMITS", RequestLimits(template_s=0.05))
     with refuses(RequestError, "chat-template-refused", "0.05"):
         ChatTemplate(source).render([USER])
 

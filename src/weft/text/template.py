@@ -87,7 +87,7 @@ class ChatTemplate:
                 param="messages",
                 code="no-chat-template",
             )
-        from weft.text.chat_environment import run_within_budget
+        from weft.text.budget import run_within_budget
 
         template = self._template
         variables = {"tools": None, "documents": None, **self.special_tokens, **kwargs}
@@ -185,10 +185,11 @@ def _check_syntax(source: str) -> None:
 
 def _compile(source: str) -> Template:
     """Compile a template, for which its constant expressions are computed."""
+    from weft.text.budget import run_within_budget
     from weft.text.chat_environment import ChatEnvironment
 
     with _template_errors():
-        template = ChatEnvironment().from_string(source)
+        template = run_within_budget(lambda: ChatEnvironment().from_string(source))
     template.globals = dict(template.globals)  # a chain of mappings, which each rendering would read in full, twice
     return template
 
