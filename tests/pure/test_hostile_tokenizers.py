@@ -158,7 +158,7 @@ def test_a_vocabulary_beyond_any_is_refused(monkeypatch: pytest.MonkeyPatch, tmp
     (tmp_path / "tokenizer.model").write_bytes(model)
     (tmp_path / "a.tiktoken").write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(b"%d" % n), n) for n in range(300)))
     write_gguf(tmp_path / "a.gguf", **sentencepiece_fields(model))
-    monkeypatch.setattr(limits, "TOKENS", 200)
+    monkeypatch.setattr(limits, "CONVERTED_TOKENS", 200)
     codes = {
         "tokenizer.model": "damaged-sentencepiece",
         "a.tiktoken": "damaged-tiktoken",
