@@ -20,7 +20,7 @@ TEXTS = ("Hello, world: 12 + 30 = 42\n", "ﷺ①½ 日本語 🙂 a\u0301", "a" 
 
 
 class Verdict(NamedTuple):
-    """How a trial ended. `fault` is what is wrong about that, "" if nothing is."""
+    """The end of a trial. `fault` is what is wrong about that, "" if nothing is."""
 
     outcome: str
     line: str

@@ -21,7 +21,9 @@ from weft.text.growth import MAX_GROWTH, check_growth
 from weft.text.merges import derive_merges
 from weft.text.tokenizer import load_tokenizer
 
-CHARSMAP = spm._decode_model(sentencepiece_model(normalization_rule_name="nmt_nfkc"))[2][spm.CHARSMAP]
+_MAP = spm._decode_model(sentencepiece_model(normalization_rule_name="nmt_nfkc"))[2][spm.CHARSMAP]
+assert isinstance(_MAP, bytes)
+CHARSMAP: bytes = _MAP
 A: dict[str, Any] = {"Sequence": {"id": "A", "type_id": 0}}
 
 
@@ -121,7 +123,6 @@ def test_other_lines_on_standard_error_stay(
 
 
 def test_character_maps() -> None:
-    assert isinstance(CHARSMAP, bytes)
     assert check_charsmap(CHARSMAP) == 18
     size = int.from_bytes(CHARSMAP[:4], "little")
     texts = CHARSMAP[4 + size :]
