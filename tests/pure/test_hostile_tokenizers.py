@@ -225,3 +225,10 @@ def test_a_template_beyond_any_is_not_read(tmp_path: Path) -> None:
         file.truncate(limits.TEMPLATE_BYTES + 1)
     with refuses(ModelError, "file-too-large", "chat_template.jinja", "1,000,000"):
         load_tokenizer(str(tmp_path))
+    (tmp_path / "chat_template.jinja").unlink()
+    long = "x" * (limits.TEMPLATE_BYTES + 1)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": long}))
+    write_gguf(tmp_path / "a.gguf", **sentencepiece_fields(sentencepiece_model()), chat_template=long)
+    for path in (tmp_path, tmp_path / "a.gguf"):
+        with refuses(ModelError, "chat-template-too-long", path, "1,000,001"):
+            load_tokenizer(str(path))

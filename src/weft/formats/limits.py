@@ -50,6 +50,15 @@ def check_tensor(where: str, name: str, dims: int) -> None:
         )
 
 
+def check_template(source: str, where: str) -> None:
+    """Raise ModelError for a chat template that is longer than any published one."""
+    if len(source) > TEMPLATE_BYTES:
+        raise ModelError(
+            f"{where} has a chat template of {len(source):,} characters; at most {TEMPLATE_BYTES:,} are read",
+            code="chat-template-too-long",
+        )
+
+
 def check_vocabulary(tokens: int, merges: int = 0, *, most: int = TOKENS) -> None:
     """Raise ValueError for a vocabulary of more tokens or merges than any published one has."""
     if tokens > most or merges > MERGES:

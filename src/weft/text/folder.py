@@ -204,7 +204,10 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     if isinstance(source, list):
         named = {entry["name"]: entry["template"] for entry in source if isinstance(entry, dict) and "name" in entry}
         source = named.get("default") or next(iter(named.values()), None)
-    return source if isinstance(source, str) else None
+    if not isinstance(source, str):
+        return None
+    limits.check_template(source, str(folder))
+    return source
 
 
 def _json(file: Path) -> dict[str, Any]:
