@@ -121,7 +121,7 @@ def read_model(folder: Path) -> None:
     import torch
 
     from weft.config import EngineConfig
-    from weft.formats import lookup
+    from weft.formats import lookup, outline
     from weft.formats.checkpoint import resolve
     from weft.hardware import host
     from weft.plan.layout import build_plan
@@ -137,6 +137,7 @@ def read_model(folder: Path) -> None:
         return  # a vocabulary without a model
     if has_config:
         lookup.look_up(str(folder))
+    outline.read_outline(str(folder))
     checkpoint = resolve(str(folder))
     plan = build_plan(EngineConfig(model=str(folder)), checkpoint, host.probe_host())
     for place in plan.places:

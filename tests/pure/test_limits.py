@@ -127,13 +127,19 @@ def _header(entries: dict[str, dict[str, Any]]) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), [("x" * 513, [1]), ("a", [1] * 9), ("a", [0] * 5000), ("x" * 50_000, [])], ids=str
+    ("name", "shape"), [("x" * 513, [1]), ("a", [1] * 9), ("a", [0] * 5000), ("x" * 50_000, []), ("a\n", [1])], ids=str
 )
 def test_a_tensor_like_no_other_is_told_in_a_short_line(name: str, shape: list[int]) -> None:
     entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 4 if 0 not in shape else 0]}
     with refuses(ModelError, "impossible-tensor", "a.safetensors") as refused:
         safetensors.decode_header(_header({name: entry}), "a.safetensors")
     assert len(str(refused.value)) < 300
+
+
+def test_a_line_break_in_a_file_does_not_break_an_error(tmp_path: Path) -> None:
+    config = LLAMA | {"quantization_config": {"quant_method": "a\nweft: all is well"}}
+    with refuses(ModelError, "wrong-field-value", "quant_method", "a\\nweft"):
+        shape(config)
 
 
 def test_more_tensors_than_any_checkpoint_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

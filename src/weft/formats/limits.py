@@ -19,6 +19,7 @@ DIMS = 8  # of a tensor
 GGUF_FIELDS = 100_000  # of metadata; published files have up to 60
 GGUF_TEXT_BYTES = 100_000_000  # of all names and texts in a header, without arrays
 GGUF_TEXTS = 10_000_000  # in arrays of a header; a vocabulary and its merges
+TEXT = 1_000  # characters of a text in a config, usually a word
 NAMES = 10_000  # of modules in a list that each module is compared with; published ones have up to 1,000
 CONFIG_BYTES = 100_000_000  # a config.json or the like, usually some KB; an index of tensors may have 20 MB
 TEMPLATE_BYTES = 1_000_000  # a chat template; published ones have up to 30 KB
@@ -41,8 +42,8 @@ def check_tensor_count(count: int, where: str) -> None:
 
 
 def check_tensor(where: str, name: str, dims: int) -> None:
-    """Raise ModelError for a tensor with a longer name or more dims than any published one has."""
-    if len(name) > TENSOR_NAME or dims > DIMS:
+    """Raise ModelError for a tensor with a longer or a stranger name, or more dims, than any published one has."""
+    if len(name) > TENSOR_NAME or dims > DIMS or not name.isprintable():
         raise ModelError(
             f"{where} is damaged: tensor {name!r:.80} has a name of {len(name):,} characters and {dims:,} dims; at "
             f"most {TENSOR_NAME} and {DIMS} are read; fetch it again",
