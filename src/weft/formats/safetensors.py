@@ -80,7 +80,7 @@ def read_metadata(path: Path) -> dict[str, str]:
     """Read the texts that a file holds about itself, by name. Raises ModelError as `read_safetensors` does."""
     try:
         return msgspec.json.decode(_read_header(path)[0], type=_About).metadata
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _damaged_header(str(path), error) from error
 
 
@@ -114,7 +114,7 @@ def decode_header(header: bytes, path: str, start: int = 0) -> dict[str, TensorI
         if not _is_compact(header, entries):
             limits.check_unique(header, path)
         return {name: _tensor(path, name, decoder.decode(raw), start) for name, raw in entries.items() if name != ABOUT}
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _damaged_header(path, error) from error
 
 
@@ -199,7 +199,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
         weight_map = msgspec.json.decode(text, type=_Index).weight_map
         limits.check_unique(text, str(index))
         return weight_map
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"{index} is damaged ({error!s:.200}); fetch it again", code="damaged-index") from error
 
 
