@@ -32,13 +32,14 @@ CONFIG: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 GENERATION = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "eos_token_id": [0, 2], "do_sample": True}
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 SETTINGS = {
     "add_bos_token": True,
     "bos_token": "<|endoftext|>",
     "eos_token": {"content": "<|endoftext|>"},
     "added_tokens_decoder": {"0": {"content": "<|endoftext|>", "special": True}, "605": {"content": "<x>"}},
     "additional_special_tokens": ["<|im_end|>"],
-    "chat_template": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+    "chat_template": TEMPLATE,
 }
 QUANTISED: dict[str, tuple[ModuleType, str]] = {
     "gptq": (published, "gptq-ordered"),
@@ -77,14 +78,14 @@ def _add_texts(folder: Path) -> None:
     vocabularies.write_folder(folder, vocabularies.byte_level(), **SETTINGS)
     (folder / "generation_config.json").write_text(json.dumps(GENERATION))
     (folder / "special_tokens_map.json").write_text(json.dumps({"pad_token": "<|im_end|>"}))
-    (folder / "chat_template.jinja").write_text(SETTINGS["chat_template"])
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
 
 
 def _divide(plain: Path, folder: Path) -> None:
     """The plain model in two files with an index."""
     folder.mkdir()
     tensors = load_file(plain / "model.safetensors")
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number in (0, 1):
         part = {name: value for count, (name, value) in enumerate(sorted(tensors.items())) if count % 2 == number}
         save_file(part, folder / f"part-{number}.safetensors")

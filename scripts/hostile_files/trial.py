@@ -20,7 +20,7 @@ TEXTS = ("Hello, world: 12 + 30 = 42\n", "ﷺ①½ 日本語 🙂 a\u0301", "a" 
 
 
 class Verdict(NamedTuple):
-    """How a trial ended. `fault` is what is wrong about that, "" if nothing is."""
+    """The end of a trial. `fault` is what is wrong about that, "" if nothing is."""
 
     outcome: str
     line: str
@@ -31,7 +31,7 @@ class Verdict(NamedTuple):
 
 def try_model(folder: Path, scratch: Path) -> Verdict:
     """Plan and read the model of a folder in a fork. The process must have no other thread."""
-    out, before = scratch / "out", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    out, before = scratch / "out", _pages(1) * resource.getpagesize()
     child = os.fork()
     if child == 0:
         _run_child(folder, out)
@@ -45,7 +45,7 @@ def try_model(folder: Path, scratch: Path) -> Verdict:
         time.sleep(0.002)
     text = out.read_text(errors="replace")
     cpu_s = usage.ru_utime + usage.ru_stime
-    memory = max(0, usage.ru_maxrss - before) * 1024
+    memory = max(0, usage.ru_maxrss * 1024 - before)
     outcome, line = _ending(text)
     return Verdict(outcome, line, _fault(status, outcome, line, text, folder, memory), cpu_s, memory)
 
@@ -90,9 +90,13 @@ def _run_child(folder: Path, out: Path) -> None:
         os._exit(0)
 
 
+def _pages(field: int) -> int:
+    """Pages of this process: 0 for those that are mapped, 1 for those in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[field])
+
+
 def _limit() -> None:
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    address_space = pages * resource.getpagesize() + MEMORY_BYTES + (4 << 30)  # mapped files and threads' stacks
+    address_space = _pages(0) * resource.getpagesize() + MEMORY_BYTES + (4 << 30)  # mapped files and threads' stacks
     resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
     used = resource.getrusage(resource.RUSAGE_SELF)
     seconds = int(used.ru_utime + used.ru_stime) + CPU_S + 1
@@ -117,7 +121,7 @@ def read_model(folder: Path) -> None:
     import torch
 
     from weft.config import EngineConfig
-    from weft.formats import lookup
+    from weft.formats import lookup, outline
     from weft.formats.checkpoint import resolve
     from weft.hardware import host
     from weft.plan.layout import build_plan
@@ -128,9 +132,12 @@ def read_model(folder: Path) -> None:
         tokenizer = load_tokenizer(_tokenizer_path(folder))
         for text in TEXTS:
             tokenizer.decode(tokenizer.encode(text))
-    if not (folder / "config.json").exists() and not any(folder.glob("*.gguf")):
-        return
-    lookup.look_up(str(folder))
+    has_config, ggufs = (folder / "config.json").exists(), any(folder.glob("*.gguf"))
+    if not has_config and (not ggufs or folder.name.startswith("gguf")):
+        return  # a vocabulary without a model
+    if has_config:
+        lookup.look_up(str(folder))
+    outline.read_outline(str(folder))
     checkpoint = resolve(str(folder))
     plan = build_plan(EngineConfig(model=str(folder)), checkpoint, host.probe_host())
     for place in plan.places:

@@ -21,7 +21,9 @@ from weft.text.growth import MAX_GROWTH, check_growth
 from weft.text.merges import derive_merges
 from weft.text.tokenizer import load_tokenizer
 
-CHARSMAP = spm._decode_model(sentencepiece_model(normalization_rule_name="nmt_nfkc"))[2][spm.CHARSMAP]
+_MAP = spm._decode_model(sentencepiece_model(normalization_rule_name="nmt_nfkc"))[2][spm.CHARSMAP]
+assert isinstance(_MAP, bytes)
+CHARSMAP: bytes = _MAP
 A: dict[str, Any] = {"Sequence": {"id": "A", "type_id": 0}}
 
 
@@ -121,7 +123,6 @@ def test_other_lines_on_standard_error_stay(
 
 
 def test_character_maps() -> None:
-    assert isinstance(CHARSMAP, bytes)
     assert check_charsmap(CHARSMAP) == 18
     size = int.from_bytes(CHARSMAP[:4], "little")
     texts = CHARSMAP[4 + size :]
@@ -158,7 +159,7 @@ def test_a_vocabulary_beyond_any_is_refused(monkeypatch: pytest.MonkeyPatch, tmp
     (tmp_path / "tokenizer.model").write_bytes(model)
     (tmp_path / "a.tiktoken").write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(b"%d" % n), n) for n in range(300)))
     write_gguf(tmp_path / "a.gguf", **sentencepiece_fields(model))
-    monkeypatch.setattr(limits, "TOKENS", 200)
+    monkeypatch.setattr(limits, "CONVERTED_TOKENS", 200)
     codes = {
         "tokenizer.model": "damaged-sentencepiece",
         "a.tiktoken": "damaged-tiktoken",
@@ -224,3 +225,10 @@ def test_a_template_beyond_any_is_not_read(tmp_path: Path) -> None:
         file.truncate(limits.TEMPLATE_BYTES + 1)
     with refuses(ModelError, "file-too-large", "chat_template.jinja", "1,000,000"):
         load_tokenizer(str(tmp_path))
+    (tmp_path / "chat_template.jinja").unlink()
+    long = "x" * (limits.TEMPLATE_BYTES + 1)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": long}))
+    write_gguf(tmp_path / "a.gguf", **sentencepiece_fields(sentencepiece_model()), chat_template=long)
+    for path in (tmp_path, tmp_path / "a.gguf"):
+        with refuses(ModelError, "chat-template-too-long", path, "1,000,001"):
+            load_tokenizer(str(path))

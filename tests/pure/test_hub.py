@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
+from tests.pure import hubs
 from tests.pure.hubs import COMMIT, Fault, Hub, running_hub
 from tests.refusals import has_values, refuses
 from weft.errors import ModelError
@@ -348,3 +349,37 @@ def no_cached_sessions() -> Iterator[None]:
     from huggingface_hub.utils import _http
 
     _http.close_session()
+
+
+# --- A hub that lies
+
+
+@pytest.mark.parametrize("hash", ["/any/path", "../../../any", "a" * 63, "A" * 64, ""])
+@pytest.mark.parametrize("place", ["list", "file"])
+def test_a_hash_that_is_none_is_refused(
+    server: Hub, fetch: Fetch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hash: str, place: str
+) -> None:
+    """Each becomes a name in the cache: as a path it would be written anywhere."""
+    describe = hubs.description
+
+    def lie(name: str, content: bytes, *, is_tree: bool) -> dict[str, Any]:
+        row = describe(name, content, is_tree=is_tree)
+        if "lfs" in row and is_tree == (place == "file"):
+            row["lfs"]["oid" if is_tree else "sha256"] = hash
+        return row
+
+    monkeypatch.setattr(hubs, "description", lie)
+    if place == "file" and "/" not in hash:
+        return  # a name like any other
+    with refuses(ModelError, "wrong-hub-answer", server.url):
+        fetch()
+    assert not list(tmp_path.rglob("any*"))
+    assert {path.name for path in tmp_path.iterdir()} <= {"hub"}
+
+
+@pytest.mark.parametrize("name", ["../evil.json", "/evil.json", "a/../../evil.json", "a\\evil.json"])
+def test_a_file_s_name_that_leaves_the_folder_is_refused(server: Hub, fetch: Fetch, tmp_path: Path, name: str) -> None:
+    server.repositories[NAME][name] = b"{}"
+    with refuses(ModelError, "wrong-hub-answer", server.url):
+        fetch()
+    assert not list(tmp_path.rglob("*evil*"))

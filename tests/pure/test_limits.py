@@ -18,10 +18,11 @@ from tests.refusals import refuses
 from weft import logs
 from weft.cli.dispatch import dispatch
 from weft.errors import ConfigError, ModelError, RequestError, WeftError, printable
-from weft.formats import config_json, gguf, limits, safetensors
+from weft.formats import config_json, gguf, limits, pooling, safetensors
 from weft.hardware import cluster, quantities
 from weft.plan.memory import capacity_lines
 from weft.plan.plan import named_devices
+from weft.planner import plan_file
 from weft.text import folder, template
 
 
@@ -127,13 +128,19 @@ def _header(entries: dict[str, dict[str, Any]]) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), [("x" * 513, [1]), ("a", [1] * 9), ("a", [0] * 5000), ("x" * 50_000, [])], ids=str
+    ("name", "shape"), [("x" * 513, [1]), ("a", [1] * 9), ("a", [0] * 5000), ("x" * 50_000, []), ("a\n", [1])], ids=str
 )
 def test_a_tensor_like_no_other_is_told_in_a_short_line(name: str, shape: list[int]) -> None:
     entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 4 if 0 not in shape else 0]}
     with refuses(ModelError, "impossible-tensor", "a.safetensors") as refused:
         safetensors.decode_header(_header({name: entry}), "a.safetensors")
     assert len(str(refused.value)) < 300
+
+
+def test_a_line_break_in_a_file_does_not_break_an_error(tmp_path: Path) -> None:
+    config = LLAMA | {"quantization_config": {"quant_method": "a\nweft: all is well"}}
+    with refuses(ModelError, "wrong-field-value", "quant_method", "a\\nweft"):
+        shape(config)
 
 
 def test_more_tensors_than_any_checkpoint_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -168,3 +175,19 @@ def test_texts_of_a_header_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_a_number_beyond_any_is_refused(field: str) -> None:
     with refuses(ModelError, "wrong-field-value", field):
         shape(LLAMA | {field: 2**70})
+
+
+@pytest.mark.parametrize("text", ['{"a":' * 100_000, '{"a":' + "[" * 100_000])
+def test_json_that_is_nested_deeply_is_told(text: str, tmp_path: Path) -> None:
+    for name in ("config.json", safetensors.INDEX, "modules.json"):
+        (tmp_path / name).write_text(text)
+    with refuses(ModelError, "damaged-config", "config.json"):
+        config_json.load_config(tmp_path)
+    with refuses(ModelError, "damaged-index", safetensors.INDEX):
+        safetensors.read_directory(tmp_path)
+    with refuses(ModelError, "damaged-config", "modules.json"):
+        pooling._modules(tmp_path)
+    with refuses(ModelError, "damaged-safetensors-header", "a.safetensors"):
+        safetensors.decode_header(text.encode(), "a.safetensors")
+    with refuses(ConfigError, "plan-not-json", "config.json"):
+        plan_file.load_plan_file(str(tmp_path / "config.json"))

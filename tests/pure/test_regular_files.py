@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from weft import regular_files
 from weft.regular_files import UnfitFileError, open_regular, read_regular, read_regular_text
 
 
@@ -52,7 +51,7 @@ def test_a_pipe_that_takes_the_place_of_a_file_does_not_block(tmp_path: Path, mo
     path.write_text("x")
     os.mkfifo(pipe)
     status = path.stat()
-    monkeypatch.setattr(regular_files.os, "stat", lambda _: status)  # as it was a moment ago
+    monkeypatch.setattr("weft.regular_files.os.stat", lambda _: status)  # as it was a moment ago
     with pytest.raises(UnfitFileError) as refused:
         open_regular(pipe)
     assert refused.value.code == "not-a-regular-file"

@@ -141,7 +141,7 @@ def read_state(info: TensorInfo, name: str) -> QuantState:
         )
     try:
         state = msgspec.json.decode(read_tensor(info), type=QuantState)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _misfit(info, name, f"has a damaged quant_state: {error!s:.200}", code="bad-quant-state") from error
     if state.blocksize not in BLOCKS or min(state.shape) < 1:
         raise _misfit(

@@ -103,7 +103,7 @@ def load_json(path: Path) -> Fields:
         fields = Fields(msgspec.json.decode(text, type=dict[str, object]), str(path))
         limits.check_unique(text, str(path))
         return fields
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"{path} is damaged: {error!s:.200}; fetch it again", code="damaged-config") from error
 
 

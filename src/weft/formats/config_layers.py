@@ -206,8 +206,9 @@ def _sliding_layers(config: Fields, default: ConfigFields, layers: int) -> list[
     if not isinstance(types, list) or not all(isinstance(type, str) for type in types):
         raise config.wrong_value("layer_types", f"a list of {' and '.join(LAYER_TYPES)}")
     if unknown := set(types).difference(LAYER_TYPES):
+        names = " ".join(", ".join(sorted(unknown)).split())
         raise ModelError(
-            f"{config.where}: layer_types has {', '.join(sorted(unknown)):.80}, which Weft does not compute; it runs "
+            f"{config.where}: layer_types has {names:.80}, which Weft does not compute; it runs "
             f"models whose layers are all {' or '.join(LAYER_TYPES)}",
             code="layer-type-not-run",
         )

@@ -88,10 +88,11 @@ class Fields:
         raise self.wrong_value(key, "true or false")
 
     def text_or(self, key: str, default: str | None) -> str | None:
+        """Return a text of one line: errors quote it."""
         value = self.values.get(key, default)
-        if value is None or isinstance(value, str):
+        if value is None or (isinstance(value, str) and value.isprintable() and len(value) <= limits.TEXT):
             return value
-        raise self.wrong_value(key, "a text")
+        raise self.wrong_value(key, f"a text of one line and at most {limits.TEXT} characters")
 
     def names(self, key: str, most: int = limits.NAMES) -> list[str]:
         """Return a list of at most `most` texts; the file may leave it out."""
@@ -114,7 +115,7 @@ class Fields:
         if value is None:
             return None
         if isinstance(value, dict):
-            return Fields(value, f"{self.where}: {key:.80}")
+            return Fields(value, f"{self.where}: {key if key.isidentifier() else repr(key):.80}")
         raise self.wrong_value(key, "an object")
 
 

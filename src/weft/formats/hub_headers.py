@@ -156,7 +156,7 @@ class _Repository:
     def json(self, file: str) -> Mapping[str, object]:
         try:
             return msgspec.json.decode(self.get(file, 0, LARGEST_JSON), type=dict[str, object])
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ModelError(f"{self.where}: {file} is damaged ({error!s:.200})", code="damaged-hub-file") from None
 
     def files(self) -> list[str]:

@@ -1,8 +1,8 @@
 """Lists of modules in a quantization_config: names, and regular expressions that are matched without backtracking.
 
 A model's publisher writes the expressions. Python's `re` may take longer than the age of the universe for one of 20
-characters, so they become automata here: a set of states moves along the name once. What automata cannot do, or do not
-do in bounded work, is refused.
+characters, so they become automata here: a set of states moves along the name once. An expression that no automaton
+can match, or only with too much work, is refused.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class _Automaton:
 
     def __init__(self, tree: Any) -> None:
         self.steps = 0
-        # Of each state: what it takes or asks, and the states after it.
-        self._asks: list[tuple[str, Any]] = [("accept", None)]
+        # By state: a kind with its condition, and the states after it.
+        self._conditions: list[tuple[str, Any]] = [("accept", None)]
         self._next: list[list[int]] = [[]]
         self._is_local = True  # the next states depend on the next character alone
         self._start = self._sequence(tree, ACCEPT)
@@ -133,7 +133,7 @@ class _Automaton:
         return states
 
     def _takes(self, state: int, char: str) -> bool:
-        kind, accepts = self._asks[state]
+        kind, accepts = self._conditions[state]
         return kind == "take" and accepts(char)
 
     def _reach(self, states: list[int], name: str, place: int) -> frozenset[int]:
@@ -151,9 +151,9 @@ class _Automaton:
         return frozenset(reached)
 
     def _leads_on(self, state: int, name: str, place: int) -> bool:
-        kind, asked = self._asks[state]
+        kind, condition = self._conditions[state]
         if kind == "ahead":
-            automaton, wanted = asked
+            automaton, wanted = condition
             before = automaton.steps
             is_match = automaton.matches(name, place)
             self.steps += automaton.steps - before
@@ -163,12 +163,12 @@ class _Automaton:
 
     # --- From the tree of an expression
 
-    def _add(self, kind: str, asked: Any, *following: int) -> int:
-        if len(self._asks) >= STATES:
+    def _add(self, kind: str, condition: Any, *following: int) -> int:
+        if len(self._conditions) >= STATES:
             raise ValueError(f"it has more than {STATES:,} states")
-        self._asks.append((kind, asked))
+        self._conditions.append((kind, condition))
         self._next.append(list(following))
-        return len(self._asks) - 1
+        return len(self._conditions) - 1
 
     def _sequence(self, items: Any, following: int) -> int:
         """First state of some parts side by side, before the state `following`."""

@@ -124,7 +124,7 @@ def _modules(folder: Path) -> dict[str, str]:
     try:
         text = read_model_file(file, limits.CONFIG_BYTES, code="damaged-config")
         rows = msgspec.json.decode(text, type=list[dict[str, object]])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"{file} is damaged: {error!s:.200}; fetch it again", code="damaged-config") from error
     modules = {}
     for row in rows:

@@ -68,7 +68,7 @@ def read_state(folder: Path, rank: int = 0) -> ShardedState:
         )
     try:
         state = msgspec.json.decode(text, type=ShardedState)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ModelError(
             f"{path} describes its layout in a way that this version does not read ({error!s:.200}); write it "
             "again with weft shard",

@@ -185,7 +185,7 @@ def _decode(path: str) -> list[PlanFile]:
         raise ConfigError(
             f"{path} is not the output of weft plan --json: {error}; {HOW_TO_WRITE}", code="not-a-plan"
         ) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}; {HOW_TO_WRITE}", code="plan-not-json") from None
     if not heads:
         raise ConfigError(f"{path} is an empty list; {HOW_TO_WRITE}", code="not-a-plan")

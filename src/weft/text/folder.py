@@ -85,7 +85,7 @@ def _vocabulary(file: Path) -> tuple[Tokenizer, TokenizerSettings]:
 
 def _read_gpt2(file: Path) -> Tokenizer:
     """A byte-level BPE of GPT-2's form: ids in vocab.json, merges in the file beside it, best first."""
-    names, ranked = (_read(path) for path in (file, file.parent / MERGES))
+    names, ranked = (_read_vocabulary_file(path) for path in (file, file.parent / MERGES))
     try:
         vocabulary = msgspec.json.decode(names, type=dict[str, int])
         lines = ranked.decode().replace("\r\n", "\n").split("\n")
@@ -97,7 +97,7 @@ def _read_gpt2(file: Path) -> Tokenizer:
         raise damaged_tokenizer(f"{file} and {MERGES}", error) from error
 
 
-def _read(file: Path) -> bytes:
+def _read_vocabulary_file(file: Path) -> bytes:
     return read_model_file(file, limits.TOKENIZER_BYTES, code="cannot-read-tokenizer")
 
 
@@ -204,7 +204,10 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     if isinstance(source, list):
         named = {entry["name"]: entry["template"] for entry in source if isinstance(entry, dict) and "name" in entry}
         source = named.get("default") or next(iter(named.values()), None)
-    return source if isinstance(source, str) else None
+    if not isinstance(source, str):
+        return None
+    limits.check_template(source, str(folder))
+    return source
 
 
 def _json(file: Path) -> dict[str, Any]:

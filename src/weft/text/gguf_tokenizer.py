@@ -110,6 +110,8 @@ def _settings(header: Gguf, tokens: Sequence[str], types: Sequence[int], add_bos
     named_ids = {name: _id(header, field, len(tokens)) for name, field in NAMED.items()}
     named = {name: tokens[id] for name, id in named_ids.items() if id is not None}
     template = header.metadata.get("tokenizer.chat_template")
+    if isinstance(template, str):
+        limits.check_template(template, header.path)
     return TokenizerSettings(
         tokens=named,
         add_bos=_flag(header, "add_bos_token", default=add_bos) and "bos_token" in named,

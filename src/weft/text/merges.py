@@ -31,11 +31,13 @@ def derive_merges(ranks: Mapping[Text, float]) -> list[tuple[Text, Text]]:
 
 
 def _check_size(ranks: Mapping[Text, float]) -> None:
-    longest, total = max(map(len, ranks), default=0), sum(map(len, ranks))
+    sizes = list(map(len, ranks))
+    longest, squares = max(sizes, default=0), sum(size * size for size in sizes)
     for what, size, most in (
-        ("tokens", len(ranks), limits.MERGED_TOKENS),
+        ("tokens", len(ranks), limits.CONVERTED_TOKENS),
         ("characters in a token", longest, limits.TOKEN_CHARACTERS),
-        ("characters in all tokens", total, limits.MERGED_CHARACTERS),
+        ("characters in all tokens", sum(sizes), limits.CONVERTED_CHARACTERS),
+        ("characters in all tokens, each times the length of its own", squares, limits.CONVERTED_SQUARES),
     ):
         if size > most:
             raise ValueError(f"{size:,} {what}; at most {most:,} are read")

@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from weft.errors import ModelError, WeftError
 
@@ -54,13 +55,18 @@ def damaged_tokenizer(file: Path | str, error: BaseException) -> ModelError:
     )
 
 
+def _scratch_file() -> IO[bytes]:
+    """A file in memory, or where the system has none, on the disk, which may be full."""
+    return os.fdopen(os.memfd_create("stderr"), "w+b") if sys.platform == "linux" else tempfile.TemporaryFile()
+
+
 @contextlib.contextmanager
 def _without_panics() -> Iterator[None]:
     """Keep what Rust writes to standard error about a panic from it; all else is written there at the end.
 
     The descriptor of the whole process is redirected meanwhile, so this is for the start.
     """
-    with _redirecting, tempfile.TemporaryFile() as kept:
+    with _redirecting, _scratch_file() as kept:
         sys.stderr.flush()
         stderr, has_failed = os.dup(2), True
         os.dup2(kept.fileno(), 2)

@@ -92,13 +92,13 @@ def _decode_model(data: bytes) -> tuple[list[Piece], Fields, Fields]:
     for number, value in _fields(data):
         if number == PIECES and isinstance(value, bytes):
             pieces.append(_piece(value))
+            limits.check_vocabulary(len(pieces), most=limits.CONVERTED_TOKENS)
         elif number == TRAINER and isinstance(value, bytes):
             trainer = dict(_fields(value))
         elif number == NORMALIZER and isinstance(value, bytes):
             normalizer = dict(_fields(value))
     if not pieces:
         raise ValueError("it has no pieces")
-    limits.check_vocabulary(len(pieces))
     longest = max(len(piece.text) for piece in pieces)
     if longest > limits.TOKEN_CHARACTERS:
         raise ValueError(f"a token of {longest:,} characters; at most {limits.TOKEN_CHARACTERS:,} are read")

@@ -69,7 +69,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
     try:
         data = read_model_file(path, limits.TOKENIZER_BYTES, code="cannot-read-tokenizer")
         lines = [line.split() for line in data.splitlines() if line]
-        limits.check_vocabulary(len(lines))
+        limits.check_vocabulary(len(lines), most=limits.CONVERTED_TOKENS)
         pairs = [(b64decode(token, validate=True), _rank(rank)) for token, rank in lines]
     except (ValueError, binascii.Error) as error:
         raise ModelError(
