@@ -293,8 +293,8 @@ class Scheduler(RequestSets):
         """End the requests of the slots in `failed`, each with its reason; the others go on.
 
         The blocks that a failed row has read and written may hold NaN: nothing of its text stays in the prefix cache,
-        even if the request was aborted meanwhile. Requests that share such blocks keep them. If NaN is in these blocks, the rows
-        fail by themselves, and otherwise nothing is wrong with them.
+        even if the request was aborted meanwhile. Requests that share such blocks keep them. If NaN is in these blocks,
+        their rows fail by themselves, and otherwise nothing is wrong with them.
         """
         outputs = []
         for slot, sequence in zip(flight.plan.slots, flight.rows, strict=True):
