@@ -46,6 +46,21 @@ def test_a_socket_listens_no_longer_and_its_owner_notices_nothing() -> None:
         epoll.unregister(own.fileno())
 
 
+def test_a_socket_listens_no_longer_where_no_file_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise FileNotFoundError("no usable temporary directory")
+
+    monkeypatch.setattr(listeners.tempfile, "TemporaryDirectory", refuse)
+    with socket.create_server(("127.0.0.1", 0)) as own, select.epoll() as epoll:
+        epoll.register(own.fileno(), select.EPOLLIN)
+        address = own.getsockname()
+        listeners.stop_listening([own.fileno()])
+        assert own.fileno() not in listeners.listening_sockets() and epoll.poll(0) == []
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+        epoll.unregister(own.fileno())
+
+
 def test_only_what_has_begun_to_listen_inside_is_closed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as ours:
         with listeners.closing_listeners():

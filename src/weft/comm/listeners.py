@@ -45,25 +45,42 @@ def stop_listening(descriptors: Iterable[int]) -> None:
     descriptors = list(descriptors)
     if not descriptors:
         return
-    with _unreachable_listener() as silent:
+    silent = _silent_descriptor()
+    try:
         for descriptor in descriptors:
             watchers = _epolls_of(descriptor)
-            os.dup2(silent.fileno(), descriptor, inheritable=False)
+            os.dup2(silent, descriptor, inheritable=False)
             for watcher in watchers:  # else the library's own end to it fails
                 with select.epoll.fromfd(os.dup(watcher)) as epoll:
                     epoll.register(descriptor, select.EPOLLIN)
+    finally:
+        os.close(silent)
+
+
+def _silent_descriptor() -> int:
+    """A new descriptor that nothing ever comes from: of an unreachable listener, or else of a counter at 0.
+
+    To accept from a counter is an error, but only a thread that is in the middle of that would notice.
+    """
+    try:
+        return _unreachable_listener().detach()
+    except OSError:  # there is no folder that this process may write to
+        return os.eventfd(0, os.EFD_CLOEXEC)
 
 
 def _unreachable_listener() -> socket.socket:
-    """A listening socket without an address: its file is removed at once."""
-    silent = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    """A listening socket without an address: its file is removed at once. Raises OSError."""
     with tempfile.TemporaryDirectory(prefix="weft-") as folder:
         number = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+        silent = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             silent.bind(f"/proc/self/fd/{number}/s")  # the folder's own name may be too long for a socket
+            silent.listen(1)
+        except OSError:
+            silent.close()
+            raise
         finally:
             os.close(number)
-        silent.listen(1)
     return silent
 
 
