@@ -77,6 +77,15 @@ async def test_a_request_that_kills_loses_two_upstreams_and_is_refused_then(
         live.assert_idle()
 
 
+async def test_copies_of_a_request_that_kills_are_asked_one_by_one() -> None:
+    """Two are there before anybody knows, and one more dies to tell."""
+    async with fleet(8, hang_up) as live:
+        answers = await asyncio.gather(*(live.chat() for _ in range(2)))
+        assert asked(live) == LOST + 1
+        assert sorted(answer.status_code for answer in answers) == [422, 502]
+        live.assert_idle()
+
+
 async def test_a_restart_in_the_shape_of_any_api_is_told_from_a_full_server() -> None:
     async with fleet(4, answer_status("503 X", "Retry-After: 5")) as live:
         assert (await live.chat()).status_code == 503

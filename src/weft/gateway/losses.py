@@ -33,9 +33,7 @@ class Losses:
 
     def check(self, exchange: Exchange) -> None:
         """Raise HttpError 422 for a request that has ended two upstreams. Clients' own retries do not repeat a 422."""
-        if not self._suspects or not exchange.digest:
-            return
-        left_s = self._suspects.refused_s(exchange.digest, self._clock())
+        left_s = self.refused_s(exchange)
         if left_s > 0:
             raise HttpError(
                 422,
@@ -43,6 +41,12 @@ class Losses:
                 f"refused for {left_s:.0f} s; change it, or report its digest {exchange.digest.hex()}",
                 code="request-ends-engines",
             )
+
+    def refused_s(self, exchange: Exchange) -> float:
+        """Seconds for which a request is still refused; 0 if it may be sent."""
+        if not self._suspects or not exchange.digest:
+            return 0.0
+        return self._suspects.refused_s(exchange.digest, self._clock())
 
     # Suspects, one after the other
 
@@ -113,7 +117,7 @@ class Losses:
                 LOST,
                 name,
                 exchange.digest.hex(),
-                self._suspects.refused_s(exchange.digest, self._clock()),
+                self.refused_s(exchange),
                 extra=event_fields("request-ends-engines"),
             )
 
