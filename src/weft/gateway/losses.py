@@ -92,20 +92,17 @@ class Losses:
 
     def _lose(self, exchange: Exchange, attempt: Attempt, *, is_death: bool, dies_again: bool = False) -> bool:
         exchange.lost_at += [attempt.replica] * (2 if dies_again else 1)
+        must_pay = True
         if is_death:
-            self._note_death(exchange, attempt)
+            must_pay, was_proved = attempt.replica.note_death(attempt.began_s, self._clock())
+            if was_proved:
+                self._note_death(exchange, attempt)
         if len(exchange.lost_at) >= LOST or not is_repeatable(exchange.method, exchange.scope["path"]):
             return False
-        replica = attempt.replica
-        if is_death and attempt.began_s <= replica.died_s:
-            return True  # this death is paid
-        if not self._budget.spend():
-            return False
-        if is_death:
-            replica.died_s = self._clock()
-        return True
+        return not must_pay or self._budget.spend()
 
     def _note_death(self, exchange: Exchange, attempt: Attempt) -> None:
+        """Count a death of an upstream that answers others: one that answers nobody is at fault itself."""
         if not exchange.digest:
             return
         name = attempt.replica.name
