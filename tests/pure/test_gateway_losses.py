@@ -18,6 +18,7 @@ from tests.pure.worlds import refused
 from weft.client.suspects import LOST, REFUSED_S
 from weft.gateway import choice
 from weft.gateway.breaker import RetryBudget
+from weft.gateway.checks import check_health
 from weft.gateway.config import Timeouts
 
 KILLER = {"messages": [{"role": "user", "content": "killer"}]}
@@ -74,6 +75,28 @@ async def test_a_request_that_kills_loses_two_upstreams_and_is_refused_then(
         now = live.proxy.fleet.clock()
         live.proxy.fleet.clock = lambda: now + 2 * REFUSED_S
         assert (await live.chat()).status_code == 200
+        live.assert_idle()
+
+
+async def test_an_upstream_that_answers_nobody_makes_no_request_a_suspect() -> None:
+    async with fleet(1, hang_up) as live:
+        replica = live.replica(live.stubs[0])
+        for _ in range(5):
+            assert (await live.chat()).status_code == 502
+            replica.breaker.failures = 0
+        live.stubs[0].answer = answer_json
+        await check_health(replica, live.proxy.fleet, live.proxy.timeouts)  # it lives, and restarts quickly
+        live.stubs[0].answer = hang_up
+        assert [(await live.chat()).status_code for _ in range(2)] == [502, 422]
+        live.assert_idle()
+
+
+async def test_copies_of_a_request_that_kills_are_asked_one_by_one() -> None:
+    """Two are there before anybody knows, and one more dies to tell."""
+    async with fleet(8, hang_up) as live:
+        answers = await asyncio.gather(*(live.chat() for _ in range(2)))
+        assert asked(live) == LOST + 1
+        assert sorted(answer.status_code for answer in answers) == [422, 502]
         live.assert_idle()
 
 

@@ -293,6 +293,14 @@ async def test_a_request_that_killed_two_engines_is_refused(caplog: pytest.LogCa
         assert await stepped(engine.submit([ask("2")])) == [{"2": [2, 3, 4, 5]}]
 
 
+async def test_copies_of_a_request_that_kills_end_with_the_first_that_tells() -> None:
+    async with running(1, 1, 1, 1, 1) as engine:
+        streams = [engine.submit([ask(str(n), first=99)]) for n in range(3)]
+        results = await stepped(*streams)
+        assert sorted(type(result).__name__ for result in results) == ["EngineError", *["FatalRequestError"] * 2]
+        await until(lambda: engine.stats.waiting == 0)
+
+
 async def test_a_single_engine_refuses_what_killed_it_twice() -> None:
     async with running(1) as engine:
         engine._requests._lost = 1  # as `ReplicaSet` has it for one engine that a server restarts

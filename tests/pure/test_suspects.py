@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.client.suspects import ALONE_S, LOST, REFUSED_S, REMEMBERED, Suspects
+from weft.client.suspects import ALONE_S, LOST, LOST_IN_COMPANY, REFUSED_S, REMEMBERED, Suspects
 
 
 def die(suspects: Suspects, digest: bytes, engine: str, now: float) -> bool:
@@ -68,8 +68,17 @@ def test_a_death_in_the_company_of_other_suspects_refuses_nobody() -> None:
     assert not suspects.may_begin(b"b", "2", 2 + ALONE_S / 2)
     assert suspects.may_begin(b"b", "2", 2 + ALONE_S)
     second = suspects.begin(b"b", "2", 2 + ALONE_S)
-    assert not suspects.note_death(first, 9) and not suspects.note_death(second, 9)
+    assert not suspects.note_death(first, 15) and not suspects.note_death(second, 15)
     assert die(suspects, b"a", "3", 20)  # alone at last
+
+
+def test_after_many_deaths_in_company_all_are_refused() -> None:
+    suspects = Suspects()
+    for engine in range(LOST_IN_COMPANY):
+        now = float(100 * engine)
+        trials = [suspects.begin(digest, engine, now) for digest in (b"a", b"b")]
+        refused = [suspects.note_death(trial, now + 1) for trial in trials]
+        assert refused == [engine == LOST_IN_COMPANY - 1] * 2
 
 
 def test_the_same_request_is_not_asked_at_two_engines_at_once() -> None:

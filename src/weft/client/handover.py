@@ -191,7 +191,11 @@ class HandOver:
         """Like `_place`, for requests whose callers can no longer be told by an exception."""
         for routed in requests:
             try:
+                self._check_suspects([routed])  # another one like it may have come first
                 self._place([routed])
+            except FatalRequestError as error:
+                self.forget_request(routed)
+                routed.sink.put(error)
             except Exception as error:  # such as a request that cannot be sent
                 self._fail_request(routed, EngineError(cause_of(error, CORE, "step")))
 

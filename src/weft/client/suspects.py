@@ -10,9 +10,11 @@ from collections.abc import Hashable
 LOST = 2
 REFUSED_S = 600.0  # after its last death: clients' own retries have ended by then, and a mended server gets it again
 REMEMBERED = 4096  # digests: each has cost an engine, so that more in REFUSED_S means that another thing is wrong
-# After this time with an engine a suspect is joined by the next one: what kills an engine mostly does so at once, in
-# the check of a grammar or in the first step.
-ALONE_S = 2.0
+# After this time with an engine a suspect may be joined by the next one: what kills an engine mostly does so soon, in
+# the check of a grammar or in the first step, which on a busy machine took five seconds.
+ALONE_S = 10.0
+# After so many deaths in a row nobody asks if other suspects were there: they would all have to be as unlucky.
+LOST_IN_COMPANY = 2 * LOST
 # Longest wait for an engine without other suspects, after which one is asked beside them: it is most likely innocent.
 PATIENCE_S = 30.0
 
@@ -46,8 +48,8 @@ class Suspects:
     An engine that dies has many requests, of which one may be what killed it. All of them are suspects then, until an
     answer of theirs is complete. Suspects are asked one after the other (`may_begin`): if an engine dies with one that
     was alone among its suspects, and that was its death number LOST in a row, the request is refused for REFUSED_S
-    seconds. So a second death that is nobody's fault refuses at most one innocent request, never all that were in
-    flight.
+    seconds, else after LOST_IN_COMPANY deaths in a row. So a second death that is nobody's fault refuses at most one
+    innocent request, never all that were in flight.
     """
 
     def __init__(self) -> None:
@@ -102,7 +104,8 @@ class Suspects:
         self._deaths.move_to_end(trial.digest)
         if len(self._deaths) > REMEMBERED:
             self._deaths.popitem(last=False)
-        was_refused, deaths.refused = deaths.refused, deaths.refused or (deaths.count >= LOST and trial.alone)
+        was_refused = deaths.refused
+        deaths.refused |= deaths.count >= (LOST if trial.alone else LOST_IN_COMPANY)
         return deaths.refused and not was_refused
 
     def note_answer(self, digest: bytes) -> None:

@@ -45,8 +45,10 @@ async def check_health(replica: Replica, fleet: Fleet, timeouts: Timeouts, *, ur
         fault = str(error)
     if fault:
         attempt.fail(fleet.clock(), fault)
-    elif not breaker.closed:
-        attempt.succeed(fleet.clock())
+    else:
+        replica.proved = True
+        if not breaker.closed:
+            attempt.succeed(fleet.clock())
     attempt.close()
     if fault and not breaker.closed:
         replica.give_up_movable(

@@ -55,11 +55,15 @@ class ReplicaChoice:
         return Patience(self._fleet.clock(), self._timeouts)
 
     async def next_candidates(self, exchange: Exchange, patience: Patience) -> list[Replica]:
-        """The replicas for the next try, once there are some. Empty if none is well in time. Raises ClientGoneError."""
+        """The replicas for the next try, once there are some. Empty if none is well in time.
+
+        Raises ClientGoneError, and HttpError for a request that is refused, maybe since another one like it came first.
+        """
         began = self._fleet.clock()
         while exchange.tries < TRIES:
             if exchange.gone:
                 raise client_gone()
+            self._losses.check(exchange)
             candidates, now = self.candidates(exchange), self._fleet.clock()
             if candidates and (free := self._losses.free(exchange, candidates, now - began)):
                 return free

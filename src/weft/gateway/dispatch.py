@@ -48,7 +48,6 @@ class Dispatcher:
         ClientGoneError.
         """
         self._budget.earn()
-        self._losses.check(exchange)
         patience = self._choice.patience()
         failure: UpstreamError | None = None
         while candidates := await self._choice.next_candidates(exchange, patience):
@@ -218,7 +217,7 @@ class Dispatcher:
             del exchange.tried[:-1]
         answered = answer.resume()
         began = self.fleet.clock()
-        while (now := self.fleet.clock()) < began + RESUME_S:
+        while (now := self.fleet.clock()) < began + RESUME_S and not self._losses.refused_s(exchange):
             if exchange.gone:
                 raise client_gone()
             candidates = self._choice.continuing(exchange)

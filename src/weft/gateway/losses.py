@@ -33,9 +33,7 @@ class Losses:
 
     def check(self, exchange: Exchange) -> None:
         """Raise HttpError 422 for a request that has ended two upstreams. Clients' own retries do not repeat a 422."""
-        if not self._suspects or not exchange.digest:
-            return
-        left_s = self._suspects.refused_s(exchange.digest, self._clock())
+        left_s = self.refused_s(exchange)
         if left_s > 0:
             raise HttpError(
                 422,
@@ -43,6 +41,12 @@ class Losses:
                 f"refused for {left_s:.0f} s; change it, or report its digest {exchange.digest.hex()}",
                 code="request-ends-engines",
             )
+
+    def refused_s(self, exchange: Exchange) -> float:
+        """Seconds for which a request is still refused; 0 if it may be sent."""
+        if not self._suspects or not exchange.digest:
+            return 0.0
+        return self._suspects.refused_s(exchange.digest, self._clock())
 
     # Suspects, one after the other
 
@@ -88,20 +92,17 @@ class Losses:
 
     def _lose(self, exchange: Exchange, attempt: Attempt, *, is_death: bool, dies_again: bool = False) -> bool:
         exchange.lost_at += [attempt.replica] * (2 if dies_again else 1)
+        must_pay = True
         if is_death:
-            self._note_death(exchange, attempt)
+            must_pay, was_proved = attempt.replica.note_death(attempt.began_s, self._clock())
+            if was_proved:
+                self._note_death(exchange, attempt)
         if len(exchange.lost_at) >= LOST or not is_repeatable(exchange.method, exchange.scope["path"]):
             return False
-        replica = attempt.replica
-        if is_death and attempt.began_s <= replica.died_s:
-            return True  # this death is paid
-        if not self._budget.spend():
-            return False
-        if is_death:
-            replica.died_s = self._clock()
-        return True
+        return not must_pay or self._budget.spend()
 
     def _note_death(self, exchange: Exchange, attempt: Attempt) -> None:
+        """Count a death of an upstream that answers others: one that answers nobody is at fault itself."""
         if not exchange.digest:
             return
         name = attempt.replica.name
@@ -113,7 +114,7 @@ class Losses:
                 LOST,
                 name,
                 exchange.digest.hex(),
-                self._suspects.refused_s(exchange.digest, self._clock()),
+                self.refused_s(exchange),
                 extra=event_fields("request-ends-engines"),
             )
 

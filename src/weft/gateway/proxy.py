@@ -105,12 +105,10 @@ class Proxy:
     def _note_end(self, exchange: Exchange) -> None:
         """Release what a request holds; count and log it."""
         self._release_body(exchange)
-        try:
-            self.accounts.leave(exchange)
-        finally:
-            self.metrics.count(exchange)
-            if self.access_log is not None:
-                self.access_log.write_row(exchange.log_row())
+        self.accounts.leave(exchange)
+        self.metrics.count(exchange)
+        if self.access_log is not None:
+            self.access_log.write_row(exchange.log_row())
 
     def _release_body(self, exchange: Exchange) -> None:
         """Forget the body of a request that goes to no other replica."""

@@ -28,7 +28,7 @@ class Replica:
     `connections`: number of unfinished requests. `unanswered`: those without a token of their response, or without a
     byte if tokens are not told apart. `movable`: those that another replica can take over. `draining`: it gets no new
     ones. `listed`: the rows of its /v1/models by name; None before they are known. `is_weft`: it sends token ids and
-    continues answers. `died_s`: when its last death was seen that a retry was paid for.
+    continues answers. `proved`: it has answered since it last died, so that a death now is not its own fault.
     """
 
     def __init__(self, config: UpstreamConfig) -> None:
@@ -44,7 +44,9 @@ class Replica:
         self.movable: set[Attempt] = set()
         self.draining = False
         self.overflow = config.overflow
-        self.died_s = float("-inf")
+        self.proved = True
+        self._died_s = float("-inf")
+        self._died_proved = True
         self.prefill_tok_s: float | None = None  # by the planner, as the replica reports
         self.listed: dict[str, dict[str, Any]] | None = None
         self._aliases = config.aliases
@@ -131,6 +133,16 @@ class Replica:
             self._idle.append(connection)
         else:
             connection.close()
+
+    def note_death(self, began_s: float, now: float) -> tuple[bool, bool]:
+        """Note that it died with a request that it had from `began_s` on.
+
+        Return if this is the first request that tells of this death, and if the replica was `proved` before it.
+        """
+        is_new = began_s > self._died_s
+        if is_new:
+            self._died_s, self._died_proved, self.proved = now, self.proved, False
+        return is_new, self._died_proved
 
     def give_up_movable(self, error: UpstreamError) -> None:
         """Let requests go to other replicas, as far as these can take them over."""
@@ -255,6 +267,7 @@ class Attempt:
     def succeed(self, now: float) -> None:
         """Count the attempt as a success of its replica."""
         breaker = self.replica.breaker
+        self.replica.proved = True
         was_closed = breaker.closed
         breaker.succeed(now, probe=self._probe)
         self._end_probe()
