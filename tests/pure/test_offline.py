@@ -226,7 +226,7 @@ def test_a_full_disk_is_a_line_and_loses_nothing(tmp_path: Path, monkeypatch: py
     source, out = write(tmp_path / "in.jsonl", [{"prompt": "a" * (1 + at)} for at in range(9)]), tmp_path / "out.jsonl"
     job = job_of(source, out)
     for kept in (3, 6):
-        write_changes = ResultTable.write
+        write_changes = ResultTable.write_changes
 
         def full(*given: Any, write: Any = write_changes, left: list[int] = [0] * kept) -> None:
             if not left:
@@ -235,7 +235,7 @@ def test_a_full_disk_is_a_line_and_loses_nothing(tmp_path: Path, monkeypatch: py
             write(*given)
 
         with monkeypatch.context() as patch:
-            patch.setattr(ResultTable, "write", full)
+            patch.setattr(ResultTable, "write_changes", full)
             with refuses(ConfigError, "cannot-keep", "out.jsonl.progress", "disk is full"):
                 run_job(job, answering(World()))
     with monkeypatch.context() as patch:

@@ -37,7 +37,7 @@ class ResultTable:
     def __init__(self, rows: sqlite3.Connection) -> None:
         self._rows = rows
 
-    def write(self, changes: Sequence[LineChange]) -> None:
+    def write_changes(self, changes: Sequence[LineChange]) -> None:
         """Keep changes. A line keeps the first answer; with it, the deaths are forgotten."""
         with self._rows:
             for batch, line, deaths, row, failed in changes:

@@ -323,7 +323,7 @@ class Store:
 
     def write_lines(self, changes: Sequence[results.LineChange]) -> list[str]:
         """Keep changes of lines, in one transaction; return the status of each one's batch."""
-        self._results.write(changes)
+        self._results.write_changes(changes)
         return [self.status(change.batch) for change in changes]
 
     def add_result(self, batch: str, line: int, row: bytes, *, failed: bool) -> str:

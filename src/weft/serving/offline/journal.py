@@ -68,14 +68,14 @@ class Journal:
     def add(self, answered: Answered) -> None:
         """Keep the answer to a row, unless there is one."""
         with self._writing():
-            self._results.write([LineChange(BATCH, answered.number, row=answered.row, failed=answered.failed)])
+            self._results.write_changes([LineChange(BATCH, answered.number, row=answered.row, failed=answered.failed)])
 
     def attempts(self, number: int) -> Attempts:
         """The attempts to answer a row, those of killed processes included."""
 
         async def note(deaths: int) -> None:
             with self._writing():
-                self._results.write([LineChange(BATCH, number, deaths)])
+                self._results.write_changes([LineChange(BATCH, number, deaths)])
 
         return Attempts(self._deaths.get(number, 0), note)
 
