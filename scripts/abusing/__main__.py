@@ -16,7 +16,7 @@ import sys
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
-from scripts.abusing import apis, bodies, connections, starts, stops
+from scripts.abusing import apis, bodies, cluster, connections, starts, stops
 from scripts.abusing.case import Attack, Case, Served
 from scripts.abusing.runner import HEADINGS, Runner
 from scripts.abusing.server import Stranger
@@ -28,6 +28,7 @@ CASES: tuple[Case, ...] = (
     *sorted((*connections.ATTACKS, *bodies.ATTACKS, *apis.ATTACKS), key=lambda attack: attack.served != Served()),
     *stops.LIVES,
     *starts.LIVES,
+    *cluster.LIVES,
 )
 
 

@@ -26,6 +26,11 @@ def weft_command(name: str, flags: Iterable[Sequence[str]], *words: str, without
     return shlex.join(["weft", name, *flag_words, *words])
 
 
+def extra_hint(extra: str) -> str:
+    """Return how to install the packages of an extra. PyPI's `weft` is another project."""
+    return f'scripts/setup {extra} in the checkout, or pip install "weft-llm[{extra}] @ git+file:///PATH/OF/CHECKOUT"'
+
+
 def format_version(numbers: Iterable[int]) -> str:
     """Return a version or a compute capability as "8.9"."""
     return ".".join(map(str, numbers))

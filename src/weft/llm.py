@@ -36,11 +36,12 @@ from weft.cluster.assembly import assemble
 from weft.core.commands import RankStats, ResetPrefixCache, Sleep, Wake
 from weft.core.params import SamplingParams
 from weft.core.request import Stats
-from weft.errors import ConfigError, OutputError, RequestError
+from weft.errors import ConfigError, RequestError
 from weft.hardware.host import probe_host
 from weft.plan.memory import Capacity
 from weft.plan.plan import Plan
 from weft.planner.replicas import ReplicaPlan
+from weft.sandbox.isolated import run_blocking
 from weft.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -84,15 +85,12 @@ class LLM:
         host = probe_host()
         assembly = assemble(self.config, checkpoint, host)
         planned = plan_engines(self.config, checkpoint, host, assembly)
-        # Shared with the engine if that runs in this process: a vocabulary is prepared once.
         grammars = text_tools.create_grammars(checkpoint.shape.vocab, checkpoint.shape.eos)
         nodes = EngineNodes(self.config, checkpoint, assembly, planned) if assembly else None
         self._engine = start_replicas(planned, self.config, nodes, grammars)
         # When this object is collected, or else at exit, before the interpreter takes its modules apart.
         self._finalizer = weakref.finalize(self, self._engine.close)
-        self._frontend = Frontend.for_engine(
-            self.config, checkpoint, text_tools, self._engine.plan.max_model_len, grammars
-        )
+        self._frontend = Frontend.for_engine(self.config, checkpoint, text_tools, self._engine.plan.max_model_len)
         self._pooler = Pooler(self._frontend, self.config.model)
 
     @property
@@ -190,7 +188,7 @@ class LLM:
     ) -> tuple[str, History]:
         turns = copy_history(history)
         params = turn_params(self._frontend, generation_config, sampling)
-        prompt = self._frontend.chat_prompt(turn_messages(query, turns, system))
+        prompt = run_blocking(self._frontend.chat_prompt(turn_messages(query, turns, system)))
         [output] = self._answer_all([prompt], params, False, None)
         response = output.outputs[0].text
         return response, [*turns, (query, response)]
@@ -209,12 +207,14 @@ class LLM:
         is_one = not messages or isinstance(messages[0], Mapping)
         conversations = cast(Sequence[Sequence[Message]], [messages] if is_one else messages)
         prompts = [
-            self._frontend.chat_prompt(
-                conversation,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                template_variables=chat_template_kwargs,
+            run_blocking(
+                self._frontend.chat_prompt(
+                    conversation,
+                    chat_template=chat_template,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    template_variables=chat_template_kwargs,
+                )
             )
             for conversation in conversations
         ]
@@ -229,8 +229,9 @@ class LLM:
         """
         params = self.sampling_params() if sampling_params is None else sampling_params
         check_params(params)
-        parsed = parse_prompt_or_chat(self._frontend, prompt)
-        collector = self._frontend.create_collector(parsed, params, arrival_s=time.monotonic())
+        parsed = run_blocking(parse_prompt_or_chat(self._frontend, prompt))
+        grammar = run_blocking(self._frontend.answer_grammar(params))
+        collector = self._frontend.create_collector(parsed, params, arrival_s=time.monotonic(), grammar=grammar)
         return AnswerStream(self._stream_answer(collector))
 
     def embed(
@@ -351,6 +352,7 @@ class LLM:
         if self._engine is not None:
             self._engine = None
             self._finalizer()
+            self._frontend.close()
 
     def __repr__(self) -> str:
         engine = self._engine
@@ -389,10 +391,11 @@ class LLM:
                 )
         for one in each:
             check_params(one)
+        grammars = [run_blocking(self._frontend.answer_grammar(one)) for one in each]
         now = time.monotonic()
         collectors = [
-            self._frontend.create_collector(prompt, one, arrival_s=now, priority=level)
-            for prompt, one, level in zip(prompts, each, priorities, strict=True)
+            self._frontend.create_collector(prompt, one, arrival_s=now, priority=level, grammar=grammar)
+            for prompt, one, level, grammar in zip(prompts, each, priorities, grammars, strict=True)
         ]
         self._run_to_end(collectors, use_tqdm)
         return [collector.output for collector in collectors]
@@ -407,8 +410,7 @@ class LLM:
     def _stream_answer(self, collector: Collector) -> Generator[RequestOutput, None, None]:
         with closing(self._run_requests([collector])) as updates:
             for updated in updates:
-                if updated.error:
-                    raise OutputError(updated.error.reason, code=updated.error.code)
+                updated.raise_failure()
                 yield updated.output
 
     def _run_requests(self, collectors: Sequence[Collector]) -> Generator[Collector, None, None]:

@@ -293,7 +293,7 @@ def test_flashinfer_refuses_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None
     packages_are(monkeypatch, "0.4.1")
     refused("flashinfer", "flashinfer-python 0.4.1", "0.5")
     packages_are(monkeypatch, None)
-    refused("flashinfer", "pip install weft[cuda]")
+    refused("flashinfer", "weft-llm[cuda]")
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "varlen"])

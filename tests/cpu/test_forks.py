@@ -147,6 +147,23 @@ def test_nothing_is_left_of_processes_that_have_ended(shared: ForkClient, enviro
     assert shared._statuses == {}
 
 
+def test_a_status_of_an_earlier_process_is_not_that_of_a_later_one(
+    shared: ForkClient, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody stopped waiting for the earlier one, and the system gives its number again."""
+    converse = shared._converse
+
+    def converse_later(*asked: Any) -> tuple[int, int]:
+        pid, pidfd = converse(*asked)
+        shared._statuses[pid] = 99
+        return pid, pidfd
+
+    monkeypatch.setattr(shared, "_converse", converse_later)
+    process, _, _ = run("exit", environment, shared)
+    end(process)
+    assert process.returncode == 7 and shared._statuses == {}
+
+
 @pytest.mark.parametrize("how", ["environment", "descriptors"])
 def test_others_are_started_directly(shared: ForkClient, environment: dict[str, str], how: str) -> None:
     if how == "environment":

@@ -253,9 +253,9 @@ def test_norms_over_heads_are_not_cut(tmp_path: Path) -> None:
 
 def test_without_transformers(olmo2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "find_spec", lambda name: None)
-    with refuses(ModelError, "transformers-not-installed", "weft[transformers]"):
+    with refuses(ModelError, "transformers-not-installed", "weft-llm[transformers]"):
         resolve(str(olmo2), model_impl="transformers")
-    with refuses(ModelError, "unknown-architecture", "Olmo2ForCausalLM", "weft[transformers]"):
+    with refuses(ModelError, "unknown-architecture", "Olmo2ForCausalLM", "weft-llm[transformers]"):
         resolve(str(olmo2))
     monkeypatch.undo()
     assert importlib.util.find_spec("transformers")

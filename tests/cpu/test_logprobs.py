@@ -16,9 +16,12 @@ from tests.cpu import tiny
 from tests.cpu.draws import sampling_of
 from tests.cpu.reference_sampler import check_logprobs, grid
 from weft import LLM, SamplingParams
+from weft.core.step import Admission
+from weft.core.token_ids import TokenIds
 from weft.kernels.native.sampling import NativeSampling
 from weft.kernels.plain.sampling import score
 from weft.worker.logprobs import unpack_logprobs
+from weft.worker.request_slots import RequestSlots
 
 KINDS = ["native", "torch"]
 DTYPES = [torch.bfloat16, torch.float32]
@@ -174,3 +177,11 @@ def test_an_engine_scores_natively_the_rows_that_ask_for_it(
     # In each of four steps two rows, and once a prompt's tokens after its first.
     assert calls == [[2, 2, 2, 2, 3], []]
     assert found[0] == pytest.approx(found[1], abs=0.05)
+
+
+@pytest.mark.parametrize(("output", "scores"), [([], True), ([7], False)])
+def test_a_prompt_is_not_scored_again_once_the_answer_has_begun(output: list[int], scores: bool) -> None:
+    """After a preemption, a sleep or a hand-over: its logprobs have come with the first token."""
+    slots = RequestSlots(2, 64, 4, torch.device("cpu"))
+    slots.admit(Admission(1, 0, SamplingParams(prompt_logprobs=0), TokenIds.pack([3, 4, 5]), output))
+    assert (1 in slots.prompt_logprobs) is scores

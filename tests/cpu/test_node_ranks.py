@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 from fake_worker import HERE, make_plan, make_step, total
 
@@ -111,15 +112,31 @@ def test_results_over_nodes(create: Callable[[], Cluster], layout: dict[str, int
     assert cluster.end().phase == "shutdown"
 
 
-def test_the_store_listens_no_longer(create: Callable[[], Cluster]) -> None:
-    """Nobody who could not prove the key finds anything that listens, once the ranks are connected."""
+def rank_processes() -> list[psutil.Process]:
+    return [member for member in family() if "weft.worker.process" in " ".join(member.cmdline())]
+
+
+@pytest.mark.parametrize("layout", [{"stages": 2}, {"tensor": 2}], ids=str)
+def test_nothing_listens_once_the_ranks_are_connected(create: Callable[[], Cluster], layout: dict[str, int]) -> None:
+    """Nobody who could not prove the key finds torch's store or gloo, or leaves anything where they listened."""
     cluster = create()
-    cluster.executor.start(over_nodes(make_plan(stages=2), 0, 1))
-    ranks = [member for member in family() if "weft.worker.process" in " ".join(member.cmdline())]
+    plan = over_nodes(make_plan(**layout), 0, 1)
+    cluster.executor.start(plan)
+    ranks = rank_processes()
     assert len(ranks) == 2
-    listening = [[one for one in rank.net_connections("inet") if one.status == "LISTEN"] for rank in ranks]
-    # gloo's own listeners stay, as many on each rank; rank 0's store would be one more.
-    assert len(listening[0]) == len(listening[1])
+    sockets = [one for rank in ranks for one in rank.net_connections("inet")]
+    assert [one for one in sockets if one.status == "LISTEN"] == []
+    descriptors = [rank.num_fds() for rank in ranks]
+    ports = {one.laddr.port for one in sockets}  # of both ends: those of the listeners are among them
+    assert len(ports) >= 4
+    for port in ports:
+        for _ in range(300 // len(ports) + 1):
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port))
+    for number in range(3):
+        step = make_step(number, [number, 2])
+        assert cluster.executor.submit(step).result(WAIT_S).tokens == [total(plan, step.tokens)]
+    assert [rank.num_fds() for rank in ranks] == descriptors
 
 
 def test_a_rank_of_the_other_node_fails(create: Callable[[], Cluster]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -15,6 +17,7 @@ from fake_worker import HERE, make_plan
 from tests.cpu.families import family
 from tests.cpu.kept_forks import take_back
 from tests.refusals import refuses
+from weft.client import remote
 from weft.client.remote import AsyncEngine
 from weft.config import EngineConfig
 from weft.core.params import SamplingParams
@@ -218,6 +221,29 @@ async def test_a_start_that_fails_says_why() -> None:
         await fork("refuse 0 load")
     cause = caught.value.cause
     assert (cause.rank, cause.phase, cause.cause) == (0, "load", "model.safetensors is cut off")
+
+
+async def test_a_close_that_is_cancelled_leaves_no_descriptors() -> None:
+    engine = await fork()
+    ended = remote.end_children
+    began, may_end = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def end_slowly(*given: Any) -> None:
+        loop.call_soon_threadsafe(began.set)
+        may_end.wait(WAIT_S)
+        ended(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote, "end_children", end_slowly)
+        closing = asyncio.create_task(engine.close())
+        await began.wait()
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert engine._child.channel.socket.fileno() == engine._child._lifeline.fileno() == -1
+        may_end.set()
+    await asyncio.to_thread(engine._child.process.wait, WAIT_S)
 
 
 async def test_a_length_that_was_asked_for_and_does_not_fit() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import jsonschema
@@ -15,8 +14,6 @@ from tests.refusals import refuses
 from weft import LLM, SamplingParams, StructuredOutputsParams
 from weft.core import kv
 from weft.errors import RequestError
-from weft.structured.vocabulary import build_vocabulary
-from weft.text.tokenizer import Tokenizer
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -195,18 +192,3 @@ def test_what_cannot_be_compiled_is_refused_with_its_place(model: str, wanted: A
     with LLM(model, **COMMON) as llm, refuses(RequestError, code) as refused:
         llm.generate(["a"], SamplingParams(structured_outputs=wanted), use_tqdm=False)
     assert re.search(place, str(refused.value))
-
-
-def test_one_process_prepares_its_vocabulary_once(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller's check and the engine's masks share it."""
-    built: list[int] = []
-
-    def build(tokenizer: Tokenizer, vocab: int, eos: Sequence[int]) -> Any:
-        built.append(vocab)
-        return build_vocabulary(tokenizer, vocab, eos)
-
-    monkeypatch.setattr("weft.structured.compiler.build_vocabulary", build)
-    with LLM(model, **COMMON) as llm:
-        (output,) = llm.generate("say", wanting(structured_outputs={"choice": ["yes", "no"]}), use_tqdm=False)
-        assert output.outputs[0].text in ("yes", "no")
-        assert built == [llm.plan.shape.vocab]

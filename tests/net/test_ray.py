@@ -29,7 +29,7 @@ from weft.cluster.status import cluster_status
 from weft.errors import ConfigError, EngineError, PlanError
 from weft.hardware.host import probe_host
 
-ray = pytest.importorskip("ray", reason="needs the extra weft[ray]")
+ray = pytest.importorskip("ray", reason="needs the extra weft-llm[ray]")
 
 PATHS = f"{ROOT}/src:{ROOT}:{ROOT}/tests/cpu"
 

@@ -23,7 +23,7 @@ from tests.net.namespaces import HOSTS, Cable, obstacle
 from tests.net.programs import COMMON, ROOT, Program, own_environment
 from weft import LLM
 
-pytest.importorskip("ray", reason="needs the extra weft[ray]")
+pytest.importorskip("ray", reason="needs the extra weft-llm[ray]")
 
 # Ray's nodes take half a minute; test_ray.py has the same faults with both nodes on one host, but for the cable's.
 pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(reason := obstacle()), reason=reason)]

@@ -25,7 +25,7 @@ from weft.gateway.ray_watch import RayWatch
 from weft.gateway.server import create_proxy
 from weft.hardware.host import probe_host
 
-ray = pytest.importorskip("ray", reason="needs the extra weft[ray]")
+ray = pytest.importorskip("ray", reason="needs the extra weft-llm[ray]")
 
 # Ray's own code leaves sockets and files to the garbage collector, and warns of its own future.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.long]
@@ -80,7 +80,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_batch_over_the_cluster_is_that_of_one_machine(cluster: Any, model: str, tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow", reason="needs the extra weft[ray-data]")
+    pytest.importorskip("pyarrow", reason="needs the extra weft-llm[ray-data]")
     source = tmp_path / "in.jsonl"
     rows = [{"prompt": "hello"[: 1 + at % 5], "at": at} for at in range(70)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows) + "no row\n")
@@ -110,7 +110,7 @@ def test_a_batch_over_the_cluster_is_that_of_one_machine(cluster: Any, model: st
 @pytest.fixture(scope="module")
 def served(cluster: Any, model: str) -> Iterator[str]:
     """URL of the proxy of an application with up to two replicas."""
-    serve = pytest.importorskip("ray.serve", reason="needs the extra weft[ray-serve]")
+    serve = pytest.importorskip("ray.serve", reason="needs the extra weft-llm[ray-serve]")
     from weft.ray.serve import build
 
     ray.init(address=cluster.address, log_to_driver=False, ignore_reinit_error=True)

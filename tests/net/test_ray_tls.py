@@ -13,8 +13,8 @@ from tests.net.test_ray import alone, cluster, model, on_ray
 from weft.cluster.certificates import make_certificates
 from weft.executors import ray as ray_executor
 
-pytest.importorskip("ray", reason="needs the extra weft[ray]")
-pytest.importorskip("cryptography", reason="needs the extra weft[tls]")
+pytest.importorskip("ray", reason="needs the extra weft-llm[ray]")
+pytest.importorskip("cryptography", reason="needs the extra weft-llm[tls]")
 
 LIBRARY_WARNINGS = ("ResourceWarning", "DeprecationWarning", "FutureWarning")
 pytestmark = [

@@ -144,7 +144,7 @@ class Ranks:
                     kept = self.kv[self.place(row, group, position)]
                     assert kept == (group, row.known[position]), "attention would read another context"
             params = row.admission.params
-            if params.prompt_logprobs is not None:
+            if params.prompt_logprobs is not None and not row.admission.output:
                 ends = min(row.end, len(row.admission.prompt) - 1)
                 result.prompt_logprobs[slot] = [logprob(row.context[p + 1]) for p in range(start, ends)]
             ends = row.end == len(row.context) + len(row.guesses)

@@ -384,3 +384,64 @@ def test_the_doctor_visits_the_nodes_of_ray(monkeypatch: pytest.MonkeyPatch) -> 
         ("two (bbbbbbbb)", "reachable", "fail"),
     ]
     assert "the node died" in answer["checks"][-1]["value"]
+
+
+# --- places of connections that have not proved the key ---
+
+
+def test_one_address_has_a_quarter_of_the_places() -> None:
+    places = secure.Places()
+    held = [places.take("10.0.0.9") for _ in range(100)]
+    assert sum(one is not None for one in held) == secure.PER_ADDRESS == 16
+    assert places.take("10.0.0.8") is not None
+    give_back = held[0]
+    assert give_back is not None
+    give_back()
+    assert places.take("10.0.0.9") is not None and places.take("10.0.0.9") is None
+
+
+def test_strangers_do_not_keep_a_node_out_that_has_proved_the_key() -> None:
+    places = secure.Places()
+    places.remember("10.0.0.1")
+    taken = [places.take(f"10.0.1.{number}") for number in range(100)]
+    assert sum(one is not None for one in taken) == secure.MAX_GREETED == 64
+    assert places.take("10.0.0.2") is None
+    own = [places.take("10.0.0.1") for _ in range(17)]
+    assert sum(one is not None for one in own) == 16
+    for give_back in [*taken, *own]:
+        if give_back is not None:
+            give_back()
+    assert places._strangers == 0 and not places._taken
+
+
+def test_an_address_that_becomes_known_gives_its_place_back_to_the_strangers() -> None:
+    places = secure.Places()
+    give_back = places.take("10.0.0.1")
+    places.remember("10.0.0.1")
+    again = places.take("10.0.0.1")
+    assert give_back is not None and again is not None
+    give_back()
+    again()
+    assert places._strangers == 0 and not places._taken
+    for number in range(2 * secure.MAX_KNOWN):
+        places.remember(str(number))
+    assert len(places._known) == secure.MAX_KNOWN and "10.0.0.1" not in places._known
+
+
+def test_a_node_joins_while_strangers_hold_all_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has been there before: its address is known by its proof."""
+    monkeypatch.setattr(secure, "MAX_GREETED", 1)
+    listener = PeerListener("127.0.0.1", KEY)
+    silent = None
+    try:
+        assert not measure_network(1, 0, "127.0.0.1", listener.port, KEY).problem
+        while listener._greeter._places._strangers:
+            pass  # until its thread has ended
+        silent = socket.create_connection(("127.0.0.1", listener.port), source_address=("127.0.0.2", 0))
+        with socket.create_connection(("127.0.0.1", listener.port), 30, source_address=("127.0.0.3", 0)) as third:
+            assert third.recv(1) == b"", "no place"
+        assert not measure_network(1, 0, "127.0.0.1", listener.port, KEY).problem
+    finally:
+        if silent is not None:
+            silent.close()
+        listener.close()

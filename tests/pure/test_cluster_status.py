@@ -130,7 +130,7 @@ def test_links_of_the_nodes_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_address_without_a_cluster_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ray", reason="needs the extra weft[ray]")
+    pytest.importorskip("ray", reason="needs the extra weft-llm[ray]")
     monkeypatch.setenv("RAY_ADDRESS", "no such address")
     code, out, err = weft("cluster", "status")
     assert (code, out) == (1, "") and "RAY_ADDRESS" in err

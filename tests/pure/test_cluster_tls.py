@@ -27,7 +27,7 @@ from weft.executors.keys import CertificateError, NotWeftError, WrongKeyError
 from weft.executors.secure import accept_securely, connect_securely
 from weft.executors.tls import bundle_fault, load_certificate
 
-pytest.importorskip("cryptography", reason="needs the extra weft[tls]")
+pytest.importorskip("cryptography", reason="needs the extra weft-llm[tls]")
 
 KEY = b"a" * 32
 WAIT_S = 30
@@ -282,7 +282,7 @@ def test_days_end_with_those_of_the_authority(tmp_path: Path) -> None:
 
 def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)
-    with refuses(ConfigError, "no-cryptography", "pip install 'weft[tls]'"):
+    with refuses(ConfigError, "no-cryptography", "weft-llm[tls]"):
         make_certificates(tmp_path / "c", 1, 1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,7 +15,8 @@ from scripts import writing
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/weft"
-TOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+TOOLS = PYPROJECT["tool"]
 
 
 Nodes = dict[Path, list[ast.AST]]
@@ -33,6 +35,18 @@ def test_every_package_is_on_one_side_of_torch() -> None:
     packages = {path.stem for path in SOURCE.glob("*.py")} | {path.parent.name for path in SOURCE.glob("*/__init__.py")}
     assert free | torch == packages - {"__init__"}
     assert not free & torch
+
+
+def test_nothing_names_the_distribution_that_another_project_has() -> None:
+    """PyPI's `weft` is somebody else's package."""
+    extras = "|".join(map(re.escape, PYPROJECT["project"]["optional-dependencies"]))
+    installed = r"pip install\b[^\n|]*[\s'\"]weft(?=[\['\"\s]|$)"
+    stranger = re.compile(rf"(?<![\w-])weft\[(?:{extras})\b|{installed}", re.MULTILINE)
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    texts = [ROOT / name for name in listed.split("\0") if name.endswith((".py", ".md", ".toml", ".txt", ".sh"))]
+    found = {f"{path.relative_to(ROOT)}: {match[0]}" for path in texts for match in stranger.finditer(path.read_text())}
+    assert PYPROJECT["project"]["name"] == "weft-llm"
+    assert not found
 
 
 def test_no_pickle_and_no_remote_code(source_nodes: Nodes) -> None:

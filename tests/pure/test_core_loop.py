@@ -10,13 +10,18 @@ from typing import Any, cast
 
 import pytest
 
+from tests.pure.scheduling import request
 from tests.refusals import refuses
+from weft.client import checks
 from weft.client.local import CoreThread, Query
-from weft.client.messages import CallDone, CallRanks
+from weft.client.messages import CallDone, CallRanks, FromCore
 from weft.client.process import CoreProcess
 from weft.core.commands import ResetPrefixCache
-from weft.core.request import Stats
-from weft.errors import CORE, Cause, EngineError
+from weft.core.request import Output, Stats
+from weft.core.step import TokenLogprobs
+from weft.errors import CORE, Cause, EngineError, RequestError
+from weft.executors import framing
+from weft.executors.framing import FrameDecoder, encode_frame
 
 CAUSE = Cause(rank=CORE, phase="step", code="test-over", cause="the test is over")
 
@@ -91,3 +96,59 @@ def test_a_rank_that_has_failed_before_the_loop_ends_it() -> None:
     process = CoreProcess(cast(Any, BrokenParent(failure)), cast(Any, FakeCore()), failure)
     with refuses(EngineError, CAUSE.code):
         process.step_until_failure()
+
+
+class FramedParent:
+    """A parent that reads frames, and decodes them as a client does."""
+
+    def __init__(self) -> None:
+        self.inbox: SimpleQueue[Any] = SimpleQueue()
+        self.messages: list[Any] = []
+        self._decoder: FrameDecoder[Any] = FrameDecoder(FromCore)
+
+    def send(self, message: Any) -> None:
+        self.messages += self._decoder.feed(encode_frame(message))
+
+
+def scored(id: str, positions: int) -> Output:
+    """A first output with the logprobs of a prompt, with 20 alternatives: 301 bytes each."""
+    one = TokenLogprobs(-1.2345678, 123456, list(range(100_000, 100_020)), [-1.23] * 20)
+    return Output(id, [1], [None], prompt_logprobs=[one] * positions)
+
+
+def deliver(monkeypatch: pytest.MonkeyPatch, outputs: list[Output]) -> tuple[list[list[Output]], list[str]]:
+    """The outputs of each frame, under a limit of 64 KiB, and the requests that were aborted."""
+    monkeypatch.setattr(framing, "MAX_FRAME", 1 << 16)
+    aborted: list[str] = []
+    core: Any = FakeCore()
+    core.abort = aborted.extend
+    parent = FramedParent()
+    CoreProcess(cast(Any, parent), core, Future())._deliver(outputs)
+    return [message.outputs for message in parent.messages], aborted
+
+
+def test_outputs_that_no_frame_has_room_for_come_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [scored("a", 150), scored("b", 150), Output("c", [1], [None]), scored("d", 150)]
+    frames, aborted = deliver(monkeypatch, given)
+    assert [output for frame in frames for output in frame] == given and len(frames) == 3 and not aborted
+    assert deliver(monkeypatch, []) == ([[]], [])
+
+
+def test_an_output_that_is_too_large_by_itself_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    frames, aborted = deliver(monkeypatch, [scored("a", 150), scored("b", 300)])
+    ends = {output.id: output.error and output.error.code for frame in frames for output in frame}
+    assert ends == {"a": None, "b": "message-too-large"} and aborted == ["b"]
+
+
+def test_logprobs_that_cannot_be_sent_are_refused_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the limit they can."""
+    monkeypatch.setattr(framing, "MAX_FRAME", 1 << 16)
+    monkeypatch.setattr(checks, "OTHER_BYTES", 1024)
+    most = {20: 214, 0: 3072}
+    for top, positions in most.items():
+        checks.check_frame(request("a", [1] * positions, prompt_logprobs=top))
+        with refuses(RequestError, "prompt-logprobs-too-large"):
+            checks.check_frame(request("a", [1] * (positions + 1), prompt_logprobs=top))
+    checks.check_frame(request("a", [1] * 100_000))
+    frames, aborted = deliver(monkeypatch, [scored("a", most[20])])
+    assert len(frames) == 1 and not aborted

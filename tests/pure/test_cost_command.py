@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 
 from tests.pure.commands import refused_line, weft, weft_json
 from weft.cli import main
-from weft.planner import api_prices
 from weft.planner.api_prices import Usage, find_quote, find_quotes, stated_quote
 from weft.planner.economics import Fleet, cheapest_mix, rent_and_api_mix, replicas_for_peak
 
@@ -79,15 +77,6 @@ def test_quotes_agree_with_the_library():
         tokens = Tokens(input_tokens=300_000, cache_read_tokens=100_000, output_tokens=500)
         assert found.dollars == pytest.approx(float(calc_price(tokens, ref, provider_id=provider).total_price))
         assert 0 < found.cached_dollars < found.input_dollars
-
-
-@pytest.mark.parametrize("words", [[], ["--against", "gpt-4o-mini"]])
-def test_without_the_library_own_prices_work(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "genai_prices", None)
-    api_prices._providers.cache_clear()
-    status, out, err = said(*words)
-    assert (status, out) == (1, "") and err.count("\n") == 1 and 'pip install "weft[cost]"' in err
-    assert said("--api-price", "0.15/0.60")[0] == 0
 
 
 def test_whoever_sells_the_model():

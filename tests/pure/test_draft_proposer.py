@@ -70,6 +70,21 @@ def test_drafts_before_a_preemption_are_forgotten(monkeypatch: pytest.MonkeyPatc
     assert plan and plan.draft_counts == [0]
 
 
+def test_drafts_that_came_before_a_preemption_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were kept for the next token, and readmission samples one before the draft model is asked again."""
+    engine = Engine(LIMITS | {"speculation": Speculation(tokens=2, draft=DRAFT)})
+    monkeypatch.setattr(engine.ranks, "guess", lambda row, count: [9] * count)
+    engine.scheduler.add(request("a", [1], max_tokens=9))
+    engine.schedule()
+    engine.apply()
+    engine.scheduler._preempt(engine.scheduler._running["a"])
+    monkeypatch.setattr(engine.ranks, "guess", lambda row, count: None)
+    engine.schedule()
+    engine.apply()
+    plan = engine.schedule()
+    assert plan and plan.draft_counts == [0]
+
+
 def test_a_repeated_text_gives_drafts() -> None:
     proposer = DraftProposer(Speculation(tokens=4, lookup_min=2, lookup_max=3))
     assert proposer.propose([1, 2, 3, 4, 5, 6, 1, 2], 9) == [3, 4, 5, 6]

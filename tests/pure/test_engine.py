@@ -96,11 +96,14 @@ def step(engine: EngineCore) -> list[Output]:
 class HeldGrammars:
     """Grammars that are compiled when the test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, at_once: bool = True) -> None:
+        self.at_once = at_once  # a thread begins with each
         self.compiling: list[Future[Matcher]] = []
 
     def compile(self, grammar: str, answered: Sequence[int]) -> Future[Matcher]:
         self.compiling.append(Future())
+        if self.at_once:
+            self.compiling[-1].set_running_or_notify_cancel()
         return self.compiling[-1]
 
     def masks(self, rows: Sequence[tuple[Matcher, Sequence[int]]]) -> list[bytes]:
@@ -123,6 +126,24 @@ def test_a_grammar_of_an_aborted_request_is_not_that_of_a_later_one() -> None:
     after.set_exception(RequestError("no such root", code="other-grammar"))
     engine.pump()
     assert [output.error.code for output in engine.take_uncompiled() if output.error] == ["other-grammar"]
+
+
+def test_grammars_of_aborted_requests_are_not_compiled() -> None:
+    """Grammars of others would wait behind them."""
+    grammars = HeldGrammars(at_once=False)
+    engine, _ = core(grammars=grammars)
+    engine._grammars = grammars
+    asked = replace(request("a", [1], max_tokens=2), grammar="root ::= 'x'")
+    for id in "abc":
+        engine.add(replace(asked, id=id))
+    begun, waiting, other = grammars.compiling
+    begun.set_running_or_notify_cancel()
+    engine.abort(["a", "b"])
+    engine.pump()
+    assert waiting.cancelled() and not begun.cancelled() and not other.cancelled()
+    begun.set_exception(RequestError("too late", code="bad-grammar"))
+    engine.pump()
+    assert engine.take_uncompiled() == [] and engine.stats().waiting == 1
 
 
 def busy(engine: EngineCore) -> bool:

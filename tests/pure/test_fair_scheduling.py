@@ -430,3 +430,16 @@ def test_a_newcomer_s_first_token_comes_within_twice_its_time_alone(
     most = min(budget, 2 * limit)
     more = most if length + slots > most else 0  # if it does not fit into a step: they take turns
     assert tokens_until_first(engine, "small") <= 2 * tokens_until_first(alone, "small") + more
+
+
+def test_a_preempted_request_that_its_step_in_flight_ends_does_not_wait() -> None:
+    engine = Engine(LIMITS | {"policy": "fair"})
+    for id in "ab":
+        engine.scheduler.add(request(id, [1] * 9, max_tokens=1, owner=1))
+    engine.schedule()
+    for sequence in list(engine.scheduler._running.values()):
+        engine.scheduler._preempt(sequence)
+    engine.apply()
+    scheduler = engine.scheduler
+    assert isinstance(scheduler, FairScheduler)
+    assert len(scheduler._owners[1].queue) == scheduler._owners[1].unfinished == scheduler.waiting == 0

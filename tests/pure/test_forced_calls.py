@@ -16,10 +16,12 @@ from tests.pure.test_parsers import CASES, said
 from tests.pure.test_parsers import TOOLS as GOLDEN_TOOLS
 from weft.core.grammar import Matcher
 from weft.errors import RequestError
+from weft.sandbox.isolated import run_blocking
 from weft.serving.answer_grammar import answer_grammar
 from weft.serving.parsers.choose import FORMATS, REASONING_FORMATS, AnswerFormat, ToolFormat
 from weft.serving.tools import ToolUse
 from weft.structured.compiler import GrammarCompiler
+from weft.structured.examiner import GrammarExaminer
 from weft.text.byte_level import ALPHABET, build_byte_level
 from weft.text.pretokenizers import GPT2
 from weft.text.settings import TokenizerSettings
@@ -67,6 +69,7 @@ class Vocabulary(NamedTuple):
 
     tokenizer: Tokenizer
     compiler: GrammarCompiler
+    examiner: GrammarExaminer
     size: int
 
 
@@ -80,12 +83,16 @@ def vocabulary(marks: tuple[str, ...], special: bool) -> Vocabulary:
     tokenizer = Tokenizer(hf_tokenizer, TokenizerSettings(tokens={"eos_token": END}))
     size, end = tokenizer.vocab_size, tokenizer.id(END)
     assert end is not None
-    return Vocabulary(tokenizer, GrammarCompiler(lambda: tokenizer, size, (end,)), size)
+    compiler, examiner = (kind(lambda: tokenizer, size, (end,)) for kind in (GrammarCompiler, GrammarExaminer))
+    return Vocabulary(tokenizer, compiler, examiner, size)
 
 
 def begin(chosen: AnswerFormat, use: ToolUse, words: Vocabulary, prompt: str = "", several: bool = True) -> Matcher:
-    grammar = answer_grammar(chosen, use, None, words.tokenizer, prompt, several=several)
-    words.compiler.check(grammar)
+    def make() -> str:
+        return answer_grammar(chosen, use, None, words.tokenizer, prompt, several=several)
+
+    grammar = run_blocking(words.examiner.build(make))
+    run_blocking(words.examiner.check(grammar))
     return words.compiler.compile(grammar, []).result()
 
 

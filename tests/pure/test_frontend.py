@@ -21,9 +21,9 @@ from weft.core.request import Output
 from weft.core.step import TokenLogprobs
 from weft.core.token_ids import TokenIds
 from weft.errors import RequestError
-from weft.serving.service import run_quickly
-from weft.structured import compiler
-from weft.structured.vocabulary import build_vocabulary
+from weft.sandbox.isolated import run_blocking
+from weft.structured import examiner
+from weft.structured.vocabulary import list_vocabulary
 
 
 def collect(params: SamplingParams, prompt: PromptLike = "hello", **changes: object) -> Collector:
@@ -91,30 +91,34 @@ def test_the_longest_prompt_leaves_room_for_one_token() -> None:
 
 def test_one_bos_whether_the_tokenizer_or_the_template_writes_it() -> None:
     front = frontend()
-    talk = front.chat_prompt([{"role": "user", "content": "hi"}])
+    talk = run_blocking(front.chat_prompt([{"role": "user", "content": "hi"}]))
     assert list(talk.ids).count(BOS) == 1 and next(iter(talk.ids)) == BOS
     assert front.parse_prompt(talk.text or "").ids == talk.ids
 
 
 def test_a_conversation_has_its_variables_and_its_own_template() -> None:
     front, hi = frontend(), [{"role": "user", "content": "hi"}]
-    assert front.render_chat(hi) == "<bos><s>user:hi<e><s>assistant:"
-    assert front.render_chat(hi, add_generation_prompt=False) == "<bos><s>user:hi<e>"
-    assert (
-        front.render_chat(hi, template_variables={"shout": True, "add_generation_prompt": False})
-        == "<bos><s>user:hi<e>LOUD"
-    )
-    assert front.render_chat(hi, chat_template="{{ messages[0].content }}!") == "hi!"
-    assert front.render_chat(hi, continue_final_message=True) == "<bos><s>user:hi"
+
+    def rendered(messages: Any = hi, **how: Any) -> str:
+        return run_blocking(front.render_chat(messages, **how))
+
+    assert rendered() == "<bos><s>user:hi<e><s>assistant:"
+    assert rendered(add_generation_prompt=False) == "<bos><s>user:hi<e>"
+    assert rendered(template_variables={"shout": True, "add_generation_prompt": False}) == "<bos><s>user:hi<e>LOUD"
+    assert rendered(chat_template="{{ messages[0].content }}!") == "hi!"
+    assert rendered(continue_final_message=True) == "<bos><s>user:hi"
     with refuses(RequestError, "unknown-role"):
-        front.render_chat([{"role": "robot", "content": "hi"}])
+        rendered([{"role": "robot", "content": "hi"}])
     with refuses(RequestError, "nothing-to-continue"):
-        front.render_chat([{"role": "user", "content": ""}], continue_final_message=True)
+        rendered([{"role": "user", "content": ""}], continue_final_message=True)
+    with refuses(RequestError, "messages-not-data"):
+        rendered(template_variables={"tools": print})
 
 
 def test_without_a_tokenizer_ids_go_in_and_come_out() -> None:
     front = frontend(text_tools=TextTools())
-    for ask in (lambda: front.parse_prompt("ab"), lambda: front.render_chat([{"role": "user", "content": "hi"}])):
+    hi = [{"role": "user", "content": "hi"}]
+    for ask in (lambda: front.parse_prompt("ab"), lambda: run_blocking(front.render_chat(hi))):
         with refuses(RequestError, "tokenizer-missing"):
             ask()
     with refuses(RequestError, "tokenizer-missing") as caught:
@@ -303,21 +307,19 @@ def test_words_come_from_the_tokenizer() -> None:
 
 
 def test_the_vocabulary_waits_for_the_first_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing prepares it at the start, and an event loop must not do it."""
-    tools, built = text_tools(), []
+    """Nothing lists it at the start."""
+    tools, listed = text_tools(), []
 
-    def build(*given: Any) -> Any:
-        built.append(given)
-        return build_vocabulary(*given)
+    def list_once(*given: Any) -> Any:
+        listed.append(given)
+        return list_vocabulary(*given)
 
-    monkeypatch.setattr(compiler, "build_vocabulary", build)
-    grammars = tools.create_grammars(VOCAB, [END])
+    monkeypatch.setattr(examiner, "list_vocabulary", list_once)
+    front = frontend(text_tools=tools)
     tools.prepare_vocabulary()
-    params = SamplingParams(structured_outputs={"choice": ["yes", "no"]})
-    with pytest.raises(compiler.UnpreparedError):
-        run_quickly(lambda: collect(params, grammars=grammars))
-    assert not built
-    collect(params, grammars=grammars)
-    run_quickly(lambda: collect(params, grammars=grammars))
-    assert len(built) == 1
+    assert not listed
+    for words in (["yes", "no"], ["one", "two"]):
+        params = SamplingParams(structured_outputs={"choice": words})
+        assert words[0] in run_blocking(front.answer_grammar(params))
+    assert len(listed) == 1
     TextTools().prepare_vocabulary()  # nothing to prepare

@@ -271,6 +271,25 @@ async def test_a_replica_that_refuses_to_continue_is_not_to_blame() -> None:
         live.assert_idle()
 
 
+async def test_a_finished_answer_whose_usage_nobody_gives_is_complete() -> None:
+    """Other versions of a server may send tokens behind a stop string, with which none goes on."""
+
+    async def refuses(exchange: Exchange) -> None:
+        await (weft() if exchange.json is None else answer_status("400 X"))(exchange)
+
+    asked = body(PATHS[1], stream_options={"include_usage": True})
+    async with replicas(weft()) as live:
+        whole = chunks(await live.client.post(PATHS[1], json=asked))
+    async with replicas(weft(len(whole) - 2), refuses) as live:
+        healthy = live.replica(live.stubs[1])
+        healthy.connections += 1  # so that the other one comes first
+        answer = chunks(await live.client.post(PATHS[1], json=asked))
+        healthy.connections -= 1
+        assert live.stubs[1].seen[-1].json["continue_token_ids"]
+        assert answer == [*whole[:-2], "data: [DONE]"] and whole[-2]["usage"]
+        live.assert_idle()
+
+
 async def test_only_administrators_say_what_a_model_has_said(tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text("[{name: a, key: one}, {name: b, key: two, admin: true}]")

@@ -6,15 +6,17 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.log_events import logged
-from tests.pure.gateways import LiveGateway, answer_json, gateway, never, upstream
+from tests.pure.gateways import LiveGateway, answer_json, gateway, hang_up, never, upstream
 from tests.pure.servers import PATIENCE_S, Exchange
 from weft.errors import ConfigError
+from weft.gateway import check_loop
 from weft.gateway.breaker import FAILURES, SHORTEST_S
 from weft.gateway.check_loop import CheckLoop
 from weft.gateway.config import make_config
@@ -63,7 +65,7 @@ async def test_a_check_that_waits_delays_no_other() -> None:
         hangs.answer = never
         checks = CheckLoop(live.proxy.fleet, live.proxy.timeouts)
         for rounds in range(1, 4):
-            checks.begin_round()
+            await checks.begin_round()
             async with asyncio.timeout(PATIENCE_S):
                 while sum(seen.path == "/health" for seen in well.seen) < rounds:
                     await asyncio.sleep(0.002)
@@ -72,6 +74,20 @@ async def test_a_check_that_waits_delays_no_other() -> None:
         assert len(hangs.seen) == 1
         for task in checks._running.values():
             task.cancel()
+
+
+async def test_of_many_ill_upstreams_some_are_checked_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_loop, "ILL_AT_ONCE", 2)
+    async with AsyncExitStack() as stack:
+        stubs = [await stack.enter_async_context(upstream()) for _ in range(6)]
+        live = await stack.enter_async_context(gateway(*(stub.url for stub in stubs)))
+        for stub in stubs:
+            stub.answer = hang_up
+            break_down(live, live.replica(stub))
+        checks = CheckLoop(live.proxy.fleet, live.proxy.timeouts)
+        for _ in range(3):
+            await checks.round()
+        assert [len(stub.seen) for stub in stubs] == [1] * 6
 
 
 async def test_a_failing_check_is_repeated_at_least_every_five_seconds() -> None:

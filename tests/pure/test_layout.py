@@ -247,7 +247,7 @@ def test_kernels_that_are_not_installed_are_refused_before_weights_are_read(capl
     fails(
         "attention-backend-not-usable",
         "FlashInfer's kernels",
-        "pip install weft[cuda]",
+        "weft-llm[cuda]",
         where=bare,
         attention_backend="flashinfer",
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +16,19 @@ import pytest
 from weft.errors import CORE, Cause
 from weft.executors import beats as node_beats
 from weft.executors import liveness, rank_watch
-from weft.executors.liveness import BEAT_S, STEP, ProcessTimes, Silence, Work, read_other_work, read_times
+from weft.executors.framing import Channel, FrameDecoder
+from weft.executors.liveness import (
+    BEAT_S,
+    STEP,
+    ProcessTimes,
+    Silence,
+    Work,
+    catches_signal,
+    read_other_work,
+    read_times,
+)
+from weft.executors.node_messages import FromNode, ToNode
+from weft.executors.node_ranks import NodeRanks
 from weft.executors.rank_processes import RankProcesses
 from weft.executors.rank_watch import LONG_STEP, SHORTEST_WORK_S, RankWatch
 
@@ -203,3 +217,54 @@ def test_a_node_that_was_stopped_itself_accuses_nobody(
     watch = node_beats.Watch(lambda: sent.append(1), lambda: silent.append(1), "node")
     watch._beat_until_closed()
     assert (len(sent), len(silent)) == (beats_sent, accused)
+
+
+def test_a_beat_that_fails_does_not_end_the_beats(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(node_beats, "BEAT_S", 0.001)
+    enough, beats = threading.Event(), list[int]()
+
+    def beat() -> None:
+        beats.append(1)
+        if len(beats) == 3:
+            enough.set()
+        raise RuntimeError("dictionary changed size during iteration")
+
+    watch = node_beats.Watch(beat, lambda: None, "test")
+    watch.start()
+    assert enough.wait(30)
+    watch.stop()
+    assert "dictionary changed size" in caplog.text
+
+
+def test_a_node_reports_its_ranks_while_others_are_started() -> None:
+    class Growing(dict[int, str]):
+        """Phases to which another thread adds while they are read."""
+
+        def items(self) -> Any:
+            snapshot = super().items()
+            self[len(self)] = "start"
+            return snapshot
+
+    ends = socket.socketpair()
+    with ends[0], ends[1]:
+        ranks = NodeRanks(Channel(ends[0], ToNode), 1, "127.0.0.1", "lo", "")
+        ranks._processes.phases = Growing({0: "load"})
+        ranks._beat()
+        (beat,) = FrameDecoder[Any](FromNode).feed(ends[1].recv(1 << 16))
+        assert {state.rank for state in beat.ranks} >= {0}
+
+
+def test_a_signal_goes_to_a_process_that_handles_it() -> None:
+    """One without a handler would end, and the number of one that has ended may be another's."""
+    deaf = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    hears = "import faulthandler, signal; faulthandler.register(signal.SIGUSR1); print(flush=True); input()"
+    hearing = subprocess.Popen([sys.executable, "-c", hears], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert hearing.stdout and hearing.stdout.readline()
+        assert not catches_signal(deaf.pid, signal.SIGUSR1) and catches_signal(hearing.pid, signal.SIGUSR1)
+    finally:
+        deaf.communicate(b"\n")
+        hearing.communicate(b"\n")
+    assert not catches_signal(deaf.pid, signal.SIGUSR1)

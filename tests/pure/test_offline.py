@@ -380,7 +380,7 @@ def test_refusals(tmp_path: Path, golden: Callable[[str, str], None], monkeypatc
 
 @pytest.fixture
 def parquet() -> Any:
-    return pytest.importorskip("pyarrow.parquet", reason="needs the extra weft[parquet]")
+    return pytest.importorskip("pyarrow.parquet", reason="needs the extra weft-llm[parquet]")
 
 
 def test_parquet_keeps_the_types_of_its_columns(tmp_path: Path, parquet: Any) -> None:

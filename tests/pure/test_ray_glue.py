@@ -260,7 +260,7 @@ def test_keys_do_not_enter_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_libraries_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("serve", "data"):
         monkeypatch.setitem(__import__("sys").modules, f"ray.{name}", None)
-        with refuses(ConfigError, f"no-ray-{name}", f"weft[ray-{name}]"):
+        with refuses(ConfigError, f"no-ray-{name}", f"weft-llm[ray-{name}]"):
             resources.import_library(name)
 
 

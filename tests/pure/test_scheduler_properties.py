@@ -142,7 +142,6 @@ def check(engine: Engine, requests: list[Request], taken: set[str]) -> None:
     assert stats.prompt_tokens == sum(len(r.prompt) for r in requests if r.id in engine.outputs)
     assert stats.steps == len(engine.plans)
     # Nothing of them is left behind.
-    engine.scheduler._queue.discard_done()
     assert len(engine.scheduler._queue) == 0
     assert sorted(engine.scheduler._slots) == list(range(engine.limits["max_num_seqs"]))
     assert not engine.scheduler._ready and not engine.scheduler._pooling

@@ -10,7 +10,7 @@ import pytest
 from httpx import Response
 
 from tests.pure.letters import output
-from tests.pure.worlds import HI, FakeEngine, World, events, refused, saying
+from tests.pure.worlds import HI, FakeEngine, Wire, World, events, refused, saying
 from weft.client.text_tools import TextTools
 from weft.core.identity import RequestIdentity
 from weft.core.request import Output, Request
@@ -97,6 +97,24 @@ async def test_a_request_that_the_model_cannot_answer_is_a_500_that_says_so() ->
     answer = await world.chat()
     assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
     assert answer.json()["error"]["message"] == "rank 1: the model produced NaN logits"
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_grammar_that_fails_in_the_core_is_the_request_s_fault(begun: bool) -> None:
+    failure = SlotFailure("grammar-failed", "the answer's grammar failed: too large", "structured_outputs")
+
+    def script(request: Request) -> Iterable[Output]:
+        if begun:
+            yield output(request.id, "h")
+        yield Output(request.id, [], [], "error", error=failure)
+
+    world = World(FakeEngine(script))
+    refused(await world.chat(), 400, type="invalid_request_error", param="structured_outputs")
+    wire = Wire(world, "/v1/chat/completions", {"messages": HI, "stream": True})
+    text = await wire.text(until="grammar failed")
+    assert "invalid_request_error" in text and '"finish_reason":"' not in text
+    wire.hang_up()
+    await wire.task
 
 
 async def test_a_stop_string_ends_the_request_in_the_engine() -> None:

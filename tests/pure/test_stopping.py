@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +20,10 @@ from weft.serving import stopping
 from weft.serving.errors import describe_error
 
 PROGRAM = """
-import asyncio, re, sys, time, uvloop
+import asyncio, ctypes, re, sys, time, uvloop
 from weft.serving import stopping
 
-stopping.CLOSE_S = 0.5
+stopping.CLOSE_S, stopping.GUARD_S = 0.5, 0.3
 
 def block():
     print("blocked", flush=True)
@@ -40,6 +41,8 @@ with asyncio.Runner(loop_factory={loop}) as runner:
     runner.run(main())
 """
 UVLOOP = "uvloop.new_event_loop"
+# A mutex that is locked twice, by a call that keeps the lock of Python.
+HELD = "lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, bytes(64); lock(mutex); lock(mutex)"
 BLOCKS = [("None", "while True: pass"), (UVLOOP, "while True: pass"), (UVLOOP, "re.fullmatch('(a|a)*b', 'a' * 60)")]
 
 
@@ -52,6 +55,8 @@ def run(loop: str, block: str, *numbers: signal.Signals) -> tuple[int, str, str]
         try:
             assert process.stdout is not None
             begun = process.stdout.readline()
+            while block == HELD and "futex" not in Path(f"/proc/{process.pid}/wchan").read_text():
+                time.sleep(0.01)
             for number in numbers:
                 process.send_signal(number)
             out, err = process.communicate(timeout=30)
@@ -65,6 +70,15 @@ def test_a_loop_that_is_blocked_for_good_does_not_hold_up_the_end(loop: str, blo
     status, out, err = run(loop, block, signal.SIGTERM)
     assert (status, out) == (1, "blocked\n")
     assert "Timeout" in err and "in block" in err  # what it was doing
+
+
+@pytest.mark.parametrize("loop", ["None", UVLOOP])
+@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGTERM, signal.SIGTERM]], ids=["once", "twice"])
+def test_a_library_that_keeps_the_lock_of_python_does_not_hold_up_the_end(loop: str, numbers: list[Any]) -> None:
+    """No handler of Python's can run; the process ends all the same, and says where it was."""
+    status, out, err = run(loop, HELD, *numbers)
+    assert (status, out) == (-signal.SIGKILL, "blocked\n")
+    assert "in block" in err and "runs no Python" in err
 
 
 @pytest.mark.parametrize("loop", ["None", UVLOOP])

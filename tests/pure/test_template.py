@@ -14,8 +14,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tests.pure.vocabularies import byte_level, word_level
 from tests.refusals import refusals, refuses
 from weft.errors import ConfigError, ModelError, RequestError
+from weft.text.chat_environment import ChatEnvironment
 from weft.text.limits import RequestLimits
-from weft.text.sandbox import ChatEnvironment
 from weft.text.settings import TokenizerSettings
 from weft.text.template import ChatML, ChatTemplate
 from weft.text.tokenizer import Tokenizer
@@ -262,7 +262,7 @@ def test_templates_are_bounded_in_what_they_make(source: str, says: str) -> None
     ],
 )
 def test_templates_are_bounded_in_time(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.text.sandbox.LIMITS", RequestLimits(template_s=0.05))
+    monkeypatch.setattr("weft.text.chat_environment.LIMITS", RequestLimits(template_s=0.05))
     with refuses(RequestError, "chat-template-refused", "0.05"):
         ChatTemplate(source).render([USER])
 

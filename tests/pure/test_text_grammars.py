@@ -11,6 +11,7 @@ import pytest
 from tests.pure.test_forced_calls import FAMILIES, begin, vocabulary
 from tests.pure.test_parsers import said
 from weft.errors import RequestError
+from weft.sandbox.isolated import run_blocking
 from weft.serving.answer_grammar import answer_grammar
 from weft.serving.parsers.choose import AnswerFormat
 from weft.serving.parsers.gemma_grammars import function_gemma
@@ -56,7 +57,11 @@ def gemma(members: str) -> str:
 def size(family: Any, parameters: Any) -> int:
     words = vocabulary(tuple(family.marks), True)
     use = ToolUse(tools(parameters), "required")
-    return len(answer_grammar(AnswerFormat(family), use, None, words.tokenizer, "", several=False))
+
+    def make() -> str:
+        return answer_grammar(AnswerFormat(family), use, None, words.tokenizer, "", several=False)
+
+    return len(run_blocking(words.examiner.build(make)))
 
 
 def problem(family: Any, parameters: Any) -> RequestError:

@@ -11,6 +11,7 @@ from tests.pure.letters import TEMPLATE, text_tools
 from tests.pure.test_parsers import TOOLS
 from tests.pure.worlds import HI, FakeEngine, World, events, refused, saying
 from weft.client.text_tools import TextTools
+from weft.structured.compiler import GrammarCompiler
 from weft.text.template import ChatTemplate
 
 CALLS: list[tuple[str, Any]] = [("get_weather", {"city": "Rome", "days": 3}), ("find", {"query": {"a": [1, "}"]}})]
@@ -41,6 +42,12 @@ def prompt_of(world: World) -> str:
 
 def grammar_of(world: World) -> str:
     return world.engine.requests[-1].grammar
+
+
+def compiler_of(world: World) -> GrammarCompiler:
+    """A compiler as the core has one."""
+    front = world.service.frontend
+    return GrammarCompiler(lambda: front.require_tokenizer("a grammar", ""), front.vocab, front._eos)
 
 
 async def test_calls_and_the_text_before_them() -> None:
@@ -188,10 +195,10 @@ async def test_other_constraints(fields: dict[str, Any], part: str) -> None:
 async def test_reasoning_comes_before_a_constrained_answer() -> None:
     world = world_saying("a", THINKING)
     await world.chat(guided_regex="a+")
-    check = world.service.frontend.grammars
+    grammars = compiler_of(world)
 
     def follows(text: str) -> bool:
-        matcher = check.compile(grammar_of(world), []).result()
+        matcher = grammars.compile(grammar_of(world), []).result()
         return matcher.count_valid(list(text.encode())) == len(text)
 
     assert follows("<think>free</think>\n\naa") and follows("aa") and not follows("<think>free</think>b")
@@ -202,7 +209,7 @@ async def test_reasoning_comes_before_a_constrained_answer() -> None:
 async def test_a_tool_call_or_the_wanted_answer() -> None:
     world = world_saying("a")
     await world.chat(tools=TOOLS, guided_regex="a+")
-    matcher = world.service.frontend.grammars.compile(grammar_of(world), []).result()
+    matcher = compiler_of(world).compile(grammar_of(world), []).result()
     call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "x", "days": 3}}\n</tool_call>'
     for text, valid in ((call, True), ("aa", True), ("b", False), (call.replace("3", "10"), False)):
         assert (matcher.count_valid(list(text.encode())) == len(text)) == valid

@@ -272,6 +272,6 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ModuleNotFoundError(name)
 
     monkeypatch.setattr(tracing, "import_module", missing)
-    with refuses(ConfigError, "no-opentelemetry", "weft[otel]"):
+    with refuses(ConfigError, "no-opentelemetry", "weft-llm[otel]"):
         check_tracing(ServeOptions(otlp_traces_endpoint=ENDPOINT))
     check_tracing(ServeOptions())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
@@ -28,11 +28,14 @@ from weft.config import EngineConfig
 from weft.core.commands import Command, RankStats, Replies, ResetPrefixCache, Sleep, Wake
 from weft.core.params import SamplingParams
 from weft.core.request import Stats, duplicate_id_error
-from weft.errors import OutputError, RequestError
+from weft.errors import RequestError
 from weft.hardware.host import probe_host
 from weft.plan.plan import Plan
+from weft.sandbox.isolated import run_blocking
 
 UNLIMITED = 2**31 - 1
+MakePrompt = Callable[[Frontend], Awaitable[Prompt]]
+
 SHUT_DOWN = "this AsyncLLM has been shut down; make another"
 
 
@@ -107,7 +110,11 @@ class AsyncLLM:
         iterator, or cancelling its task, ends the request. Iterating raises RequestError, QueueFullError, EngineError,
         and OutputError for an answer that the model cannot go on with.
         """
-        return self._answer(lambda frontend: frontend.parse_prompt(prompt), sampling_params, request_id, priority)
+
+        async def parse(frontend: Frontend) -> Prompt:
+            return frontend.parse_prompt(prompt)
+
+        return self._answer(parse, sampling_params, request_id, priority)
 
     @overload
     def chat(
@@ -173,8 +180,8 @@ class AsyncLLM:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        def render(frontend: Frontend) -> Prompt:
-            return frontend.chat_prompt(
+        async def render(frontend: Frontend) -> Prompt:
+            return await frontend.chat_prompt(
                 messages,
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
@@ -330,13 +337,10 @@ class AsyncLLM:
         host = probe_host()
         assembly = await asyncio.to_thread(assemble, self.config, checkpoint, host)
         planned = await asyncio.to_thread(plan_engines, self.config, checkpoint, host, assembly)
-        grammars = text_tools.create_grammars(checkpoint.shape.vocab, checkpoint.shape.eos)
         asyncio.get_running_loop().run_in_executor(None, text_tools.prepare_vocabulary)
         nodes = EngineNodes(self.config, checkpoint, assembly, planned) if assembly else None
         engine = await start_engine(planned, self.config, nodes=nodes)
-        frontend = Frontend.for_engine(
-            self.config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len, grammars=grammars
-        )
+        frontend = Frontend.for_engine(self.config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len)
         return StartedEngine(engine, frontend)
 
     async def _close(self, start: asyncio.Task[StartedEngine]) -> None:
@@ -344,10 +348,11 @@ class AsyncLLM:
         (result,) = await asyncio.gather(start, return_exceptions=True)
         if isinstance(result, StartedEngine):
             await result.engine.close()
+            result.frontend.close()
 
     async def _answer(
         self,
-        make_prompt: Callable[[Frontend], Prompt],
+        make_prompt: MakePrompt,
         sampling_params: SamplingParams | None,
         request_id: str | None,
         priority: int,
@@ -357,10 +362,10 @@ class AsyncLLM:
         params = frontend.sampling_params({}) if sampling_params is None else sampling_params
         check_params(params)
         # In a thread: a long text takes a while to tokenize, and the event loop has other answers to pass on.
-        prompt = await asyncio.to_thread(make_prompt, frontend)
-        if params.structured_outputs is not None:
-            await asyncio.to_thread(frontend.grammars.prepare)
-        collector = frontend.create_collector(prompt, params, arrival_s=time.monotonic(), priority=priority)
+        prompt, grammar = await asyncio.to_thread(lambda: run_blocking(_prepare(frontend, make_prompt, params)))
+        collector = frontend.create_collector(
+            prompt, params, arrival_s=time.monotonic(), priority=priority, grammar=grammar
+        )
         name = collector.output.request_id if request_id is None else request_id
         if name in self._running:
             raise duplicate_id_error(name)
@@ -374,13 +379,17 @@ class AsyncLLM:
                         continue
                     if delta.cut:
                         engine.abort([output.id])
-                    if collector.error:
-                        raise OutputError(collector.error.reason, code=collector.error.code)
+                    collector.raise_failure()
                     yield collector.output
             if not collector.output.finished:
                 yield _mark_aborted(collector.output)
         finally:
             del self._running[name]
+
+
+async def _prepare(frontend: Frontend, make_prompt: MakePrompt, params: SamplingParams) -> tuple[Prompt, str]:
+    """Return a prompt, and the grammar of its answer."""
+    return await make_prompt(frontend), await frontend.answer_grammar(params)
 
 
 async def _run_to_end(engine: AsyncEngine | ReplicaSet, collectors: Sequence[Collector]) -> None:

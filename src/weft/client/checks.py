@@ -1,12 +1,18 @@
-"""Checks of a request beside those of SamplingParams: token ids against the vocabulary, priority, cache salt."""
+"""Checks of a request beside those of SamplingParams: token ids, priority, cache salt, and the size of its result."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from weft.core.params import SamplingParams
+from weft.core.request import Request
 from weft.errors import RequestError
+from weft.executors import framing
 
+# Most bytes in MessagePack of the logprobs of a prompt's position, and of each alternative beside its token: a float is
+# 9, a rank or a token id 5, the rest are the heads of lists.
+POSITION_BYTES, ALTERNATIVE_BYTES = 21, 14
+OTHER_BYTES = 1 << 16  # left in a frame for the rest of an output, and the stats
 PRIORITIES = range(-(2**63), 2**63)  # the integers that MessagePack carries to the core
 MAX_SALT = 1024  # characters; 43 of base64 are 256 random bits
 
@@ -27,6 +33,21 @@ def check_ids(params: SamplingParams, vocab: int) -> None:
                     param=field,
                     code="token-id-out-of-range",
                 )
+
+
+def check_frame(request: Request) -> None:
+    """Raise RequestError for a prompt whose logprobs are too large for a frame: they come with its first token."""
+    top = request.params.prompt_logprobs
+    if top is None:
+        return
+    most = (framing.MAX_FRAME - OTHER_BYTES) // (POSITION_BYTES + ALTERNATIVE_BYTES * top)
+    if len(request.prompt) > most:
+        raise RequestError(
+            f"prompt_logprobs of {top} alternatives for a prompt of {len(request.prompt):,} tokens are too large; at "
+            f"most {most:,} tokens may have so many: ask for fewer alternatives, or send a shorter prompt",
+            param="prompt_logprobs",
+            code="prompt-logprobs-too-large",
+        )
 
 
 def check_priority(priority: object) -> None:

@@ -13,7 +13,7 @@ from weft.core.params import SamplingParams
 from weft.core.request import Output, Request
 from weft.core.step import SlotFailure, TokenLogprobs
 from weft.core.token_ids import TokenIds
-from weft.errors import RequestError
+from weft.errors import OutputError, RequestError
 from weft.text.stream import TextStream
 
 if TYPE_CHECKING:
@@ -116,18 +116,27 @@ class Collector:
         delta = Delta(
             completion.index, "", output.tokens, finish_reason=output.finish_reason, stop_reason=output.stop_reason
         )
-        if self.params.logprobs is not None:
-            self._add_logprobs(completion, output, delta)
         if choice.stream is not None:
             self._add_text(choice.stream, output, delta)
+        if self.params.logprobs is not None:
+            self._add_logprobs(completion, output, delta)
         completion.text += delta.text
-        completion.token_ids += output.tokens
+        completion.token_ids += delta.token_ids
         completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
-        self.error = self.error or output.error
+        if delta.finish_reason == "error":
+            self.error = self.error or output.error
         if delta.finish_reason is not None and all(c.output.finish_reason for c in self._choices.values()):
             answer.finished = True
             answer.metrics.finished_s = now_s
         return delta
+
+    def raise_failure(self) -> None:
+        """Raise the error of a choice that could not go on: RequestError if the request is at fault, or OutputError."""
+        if (failure := self.error) is None:
+            return
+        if failure.param:
+            raise RequestError(failure.reason, param=failure.param, code=failure.code)
+        raise OutputError(failure.reason, code=failure.code)
 
     def _add_prompt_logprobs(self, prompt_logprobs: list[TokenLogprobs]) -> None:
         """Set the answer's prompt logprobs; the first prompt token has none."""
@@ -136,29 +145,40 @@ class Collector:
         self.output.prompt_logprobs = [None, *(self._logprobs(token, entry) for token, entry in entries)]
 
     def _add_logprobs(self, completion: CompletionOutput, output: Output, delta: Delta) -> None:
-        """Add the logprobs of the new tokens to the delta and the choice."""
-        delta.logprobs = [
-            self._logprobs(token, entry)
-            for token, entry in zip(output.tokens, output.logprobs, strict=True)
-            if entry is not None
-        ]
+        """Add the logprobs of the delta's tokens to the delta and the choice."""
+        delta.logprobs = []
+        cumulative = completion.cumulative_logprob or 0.0
+        # A stop string may have cut the delta's tokens.
+        for token, entry in zip(delta.token_ids, output.logprobs, strict=False):
+            if entry is not None:
+                delta.logprobs.append(self._logprobs(token, entry))
+                cumulative += entry.logprob
         if completion.logprobs is None:
             completion.logprobs = []
         completion.logprobs += delta.logprobs
-        completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + sum(
-            entry.logprob for entry in output.logprobs if entry is not None
-        )
+        completion.cumulative_logprob = cumulative
 
     def _add_text(self, stream: TextStream, output: Output, delta: Delta) -> None:
-        """Add the text of the new tokens to the delta, up to a stop string."""
+        """Add the text of the new tokens to the delta.
+
+        The token that completes a stop string is the last of the answer: with accepted draft tokens an Output has
+        others behind it, which a step without drafts would not have sampled.
+        """
         shown = output.tokens
         ended = output.finish_reason == "stop" and output.tokens[-1] in self.requests[0].stop_ids
         if ended and not self.params.include_stop_str_in_output:
             shown = shown[:-1]  # the token that ended the choice is no part of the text; a grammar's last token is
-        delta.text = stream.push(shown)
+        if self.params.stop:
+            delta.text, read = _push_until_stop(stream, shown)
+            if stream.stopped is not None:
+                delta.token_ids = output.tokens[:read]
+        else:
+            delta.text = stream.push(shown)
         if output.finish_reason is not None:
             delta.text += stream.finish()
-        if stream.stopped is not None:
+        # An engine that could not go on behind the stop string does not matter, one that failed before it does.
+        failed = output.finish_reason == "error" and len(delta.token_ids) == len(output.tokens)
+        if stream.stopped is not None and not failed:
             delta.cut = output.finish_reason is None
             delta.finish_reason, delta.stop_reason = "stop", stream.stopped
 
@@ -172,3 +192,13 @@ class Collector:
 
     def _token_text(self, token: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.token_text(token)
+
+
+def _push_until_stop(stream: TextStream, tokens: Sequence[int]) -> tuple[str, int]:
+    """Push tokens up to the one that completes a stop string; return the text, and the number of these tokens."""
+    text = ""
+    for count, token in enumerate(tokens, start=1):
+        text += stream.push([token])
+        if stream.stopped is not None:
+            return text, count
+    return text, len(tokens)

@@ -23,9 +23,8 @@ from weft.core.token_ids import TokenIds
 from weft.errors import RequestError
 from weft.formats.checkpoint import Checkpoint
 from weft.formats.pooling import PoolingSettings
-from weft.structured.compiler import GrammarCompiler
 from weft.structured.grammar import body_of, grammar_text
-from weft.text.template import ChatML, ChatTemplate
+from weft.text.template import ChatML
 from weft.text.tokenizer import Tokenizer
 
 POOLED = SamplingParams(temperature=0.0, max_tokens=1)  # of requests for which nothing is sampled
@@ -42,9 +41,10 @@ class Frontend:
     `vocab` is the number of embedding rows, `max_model_len` the limit on tokens of prompt and answer together, `eos`
     the token ids that end an answer. `defaults` are sampling parameters for requests that leave them out,
     `max_new_tokens` the length of an answer that the model's own code has by default, which `LLM.chat` takes.
-    `grammars` is the compiler that a core of the same process has. `hidden` is the length of the model's states,
+    `hidden` is the length of the model's states,
     `pooling` what it makes of prompts beside answers. Without a tokenizer, prompts are token ids and
-    answers have no text. All methods raise RequestError, naming the field, for anything that cannot be served.
+    answers have no text. All methods raise RequestError, naming the field, for anything that cannot be served. The
+    coroutines wait for sandboxed processes alone: `sandbox.isolated` drives them, in a thread or in an event loop.
     """
 
     def __init__(
@@ -57,7 +57,6 @@ class Frontend:
         defaults: Mapping[str, Any] | None = None,
         max_new_tokens: int | None = None,
         seed: int = 0,
-        grammars: GrammarCompiler | None = None,
         hidden: int = 0,
         pooling: PoolingSettings | None = None,
     ) -> None:
@@ -70,19 +69,13 @@ class Frontend:
         self._text_tools = text_tools
         self._defaults = dict(defaults or {})
         self._seed = seed
-        # Callers' threads share it: a grammar that one has checked is known to all.
-        self.grammars = grammars or text_tools.create_grammars(vocab, self._eos)
+        self.examiner = text_tools.create_examiner(vocab, self._eos)
         self._unseeded = count()
         self._names = count()
 
     @classmethod
     def for_engine(
-        cls,
-        config: EngineConfig,
-        checkpoint: Checkpoint,
-        text_tools: TextTools,
-        max_model_len: int,
-        grammars: GrammarCompiler,
+        cls, config: EngineConfig, checkpoint: Checkpoint, text_tools: TextTools, max_model_len: int
     ) -> Frontend:
         """Create the frontend of an engine that serves up to `max_model_len` tokens."""
         shape, tokenizer = checkpoint.shape, text_tools.tokenizer
@@ -94,7 +87,6 @@ class Frontend:
             defaults=sampling_defaults(checkpoint.generation, config.generation_config),
             max_new_tokens=sampling_length(checkpoint.generation, config.generation_config),
             seed=config.seed,
-            grammars=grammars,
             hidden=shape.hidden,
             pooling=checkpoint.pooling,
         )
@@ -107,6 +99,11 @@ class Frontend:
     def template_source(self) -> str | None:
         """The text of the model's chat template; None without one."""
         return self._text_tools.template.source if self._text_tools.template else None
+
+    def close(self) -> None:
+        """End the sandboxed processes that it has."""
+        self._text_tools.close()
+        self.examiner.close()
 
     def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
         """Ids of the special tokens with these texts, as far as the vocabulary has them."""
@@ -169,7 +166,7 @@ class Frontend:
         """Return a text's token ids, without a limit on their number."""
         return self.require_tokenizer("a text", param).encode(text, add_special_tokens=special)
 
-    def render_chat(
+    async def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
@@ -189,7 +186,7 @@ class Frontend:
             chat_template=chat_template,
             template_variables=template_variables,
         )
-        return rendering.text(messages)
+        return await rendering.text(messages)
 
     def _rendering(
         self,
@@ -200,16 +197,13 @@ class Frontend:
         template_variables: Mapping[str, Any] | None = None,
     ) -> Rendering:
         """Return the template and its settings for the keywords of `render_chat`."""
-        tokenizer = self.require_tokenizer("a conversation", "messages")
-        template = self._text_tools.template
-        if chat_template is not None:
-            template = ChatTemplate.for_tokenizer(tokenizer, chat_template)
-        assert template is not None, "a tokenizer comes with a template"
+        self.require_tokenizer("a conversation", "messages")
+        template, isolated = self._text_tools.renderer(chat_template)
         variables = dict(template_variables or {})
         opens = bool(variables.pop("add_generation_prompt", add_generation_prompt)) and not continue_final_message
-        return Rendering(template, opens, continue_final_message, variables)
+        return Rendering(template, isolated, opens, continue_final_message, variables)
 
-    def encode_chat(
+    async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, least: int = 0, **keywords: Any
     ) -> tuple[str, list[int]]:
         """Return a conversation as the text of a prompt and as its token ids, without a limit on their number.
@@ -217,18 +211,18 @@ class Frontend:
         `keywords` are those of `render_chat`, `least` is that of `check_text`.
         """
         rendering = self._rendering(**keywords)
-        text = rendering.text(messages)
+        text = await rendering.text(messages)
         self.check_text(text, param="messages", least=least)
         if not isinstance(rendering.template, ChatML):
             return text, self.encode(text, special=False, param="messages")
         kept, ids = rendering.template.encode(
             messages, self.max_model_len - 1, opens=rendering.opens, unfinished=rendering.unfinished
         )
-        return text if len(kept) == len(messages) else rendering.text(kept), ids
+        return text if len(kept) == len(messages) else await rendering.text(kept), ids
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **rendering: Any) -> Prompt:
+    async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **rendering: Any) -> Prompt:
         """Return the prompt for a conversation; `rendering` are the keywords of `render_chat`."""
-        text, ids = self.encode_chat(messages, **rendering)
+        text, ids = await self.encode_chat(messages, **rendering)
         return Prompt(self.pack_prompt(ids, param="messages"), text)
 
     def create_collector(
@@ -243,8 +237,8 @@ class Frontend:
     ) -> Collector:
         """Return the Collector of a prompt's answer, which holds the core's requests, one per choice.
 
-        `shown` are special tokens that the answer's text has in any case. `grammar` constrains the answer; without it,
-        the `structured_outputs` of `params` do.
+        `shown` are special tokens that the answer's text has in any case. `grammar` constrains the answer; it is that
+        of the `structured_outputs` of `params`, or another one that has been checked.
         """
         check_priority(priority)
         if self.pooling is not None and not self.pooling.generates:
@@ -254,7 +248,7 @@ class Frontend:
                 param="model",
                 code="model-does-not-generate",
             )
-        grammar = grammar or self._grammar(params)
+        assert grammar or params.structured_outputs is None, "answer_grammar comes first"
         check_cache_salt(prompt.cache_salt)
         choice = self._choice_params(prompt, params)
         stop_ids = (() if params.ignore_eos else self._eos) + params.stop_token_ids
@@ -298,13 +292,13 @@ class Frontend:
         )
         return Collector(name, prompt.text, POOLED, [request], None, arrival_s)
 
-    def _grammar(self, params: SamplingParams) -> str:
+    async def answer_grammar(self, params: SamplingParams) -> str:
         """Return the checked text of the grammar of `structured_outputs`; "" without one."""
         if params.structured_outputs is None:
             return ""
         self.require_tokenizer("structured_outputs", "structured_outputs")
         grammar = grammar_text(body_of(params.structured_outputs))
-        self.grammars.check(grammar)
+        await self.examiner.check(grammar)
         return grammar
 
     def _check_answered(self, answered: list[int], choice: SamplingParams, n: int, stop_ids: Sequence[int]) -> None:

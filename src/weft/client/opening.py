@@ -84,10 +84,10 @@ def check_vocabulary(tokenizer: Tokenizer, checkpoint: Checkpoint, where: str) -
         )
 
 
-def parse_prompt_or_chat(frontend: Frontend, prompt: PromptLike | Sequence[Message]) -> Prompt:
+async def parse_prompt_or_chat(frontend: Frontend, prompt: PromptLike | Sequence[Message]) -> Prompt:
     """Return the prompt made of a text, of token ids, or of a conversation's messages. Raises RequestError."""
     if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-        return frontend.chat_prompt(cast(Sequence[Message], prompt))
+        return await frontend.chat_prompt(cast(Sequence[Message], prompt))
     return frontend.parse_prompt(cast(PromptLike, prompt))
 
 

@@ -15,7 +15,7 @@ from weft.client.frontend import Frontend
 from weft.client.outputs import EmbeddingOutput
 from weft.client.prompt import Prompt, PromptLike, list_ids
 from weft.core.step import Pooling
-from weft.errors import OutputError, RequestError
+from weft.errors import RequestError
 from weft.formats.pooling import PoolingSettings
 
 # The prompt of Qwen3-Reranker, https://huggingface.co/Qwen/Qwen3-Reranker-0.6B (usage with Transformers).
@@ -321,8 +321,7 @@ def _logistic(value: float) -> float:
 
 def _numbers(collector: Collector) -> np.ndarray:
     """The float32 numbers that have come for a collector. Raises OutputError if there are none."""
-    if collector.error:
-        raise OutputError(collector.error.reason, code=collector.error.code)
+    collector.raise_failure()
     pooled = collector.output.pooled
     assert pooled is not None, "a request with pooling that has ended"
     return np.frombuffer(pooled, dtype="<f4")

@@ -32,10 +32,12 @@ from weft.client.messages import (
 from weft.core.commands import Replies
 from weft.core.engine import EngineCore
 from weft.core.request import Output, Request
+from weft.core.step import SlotFailure
 from weft.errors import CORE, Cause, EngineError, QueueFullError, RequestError
 from weft.executors import create_executor
 from weft.executors.causes import cause_of
 from weft.executors.forks import pool
+from weft.executors.framing import FrameError
 from weft.executors.launch import Parent
 from weft.executors.lifeline import continue_with
 from weft.executors.processes import ProcessExecutor
@@ -64,7 +66,27 @@ class CoreProcess(CoreLoop):
     def _deliver(self, outputs: list[Output]) -> None:
         self._answer_calls()
         self._note_ended(output.id for output in outputs if output.finish_reason is not None)
-        self.parent.send(StepOutputs(outputs, self.core.stats()))
+        self._send_outputs(outputs)
+
+    def _send_outputs(self, outputs: list[Output]) -> None:
+        """Send outputs, in several frames if one has no room for them.
+
+        A request whose output is too large by itself ends with an error: the others go on.
+        """
+        try:
+            self.parent.send(StepOutputs(outputs, self.core.stats()))
+        except FrameError as error:
+            if len(outputs) > 1:
+                middle = len(outputs) // 2
+                self._send_outputs(outputs[:middle])
+                self._send_outputs(outputs[middle:])
+                return
+            (output,) = outputs
+            failure = SlotFailure(error.code, str(error))
+            self.parent.send(StepOutputs([Output(output.id, [], [], "error", error=failure)], self.core.stats()))
+            if output.finish_reason is None:
+                self.core.abort([output.id])
+                self._note_ended([output.id])
 
     def _wait(self) -> Any:
         # The loop sleeps no longer than until the memory of large requests shall be given back.

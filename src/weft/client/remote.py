@@ -10,6 +10,7 @@ from contextlib import suppress
 from itertools import count
 from typing import cast
 
+from weft.client.checks import check_frame
 from weft.client.core_start import start_core
 from weft.client.messages import (
     AbortRequests,
@@ -172,17 +173,22 @@ class AsyncEngine:
     def submit(self, requests: Sequence[Request]) -> OutputStream:
         """Queue requests, all or none, and return the stream of their outputs until the last has finished.
 
-        Raises QueueFullError and EngineError at once. The iteration raises EngineError if the engine dies,
-        and RequestError for a request that the core refuses. Ending it early, with `aclose`, aborts the requests that
-        have not finished.
+        Raises QueueFullError, EngineError and RequestError at once. The iteration raises EngineError if the engine
+        dies, and RequestError for a request that the core refuses. Ending it early, with `aclose`, aborts the requests
+        that have not finished.
         """
         stream = OutputStream(self, [request.id for request in requests])
         self.send_requests(requests, stream)
         return stream
 
     def send_requests(self, requests: Sequence[Request], sink: OutputSink) -> None:
-        """Queue requests, all or none; `sink` gets their outputs. Raises QueueFullError and EngineError."""
+        """Queue requests, all or none; `sink` gets their outputs.
+
+        Raises QueueFullError, EngineError, and RequestError for one whose result cannot be sent.
+        """
         self._raise_failure()
+        for request in requests:
+            check_frame(request)
         # Every open stream's requests are in the core, or on their way to it: within this limit it refuses none.
         self._room.check(requests, len(self._streams), self._count_owned)
         # Sent first: requests that cannot be sent must not count as open for ever.
@@ -242,11 +248,14 @@ class AsyncEngine:
         # A core that shows no sign of life will not end by itself. Its ranks end with it.
         exit_s = 0.0 if self._silence.seconds > SILENT_S else FAMILY_EXIT_S
         try:
-            await asyncio.to_thread(end_children, [self._child], exit_s)
-        except RuntimeError:  # the interpreter exits, and starts no more threads
-            end_children([self._child], exit_s)
-        await self._connection.closed()
-        self._child.close()
+            try:
+                await asyncio.to_thread(end_children, [self._child], exit_s)
+            except RuntimeError:  # the interpreter exits, and starts no more threads
+                end_children([self._child], exit_s)
+            await self._connection.closed()
+        finally:  # a caller that is cancelled leaves no descriptors
+            self._connection.abort()
+            self._child.close()
 
     def abandon(self) -> None:
         """Fail all callers; the engine takes no more requests. Its processes go on until `close`."""
@@ -370,6 +379,11 @@ class CoreConnection(asyncio.Protocol):
     def close(self) -> None:
         if self._transport:
             self._transport.close()
+
+    def abort(self) -> None:
+        """Close at once, whatever is not sent yet. Without effect if the connection has ended."""
+        if self._transport:
+            self._transport.abort()
 
     async def closed(self) -> None:
         """Wait until the descriptor is closed."""

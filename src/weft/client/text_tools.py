@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from weft.config import EngineConfig
-from weft.errors import RequestError
+from weft.errors import ModelError, RequestError
 from weft.formats.checkpoint import Checkpoint
 from weft.formats.config_json import chat_settings
+from weft.sandbox.isolated import Isolated, run_blocking
+from weft.sandbox.limits import Limits
 from weft.structured.compiler import GrammarCompiler
+from weft.structured.examiner import GrammarExaminer
+from weft.text import probing, rendering
+from weft.text.limits import LIMITS
 from weft.text.template import ChatTemplate
 from weft.text.tokenizer import Tokenizer, load_tokenizer
+
+PROBE_LIMITS = Limits(cpu_s=8, wall_s=60.0, memory=3 << 29)  # of a tokenizer's reading and of its first texts
+TEMPLATES = 8  # of callers of `LLM.chat`, whose processes are kept
+# The largest texts and all their parts take a fraction of that memory.
+RENDERING_LIMITS = Limits(cpu_s=math.ceil(LIMITS.template_s), wall_s=2 * LIMITS.template_s, memory=1 << 30)
 
 
 @dataclass(frozen=True)
@@ -28,7 +41,9 @@ class TextTools:
         """Load from `config.tokenizer` if it is set, else from the checkpoint. Raises ModelError."""
         if config.skip_tokenizer_init:
             return cls()
-        loaded = load_tokenizer(config.tokenizer or checkpoint.path)
+        path = config.tokenizer or checkpoint.path
+        probe_tokenizer(Path(path))
+        loaded = load_tokenizer(path)
         chat = chat_settings(Path(checkpoint.path))
         return cls(
             loaded, ChatTemplate.for_tokenizer(loaded, config.chat_template, chat.chat_format, window=chat.window)
@@ -46,7 +61,40 @@ class TextTools:
 
     def create_grammars(self, vocab: int, eos: Sequence[int]) -> GrammarCompiler:
         """Create the compiler of grammars for a model with `vocab` embedding rows, whose answers end with `eos`."""
-        return GrammarCompiler(lambda: self.require_tokenizer("a grammar", "structured_outputs"), vocab, eos)
+        return GrammarCompiler(self._grammar_tokenizer, vocab, eos)
+
+    def create_examiner(self, vocab: int, eos: Sequence[int]) -> GrammarExaminer:
+        """Create what checks grammars before they are compiled there."""
+        return GrammarExaminer(self._grammar_tokenizer, vocab, eos)
+
+    def close(self) -> None:
+        """End the processes that render templates."""
+        for isolated in self._isolated:
+            isolated.close()
+
+    def _grammar_tokenizer(self) -> Tokenizer:
+        return self.require_tokenizer("a grammar", "structured_outputs")
+
+    @cached_property
+    def renderer(self) -> Callable[[str | None], tuple[ChatTemplate, Isolated]]:
+        """The model's template, or one that a caller gives instead, and its rendering in sandboxed processes."""
+
+        @lru_cache(maxsize=TEMPLATES)
+        def renderer(given: str | None) -> tuple[ChatTemplate, Isolated]:
+            template = self.template
+            if given is not None:
+                assert self.tokenizer is not None, "templates are those of a tokenizer"
+                template = ChatTemplate.for_tokenizer(self.tokenizer, given)
+            assert template is not None, "a tokenizer comes with a template"
+            self._isolated.append(render_isolated(template))
+            return template, self._isolated[-1]
+
+        return renderer
+
+    @cached_property
+    def _isolated(self) -> deque[Isolated]:
+        """The renderings of these templates, as far as they are kept."""
+        return deque(maxlen=TEMPLATES)
 
     def prepare_vocabulary(self) -> None:
         """Compute the longest token now, rather than for the first long prompt.
@@ -57,6 +105,40 @@ class TextTools:
             self.tokenizer.longest_token  # noqa: B018  # cached by the tokenizer
 
 
+def probe_tokenizer(path: Path) -> None:
+    """Raise ModelError for a tokenizer whose steps break limits. Steps that have passed once are not tried again."""
+    file = path / "tokenizer.json" if path.is_dir() else path
+    mark = probing.probe_mark(file) if file.name == "tokenizer.json" else None
+    if mark is None or probing.has_passed(mark):
+        return
+    probe = Isolated(
+        "weft.text.probing:prepare",
+        bytes,
+        PROBE_LIMITS,
+        refusal=f"{file} breaks or does not come to an end with a text of some thousand characters",
+        param="",
+        code=probing.TOO_EXPENSIVE,
+        lasting=False,
+    )
+    try:
+        run_blocking(probe.call(str(file).encode()))
+    except RequestError as error:
+        raise ModelError(str(error), code=error.code) from None
+    probing.note_passed(mark)
+
+
+def render_isolated(template: ChatTemplate) -> Isolated:
+    """Return the rendering of a template in sandboxed processes."""
+    return Isolated(
+        "weft.text.rendering:prepare",
+        partial(rendering.encode_setup, template),
+        RENDERING_LIMITS,
+        refusal="the chat template does not come to an end with these messages",
+        param="messages",
+        code="chat-template-too-expensive",
+    )
+
+
 class Rendering(NamedTuple):
     """A chat template and the settings of one rendering.
 
@@ -65,13 +147,15 @@ class Rendering(NamedTuple):
     """
 
     template: ChatTemplate
+    isolated: Isolated
     opens: bool
     unfinished: bool
     variables: Mapping[str, Any]
 
-    def text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    async def text(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return a conversation as text."""
-        text = self.template.render(messages, add_generation_prompt=self.opens, **self.variables)
+        job = rendering.encode_rendering(messages, self.opens, self.variables)
+        text = rendering.decode_text(await self.isolated.call(job))
         return _cut_after(text, messages[-1].get("content")) if self.unfinished else text
 
 

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from typing import TypeVar
 
 import msgspec
 
@@ -34,6 +35,8 @@ from weft.formats.checkpoint import Checkpoint
 from weft.hardware.host import Host, probe_host
 from weft.plan.devices import device_kind
 from weft.plan.nodes import part_of_node, place_on_node
+
+Answer = TypeVar("Answer", Time, Measured, ListeningForPeers)
 
 log = logging.getLogger("weft.cluster")
 
@@ -167,8 +170,7 @@ def check_nodes(own: Facts, nodes: Sequence[JoinedNode], settings: NodeSettings,
     """Check all nodes and the network between them, before any weights are read. Raises ConfigError."""
     for node in nodes:
         asked_s = time.time()
-        answer = node.ask(TellTime())
-        assert isinstance(answer, Time)
+        answer = _ask(node, TellTime(), Time)
         skew = answer.clock_s - (asked_s + time.time()) / 2
         node.facts = msgspec.structs.replace(node.facts, skew_s=skew)
     facts = [own, *(node.facts for node in nodes)]
@@ -199,11 +201,15 @@ def measure_all(own: Facts, nodes: Sequence[JoinedNode], settings: NodeSettings)
             for other, (address, port) in ports.items():
                 if time.monotonic() > deadline and any(speed.problem for speed in speeds):
                     return speeds
-                answer = node.ask(MeasureTo(other, address, port))
-                assert isinstance(answer, Measured)
-                speeds.append(answer.speed)
-            listening = node.ask(ListenForPeers())
-            assert isinstance(listening, ListeningForPeers)
+                answer = _ask(node, MeasureTo(other, address, port), Measured)
+                # The pair that it was asked for, whichever it names.
+                speed = msgspec.structs.replace(answer.speed, first=node.facts.node, second=other)
+                if not speed.possible:
+                    raise _wrong_answer(node, f"{speed.bytes_per_s:g} B/s in {speed.round_trip_s:g} s")
+                speeds.append(speed)
+            listening = _ask(node, ListenForPeers(), ListeningForPeers)
+            if not 0 < listening.port < 1 << 16:
+                raise _wrong_answer(node, f"port {listening.port}")
             ports[node.facts.node] = node.facts.address, listening.port
             back = measure_network(
                 0, node.facts.node, node.facts.address, listening.port, settings.key, settings.certificate
@@ -213,3 +219,18 @@ def measure_all(own: Facts, nodes: Sequence[JoinedNode], settings: NodeSettings)
     finally:
         listener.close()
     return speeds
+
+
+def _ask(node: JoinedNode, question: msgspec.Struct, kind: type[Answer]) -> Answer:
+    """Ask a node, and wait for its answer, of a `kind`. Raises ConfigError if it is gone, or gives another one."""
+    answer = node.ask(question)
+    if not isinstance(answer, kind):
+        raise _wrong_answer(node, f"a {type(answer).__name__} to a {type(question).__name__}")
+    return answer
+
+
+def _wrong_answer(node: JoinedNode, what: str) -> ConfigError:
+    """The error for an answer that a node of this version does not give."""
+    return ConfigError(
+        f"{preflight.label(node.facts)} answers with {what}; install the same Weft on all nodes", code="wrong-answer"
+    )

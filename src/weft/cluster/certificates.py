@@ -15,6 +15,7 @@ from typing import Any
 from weft.cache import make_private
 from weft.cluster.agent import write_private
 from weft.errors import ConfigError, error_reason
+from weft.formatting import extra_hint
 from weft.regular_files import read_regular
 
 PEM_BYTES = 100_000  # a key or a certificate, usually some KB
@@ -54,7 +55,7 @@ def _cryptography() -> Any:
         from cryptography import x509
     except ImportError:
         raise ConfigError(
-            "weft cluster cert needs the package cryptography; pip install 'weft[tls]'", code="no-cryptography"
+            f"weft cluster cert needs the package cryptography: {extra_hint('tls')}", code="no-cryptography"
         ) from None
     return x509
 

@@ -31,6 +31,7 @@ log = logging.getLogger("weft.cluster")
 ASK_S = 25.0  # seconds for an answer of a node that has joined
 LOOK_S = 0.5  # seconds between two looks at whether the wait is still wanted
 SAY_S = 10.0  # seconds between two lines about nodes that are missing
+JOIN_FRAME = 16 << 20  # bytes of a message before the ranks start: a report of a large machine has some 100 kB
 NOT_ANSWERING = "node-not-answering"
 
 
@@ -41,7 +42,7 @@ class JoinedNode:
         keep_alive(connection)
         open_sockets.add(connection)
         self.connection = connection
-        self._channel: Channel[FromJoined] = Channel(connection, FromJoined)
+        self._channel: Channel[FromJoined] = Channel(connection, FromJoined, most=JOIN_FRAME)
         self._messages = iter(self._channel)
         connection.settimeout(ASK_S)
         first = self._receive()
@@ -55,7 +56,7 @@ class JoinedNode:
             self.connection.settimeout(ASK_S)
             self._channel.send(question)
             return self._receive()
-        except (OSError, NotWeftError) as error:
+        except (OSError, NotWeftError, FrameError) as error:
             raise ConfigError(
                 f"{preflight.label(self.facts)} does not answer: {error_reason(error)}; see its log",
                 code=NOT_ANSWERING,
@@ -97,6 +98,8 @@ class JoinedNode:
             raise NotWeftError(reason) from None
 
     def _receive(self) -> FromJoined:
+        """Receive a message, which has ASK_S seconds in all, however slowly it comes."""
+        self._channel.deadline_s = time.monotonic() + ASK_S
         try:
             message = next(self._messages, None)
         except TimeoutError:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from weft.cluster.messages import Facts, Speed
+from weft.cluster.preflight import NAME
 from weft.errors import WeftError
 from weft.executors.node_messages import NodeSocket, OtherNodes
 from weft.executors.ray_nodes import RayNodes
@@ -80,7 +81,8 @@ class JoinedGroup:
         nodes = []
         for node in self.nodes:
             node.connection.settimeout(None)
-            about = NodeSocket(node.facts.node, node.facts.host.hostname, node.facts.address, node.connection.detach())
+            name = node.facts.host.hostname[:NAME]
+            about = NodeSocket(node.facts.node, name, node.facts.address, node.connection.detach())
             nodes.append(about)
         return OtherNodes(self._own.address, self._own.interface, tuple(nodes), self._lasting)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import msgspec
 
 from weft.executors.node_messages import (
@@ -58,6 +60,11 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     round_trip_s: float = 0.0
     bytes_per_s: float = 0.0
     problem: str = ""
+
+    @property
+    def possible(self) -> bool:
+        """False for figures that no measurement gives."""
+        return bool(self.problem) or (0 < self.round_trip_s < inf and 0 < self.bytes_per_s < inf)
 
 
 class ListenForPeers(msgspec.Struct, frozen=True, tag=True):

@@ -13,6 +13,7 @@ from weft.formatting import format_bytes
 
 MAX_SKEW_S = 30.0  # difference of clocks; beyond it, logs of several nodes cannot be read together
 MIN_OPEN_FILES = 1024  # files that a process must be allowed to open
+NAME = 253  # characters of a host's name that are shown: the longest of DNS
 MIN_SHM_BYTES = 64 << 20  # bytes free in /dev/shm, for NCCL's buffers between GPUs of a node
 
 
@@ -50,7 +51,7 @@ def fetch_command(config: EngineConfig) -> str:
 
 def label(facts: Facts) -> str:
     """A node in messages to the user."""
-    return f"node {facts.node} ({facts.host.hostname}, {facts.address})"
+    return printable(f"node {facts.node} ({facts.host.hostname:.{NAME}}, {facts.address:.{NAME}})")
 
 
 def _versions(nodes: Sequence[Facts]) -> Iterator[str]:

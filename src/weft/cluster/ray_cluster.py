@@ -31,6 +31,7 @@ from weft.executors.keys import VARIABLE, load_key
 from weft.executors.ray_nodes import RayNodes
 from weft.executors.tls import load_certificate
 from weft.formats.checkpoint import Checkpoint
+from weft.formatting import extra_hint
 from weft.hardware.addresses import check_private
 from weft.hardware.host import Host
 from weft.logs import event_fields
@@ -284,7 +285,7 @@ def _import_ray() -> Any:
     try:
         import ray
     except ImportError:
-        raise ConfigError("Ray is not installed; pip install 'weft[ray]'", code="no-ray") from None
+        raise ConfigError(f"Ray is not installed: {extra_hint('ray')}", code="no-ray") from None
     return ray
 
 

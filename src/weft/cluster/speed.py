@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from weft.cluster.messages import Speed
@@ -42,13 +43,15 @@ class PeerListener:
     def close(self) -> None:
         self._greeter.close()
 
-    def _answer(self, connection: socket.socket, peer: str) -> None:
+    def _answer(self, connection: socket.socket, peer: str) -> Callable[[], None] | None:
         secured = connection
         with suppress(OSError, NotWeftError, WrongKeyError, CertificateError, ConfigError):
             check_private(peer, self._allow_public)
             secured = accept_securely(connection, self._key, self._certificate)
             answer_measurement(secured)
+            return secured.close
         secured.close()
+        return None
 
 
 def listen_for_peers(address: str, settings: NodeSettings) -> PeerListener:
@@ -58,10 +61,10 @@ def listen_for_peers(address: str, settings: NodeSettings) -> PeerListener:
 
 def answer_measurement(connection: socket.socket) -> None:
     """Send PINGS bytes back one by one, then read blocks until the last one, and confirm that."""
-    _prepare(connection)
+    deadline_s = _prepare(connection)
     for _ in range(PINGS):
-        connection.sendall(_receive(connection, 1))
-    while _receive(connection, BLOCK_BYTES)[:1] == MORE:
+        connection.sendall(_receive(connection, 1, deadline_s))
+    while _receive(connection, BLOCK_BYTES, deadline_s)[:1] == MORE:
         pass
     connection.sendall(LAST)
 
@@ -89,32 +92,45 @@ def measure_network(first: int, second: int, address: str, port: int, key: bytes
 
 def _measure(connection: socket.socket) -> tuple[float, float]:
     """Shortest round trip of one byte in seconds, and bytes per second."""
-    _prepare(connection)
+    deadline_s = _prepare(connection)
     round_trips = []
     for _ in range(PINGS):
         began = time.perf_counter()
         connection.sendall(MORE)
-        _receive(connection, 1)
+        _receive(connection, 1, deadline_s)
         round_trips.append(time.perf_counter() - began)
     began, blocks, rest = time.perf_counter(), 1, bytes(BLOCK_BYTES - 1)
     while blocks < MIN_BLOCKS or time.perf_counter() - began < MEASURE_S:
+        _limit(connection, deadline_s)
         connection.sendall(MORE + rest)
         blocks += 1
     connection.sendall(LAST + rest)
-    _receive(connection, 1)
+    _receive(connection, 1, deadline_s)
     return min(round_trips), blocks * BLOCK_BYTES / (time.perf_counter() - began)
 
 
-def _prepare(connection: socket.socket) -> None:
+def _prepare(connection: socket.socket) -> float:
+    """Prepare a connection; return the monotonic time at which the measurement has to be over."""
     connection.settimeout(LIMIT_S)
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return time.monotonic() + LIMIT_S
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
-    """Receive `size` bytes; return the first piece of them. Raises OSError if the other side ends before."""
+def _limit(connection: socket.socket, deadline_s: float) -> None:
+    """Have the next operation end at the deadline. Raises TimeoutError if that has passed."""
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError(f"the measurement takes longer than {LIMIT_S:g} s")
+    connection.settimeout(left_s)
+
+
+def _receive(connection: socket.socket, size: int, deadline_s: float) -> bytes:
+    """Receive `size` bytes; return the first piece of them. Raises OSError if the other side ends before, or is late:
+    however little it sends at a time, it has until the deadline for all."""
     first = b""
     while size:
+        _limit(connection, deadline_s)
         data = connection.recv(min(size, 1 << 16))
         if not data:
             raise ConnectionError("the connection was closed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TypeVar
 
@@ -16,6 +17,7 @@ from weft.comm.base import Group, Links, Solo, StageLink
 from weft.comm.distributed import DistributedGroup, DistributedLink, peers_may_vanish
 from weft.comm.gloo import GlooGroup, GlooLink
 from weft.comm.line import Edge, JoinedLink, SharedMemoryLink
+from weft.comm.listeners import closing_listeners
 from weft.comm.shared import SharedMemoryGroup
 from weft.comm.threads import Threads
 from weft.comm.trial import connect_symmetric
@@ -25,6 +27,8 @@ from weft.plan.wiring import EdgeFiles, File, Rendezvous, SharedMemory, Tcp, Wir
 # Collectives do not time out: the executor notices at once if a rank dies, and a rank that loads for long is not dead.
 NEVER = timedelta(days=365)
 CONNECT = timedelta(seconds=30)  # to rank 0, which has been reached once
+
+LAZY_VARIABLE = "TORCH_GLOO_LAZY_INIT"  # with it, gloo connects two ranks in their first operation
 
 Ranks = Sequence[int]
 Link = TypeVar("Link", Group, StageLink)
@@ -59,7 +63,8 @@ class Site:
             with peers_may_vanish():
                 self._listening = self._listener.fileno() if self._listener else None
                 self._store = open_store(self._rendezvous, self._listener, size)
-                dist.init_process_group("gloo", store=self._store, rank=self.rank, world_size=size, timeout=NEVER)
+                with closing_gloo("gloo"):
+                    dist.init_process_group("gloo", store=self._store, rank=self.rank, world_size=size, timeout=NEVER)
         return self._store
 
     def process_group(self, backend: str, partition: Sequence[Ranks]) -> dist.ProcessGroup:
@@ -67,13 +72,13 @@ class Site:
         self.join_world()
         if isinstance(self.wiring, SharedMemory):
             # The other groups may need none.
-            with peers_may_vanish():
+            with peers_may_vanish(), closing_gloo(backend):
                 own = list(self.own(partition))
                 group: dist.ProcessGroup = dist.new_group(
                     own, backend=backend, timeout=NEVER, use_local_synchronization=True
                 )
                 return group
-        with peers_may_vanish():
+        with peers_may_vanish(), closing_gloo(backend):
             groups = [dist.new_group(list(ranks), backend=backend, timeout=NEVER) for ranks in partition]
         return next(group for group, ranks in zip(groups, partition, strict=True) if self.rank in ranks)
 
@@ -94,6 +99,16 @@ class Site:
     def own(self, partition: Sequence[Ranks]) -> Ranks:
         """The part of a partition that this rank is in."""
         return next(ranks for ranks in partition if self.rank in ranks)
+
+
+def closing_gloo(backend: str) -> AbstractContextManager[None]:
+    """A context in which process groups are created: at its end, gloo listens no longer.
+
+    Each rank of a group is connected to every other one then, unless the user has told torch to connect later. Gloo can
+    check nobody's key, and keeps what anybody connects to it; without descriptors it ends the process.
+    """
+    connects_later = os.environ.get(LAZY_VARIABLE, "0").lower() not in ("", "0", "false", "n", "no")
+    return nullcontext() if backend != "gloo" or connects_later else closing_listeners()
 
 
 def open_store(rendezvous: Rendezvous | None, listener: socket.socket | None, size: int) -> Store:

@@ -58,6 +58,10 @@ class BlockPool(Protocol):
         """Drop a reference to each block of a request's table, given in the table's order."""
         ...
 
+    def forget(self, group: int, digests: Iterable[bytes]) -> None:
+        """Forget these digests, so that their blocks are matched no more; held blocks stay held."""
+        ...
+
     def forget_content(self) -> None:
         """Forget the digests of all blocks, so that none is matched; held blocks stay held."""
         ...
@@ -139,6 +143,16 @@ class NumberedBlocks:
                 else:
                     self._cached[block] = None
 
+    def forget(self, group: int, digests: Iterable[bytes]) -> None:
+        for digest in digests:
+            block = self._blocks.pop((group, digest), None)
+            if block is None:
+                continue
+            self._keys[block] = None
+            if self.references[block] == 0:
+                del self._cached[block]
+                self._plain.append(block)
+
     def forget_content(self) -> None:
         self._plain += self._cached
         self._cached.clear()
@@ -185,6 +199,9 @@ class CountedBlocks:
         return [0] * count
 
     def register(self, group: int, block: int, digest: bytes) -> None:
+        """Do nothing: there is no prefix cache."""
+
+    def forget(self, group: int, digests: Iterable[bytes]) -> None:
         """Do nothing: there is no prefix cache."""
 
     def forget_content(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NoReturn, Protocol, cast
 from weft.config import EngineConfig
 from weft.core.commands import Command, CommandExecutor, CommandQueue, Replies, ResetPrefixCache
 from weft.core.fair import FairScheduler
-from weft.core.grammar import Grammars, Matcher
+from weft.core.grammar import FAILED, PARAM, Grammars, Matcher
 from weft.core.groups import GroupedScheduler
 from weft.core.kv import KVManager
 from weft.core.pace import FairPace, Pace
@@ -99,7 +99,7 @@ class EngineCore:
             self.scheduler.add(request)
             return
         if self._grammars is None:
-            raise RequestError("this engine has no grammars", param="structured_outputs", code="no-structured-outputs")
+            raise RequestError("this engine has no grammars", param=PARAM, code="no-structured-outputs")
         self.scheduler.add(request, prepared=False)
         future = self._grammars.compile(request.grammar, list(request.answered))
         self._compiling[future] = request.id
@@ -113,7 +113,9 @@ class EngineCore:
             self._scheduled_s.pop(id, None)
         # A later request may have one of these ids, and its own grammar.
         gone = set(ids)
-        self._compiling = {future: id for future, id in self._compiling.items() if id not in gone}
+        for future in [future for future, id in self._compiling.items() if id in gone]:
+            del self._compiling[future]
+            future.cancel()  # one that has begun goes on, for nobody
         self._uncompiled = [output for output in self._uncompiled if output.id not in gone]
 
     def call(self, command: Command | ResetPrefixCache) -> Future[Replies]:
@@ -168,8 +170,7 @@ class EngineCore:
                 self.scheduler.mark_prepared(id, future.result())
             elif self.scheduler.knows(id):
                 self.scheduler.abort([id])
-                code = error.code if isinstance(error, WeftError) else "grammar-failed"
-                self._uncompiled.append(Output(id, [], [], finish_reason="error", error=SlotFailure(code, str(error))))
+                self._uncompiled.append(Output(id, [], [], finish_reason="error", error=_grammar_failure(error)))
 
     def take_uncompiled(self) -> list[Output]:
         """Outputs of the requests that ended because their grammars could not be compiled, once."""
@@ -221,6 +222,17 @@ class EngineCore:
         self.failure = error
         self.commands.fail(error)
         raise error
+
+
+def _grammar_failure(error: BaseException) -> SlotFailure:
+    """The reason that a request ends whose grammar could not be compiled: its own fault, or that of the model's files.
+
+    The caller's side has checked it, but this process may come to another result.
+    """
+    if not isinstance(error, WeftError):
+        return SlotFailure(FAILED, f"the grammar cannot be compiled: {error!s:.300}", PARAM)
+    at_fault = (error.param or PARAM) if isinstance(error, RequestError) else ""
+    return SlotFailure(error.code, str(error), at_fault)
 
 
 def _rows(step: EngineStep) -> int:

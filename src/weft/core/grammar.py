@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
+PARAM = "structured_outputs"  # field of a request to which its grammar belongs
+FAILED = "grammar-failed"  # code of a grammar that was compiled and cannot go on
+
 
 class Matcher(Protocol):
     """The place of one answer in its grammar."""

@@ -295,6 +295,19 @@ class KVManager:
                 group.pool.register(group.number, table[index], digests[index])
         sequence.registered = full
 
+    def forget_text(self, sequence: Sequence) -> None:
+        """Let no sequence reuse the blocks of this one's text, whoever has filled them.
+
+        Sequences that hold such blocks keep them. To be called once this one's tables are closed, which registers
+        blocks.
+        """
+        if not self.caching:
+            return
+        assert not sequence.blocks
+        digests = sequence.digests(len(sequence.tokens) // self.block_size, self.block_size)
+        for group in self.groups:
+            group.pool.forget(group.number, digests)
+
     def forget_content(self) -> None:
         """Let no sequence reuse what was computed before; running sequences keep their blocks."""
         for group in self.groups:

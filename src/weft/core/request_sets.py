@@ -9,6 +9,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from weft.core.drafts import discard_drafts
 from weft.core.grammar import Grammars, Matcher
 from weft.core.kv import KVManager
 from weft.core.request import Request, Stats, check_prompt_length, duplicate_id_error, queue_full_error
@@ -194,6 +195,9 @@ class RequestSets:
         self._counters.preemptions += 1
         self._discard_ready(sequence)
         self._stop_running(sequence)
+        if sequence.proposer:
+            # Readmitted, it samples a token before a draft model's next tokens for it come.
+            discard_drafts(sequence)
         self._queue.push(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
@@ -203,6 +207,13 @@ class RequestSets:
         self._pooling.discard(sequence.request.id)
         if sequence.slot >= 0:
             self._stop_running(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        """Finish a request whose last step has brought its end. If it was preempted meanwhile, it leaves the queue."""
+        waits = sequence.slot < 0 and sequence.request.id not in self._pooling
+        self._finish(sequence)
+        if waits:
+            self._queue.discard_done()
 
     def _stop_running(self, sequence: Sequence) -> None:
         """Release a running sequence's slot and blocks."""

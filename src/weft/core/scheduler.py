@@ -290,11 +290,21 @@ class Scheduler(RequestSets):
         return outputs
 
     def _fail_rows(self, flight: Flight, failed: Mapping[int, SlotFailure]) -> list[Output]:
-        """End the requests of the slots in `failed`, each with its reason; the others go on."""
+        """End the requests of the slots in `failed`, each with its reason; the others go on.
+
+        The blocks that a failed row has read and written may hold NaN: nothing of its text stays in the prefix cache,
+        even if the request was aborted meanwhile. Requests that share such blocks keep them. If NaN is in these blocks, the rows
+        fail by themselves, and otherwise nothing is wrong with them.
+        """
         outputs = []
         for slot, sequence in zip(flight.plan.slots, flight.rows, strict=True):
-            if slot in failed and not sequence.done:
-                self._finish(sequence)
+            if slot not in failed:
+                continue
+            ended = sequence.done
+            if not ended:
+                self._end(sequence)
+            self.kv.forget_text(sequence)
+            if not ended:
                 outputs.append(Output(sequence.request.id, [], [], finish_reason="error", error=failed[slot]))
         return outputs
 
@@ -304,7 +314,7 @@ class Scheduler(RequestSets):
         for slot, sequence in zip(flight.plan.slots, flight.rows, strict=True):
             if slot in pooled and not sequence.done:
                 self._counters.prompt_tokens += sequence.prompt_length
-                self._finish(sequence)
+                self._end(sequence)
                 cached = sequence.cached or 0
                 id = sequence.request.id
                 outputs.append(Output(id, [], [], "stop", cached_tokens=cached, pooled=pooled[slot]))
@@ -315,7 +325,7 @@ class Scheduler(RequestSets):
             self._counters.prompt_tokens += sequence.prompt_length
         output = sequence.append_samples(samples)
         if output.finish_reason:
-            self._finish(sequence)
+            self._end(sequence)
         elif sequence.slot >= 0 and sequence.may_continue(self.lookahead):
             self._await_turn(sequence)
         return output

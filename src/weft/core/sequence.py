@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from weft.core import grammar
 from weft.core.blocks import block_digest
 from weft.core.grammar import Matcher
 from weft.core.request import Output, Request
@@ -110,7 +111,11 @@ class Sequence:
         request, tokens = self.request, self.tokens
         output = Output(request.id, [], [], cached_tokens=self.cached or 0)
         if len(tokens) == self.prompt_length and request.params.prompt_logprobs is not None:
-            output.prompt_logprobs = self.prompt_logprobs
+            output.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, []
+        if self.matcher is not None and self.matcher.error is not None:
+            # The masks of these samples could not be computed: they allow an end token at most.
+            self._fail(self.matcher.error, output)
+            return output
         for token, logprob in samples:
             tokens.append(token)
             output.tokens.append(token)
@@ -126,16 +131,20 @@ class Sequence:
                 break
         return output
 
-    @staticmethod
-    def _follow(matcher: Matcher, token: int, output: Output) -> bool:
+    def _follow(self, matcher: Matcher, token: int, output: Output) -> bool:
         """Go on by a token in the grammar of the answer. Returns False if the answer ends there."""
         matcher.accept(token)
         if matcher.error is not None:
-            output.finish_reason = "error"
-            output.error = SlotFailure("grammar-failed", f"the answer's grammar failed: {matcher.error}")
+            self._fail(matcher.error, output)
         elif matcher.ended:
             output.finish_reason = "stop"
         return output.finish_reason is None
+
+    @staticmethod
+    def _fail(error: str, output: Output) -> None:
+        """End the answer with the error of its grammar."""
+        output.finish_reason = "error"
+        output.error = SlotFailure(grammar.FAILED, f"the answer's grammar failed: {error}", grammar.PARAM)
 
 
 class Flight:

@@ -90,10 +90,14 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 
 class SlotFailure(msgspec.Struct, array_like=True, frozen=True):
-    """The reason that one request ends while the others go on. `code` is that of a WeftError."""
+    """The reason that one request ends while the others go on. `code` is that of a WeftError.
+
+    `param` is the field of the request that is at fault, "" if none is.
+    """
 
     code: str
     reason: str
+    param: str = ""
 
 
 class StepResult(msgspec.Struct, array_like=True):

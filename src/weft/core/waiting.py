@@ -28,10 +28,7 @@ class OrderedQueue:
 
         None if there is none, or if a step in flight has tokens for it: it was preempted in the middle of that step.
         """
-        heap = self._heap
-        while heap and heap[0][1].done:  # preempted, and then its last step ended it
-            heappop(heap)
-        return heap[0][1] if heap and not heap[0][1].outstanding else None
+        return self._heap[0][1] if self._heap and not self._heap[0][1].outstanding else None
 
     def pop(self, sequence: Sequence) -> None:
         """Remove the request that `first` returned."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+
+log = logging.getLogger("weft")
 
 BEAT_S, LATE_BEAT_S = 0.5, 2.0  # seconds between two heartbeats; the longest time between them that counts in full
 # A link that is back within 5 s costs time only: TCP repeats what was lost up to 3.2 s later.
@@ -21,7 +24,7 @@ class Watch:
     """Calls `beat` every BEAT_S seconds, and `silent` once if `heard` has not been called for SILENCE_S seconds."""
 
     def __init__(self, beat: Callable[[], None], silent: Callable[[], None], name: str) -> None:
-        self._beat, self._silent = beat, silent
+        self._beat, self._silent, self._name = beat, silent, name
         self._heard_s = time.monotonic()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._beat_until_closed, name=f"weft-beat-{name}", daemon=True)
@@ -50,7 +53,10 @@ class Watch:
             if now - self._heard_s > SILENCE_S:
                 self._silent()
                 return
-            self._beat()
+            try:
+                self._beat()
+            except Exception:  # without the thread, the other side would count this one as silent
+                log.exception("a heartbeat to the %s failed", self._name)
             looked_s = now
 
 

@@ -111,6 +111,8 @@ class ForkClient:
             )
             with self._lock:
                 pid, pidfd = self._converse(request, [writing, writing, *files, their_gate.fileno()])
+                # The status of an earlier process with this number, for which nobody has asked again.
+                self._statuses.pop(pid, None)
             with contextlib.suppress(OSError):  # it has been killed meanwhile
                 gate.send(b"\0")
         except OSError as error:
@@ -278,10 +280,13 @@ class ForkedProcess:
         return self.returncode
 
     def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: int) -> None:
         with self._lock:
             if self._pidfd is not None:
                 with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+                    signal.pidfd_send_signal(self._pidfd, number)
 
 
 def read_variables(environment: Mapping[str, str]) -> dict[str, str]:

@@ -36,6 +36,10 @@ class ChildProcess(Protocol):
 
     def kill(self) -> None: ...
 
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended: its number may be another one's by now."""
+        ...
+
 
 def start_process(
     module: str,

@@ -7,6 +7,7 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
@@ -38,11 +39,12 @@ def encode_frame(message: msgspec.Struct) -> bytes:
     return bytes(buffer)
 
 
-def check_size(size: int) -> int:
-    """Return `size`, in bytes. Raises FrameError if no frame may be that large."""
-    if size > MAX_FRAME:
+def check_size(size: int, *, most: int | None = None) -> int:
+    """Return `size`, in bytes. Raises FrameError if no frame, or none here, may be that large."""
+    limit = MAX_FRAME if most is None else min(most, MAX_FRAME)
+    if size > limit:
         raise FrameError(
-            f"a message of {size:,} bytes is over the limit of {MAX_FRAME:,} bytes between processes; "
+            f"a message of {size:,} bytes is over the limit of {limit:,} bytes between processes; "
             "ask for fewer logprobs, or send fewer or shorter prompts at once",
             code="message-too-large",
         )
@@ -52,10 +54,11 @@ def check_size(size: int) -> int:
 class FrameDecoder(Generic[M]):
     """Decodes a stream, received in any pieces, into the structs of `messages`, a tagged union.
 
-    A frame that the end of the stream cuts off is dropped: its sender has died.
+    A frame that the end of the stream cuts off is dropped: its sender has died. `most` is a lower limit on frames.
     """
 
-    def __init__(self, messages: Any) -> None:
+    def __init__(self, messages: Any, *, most: int | None = None) -> None:
+        self._most = most
         with _building:
             self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(messages)
         self._buffer = bytearray()
@@ -64,14 +67,14 @@ class FrameDecoder(Generic[M]):
         """Yield the messages that `data` completes. Raises FrameError."""
         self._buffer += data
         while len(self._buffer) >= LENGTH.size:
-            stop = LENGTH.size + check_size(*LENGTH.unpack_from(self._buffer))
+            stop = LENGTH.size + check_size(*LENGTH.unpack_from(self._buffer), most=self._most)
             if len(self._buffer) < stop:
                 return
             body = bytes(self._buffer[LENGTH.size : stop])
             del self._buffer[:stop]
             try:
                 yield self._decoder.decode(body)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, RecursionError) as error:
                 raise FrameError(
                     f"a message that this process does not know: {error}", code="unknown-message"
                 ) from error
@@ -80,12 +83,14 @@ class FrameDecoder(Generic[M]):
 class Channel(Generic[M]):
     """One end of a socket pair. It sends any struct; iterating yields what comes in, until the other end is gone.
 
-    One thread may receive while another sends. A limit that the socket has (`settimeout`) raises TimeoutError.
+    One thread may receive while another sends. A limit that the socket has (`settimeout`) raises TimeoutError, and so
+    does the end of `deadline_s`, a monotonic time. `most` is a lower limit on frames that come in.
     """
 
-    def __init__(self, end: socket.socket, messages: Any) -> None:
+    def __init__(self, end: socket.socket, messages: Any, *, most: int | None = None) -> None:
         self.socket = end
-        self._decoder: FrameDecoder[M] = FrameDecoder(messages)
+        self.deadline_s: float | None = None
+        self._decoder: FrameDecoder[M] = FrameDecoder(messages, most=most)
 
     def send(self, message: msgspec.Struct) -> None:
         """Send a message. Raises OSError if the other end is gone."""
@@ -130,6 +135,11 @@ class Channel(Generic[M]):
         self.socket.close()
 
     def _receive(self) -> bytes:
+        if self.deadline_s is not None:
+            left_s = self.deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError("the message has not come in time")
+            self.socket.settimeout(left_s)
         try:
             return self.socket.recv(RECEIVE_BYTES)
         except TimeoutError as error:

@@ -28,7 +28,7 @@ from weft.executors.fork_client import ForkClient
 from weft.executors.forks import start_process
 from weft.executors.framing import Channel, FrameError, encode_frame
 from weft.executors.lifeline import die_with
-from weft.executors.liveness import Alive, Heartbeat
+from weft.executors.liveness import Alive, Heartbeat, catches_signal
 from weft.executors.open_sockets import open_sockets
 
 M = TypeVar("M")
@@ -94,9 +94,12 @@ class Child(Generic[M]):
         self.process.kill()
 
     def print_stacks(self) -> None:
-        """Have the child print the stacks of its threads, unless it has ended."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid, STACKS_SIGNAL)
+        """Have the child print the stacks of its threads, unless it has ended or does not listen for the signal yet.
+
+        The signal would end a child that has no handler.
+        """
+        if catches_signal(self.process.pid, STACKS_SIGNAL):
+            self.process.send_signal(STACKS_SIGNAL)
 
     def describe_exit(self) -> ExitReason:
         """Return the reason why a child ended, whose socket has closed without a last message."""

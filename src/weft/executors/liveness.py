@@ -69,6 +69,18 @@ def read_times(pid: int) -> ProcessTimes | None:
         return None
 
 
+def catches_signal(pid: int, number: int) -> bool:
+    """Return True if a process has a handler for a signal; also on a system without /proc, where nobody can tell."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text("utf-8", "replace")
+    except FileNotFoundError:
+        return not Path("/proc/self/status").exists()
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
 def read_other_work(pid: int) -> int:
     """Number that grows while a process reads files from a disk, or while processes compute that its main thread has
     started, such as compilers; 0 on a system without /proc."""

@@ -135,8 +135,9 @@ class NodeRanks:
         self._send(RankLost(cause))
 
     def _beat(self) -> None:
-        phases = self._processes.phases
-        states = [RankState(rank, phase, self._steps[rank]) for rank, phase in phases.items()]
+        # A copy: the thread that starts the ranks adds to it.
+        phases = list(self._processes.phases.items())
+        states = [RankState(rank, phase, self._steps[rank]) for rank, phase in phases]
         # Never waiting for a head that takes nothing: its silence has to be noticed meanwhile.
         self._channel.offer(Beat(states), self._sending)
 

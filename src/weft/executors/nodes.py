@@ -35,7 +35,7 @@ from weft.executors.processes import ProcessExecutor
 from weft.executors.rank import WORKER
 from weft.executors.rank_processes import NodeWirings, network_environment
 from weft.executors.rank_watch import watch_silence
-from weft.executors.ranks import CLOSED
+from weft.executors.ranks import CLOSED, OTHER_CODE
 from weft.plan.plan import Plan
 from weft.plan.wiring import Tcp
 
@@ -149,11 +149,18 @@ class NodesExecutor(ProcessExecutor):
         """Handle a message from another node."""
         match message:
             case RankMessage(rank, inner):
-                self._take_message(rank, inner)
+                if self._has_rank(link, rank):
+                    self._take_message(rank, inner)
+                else:
+                    reason = f"{link.about.label} sent a message of rank {rank}, which it does not have"
+                    self._fail(self._cause_of_node(link, "unexpected-message", reason, OTHER_CODE))
             case RankLost(cause):
                 self._fail(cause)
             case Beat(states):
-                link.states = states
+                link.states = [state for state in states if self._has_rank(link, state.rank)]
+
+    def _has_rank(self, link: NodeLink, rank: int) -> bool:
+        return 0 <= rank < len(self._node_of) and self._node_of[rank] == link.about.node
 
     def _take_message(self, rank: int, message: FromRank) -> None:
         if isinstance(message, Loaded):

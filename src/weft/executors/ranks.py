@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from weft.core.commands import CaptureGraph, Command, GraphsLeft, Replies, Reply
 from weft.core.step import EngineStep, LockStep, LockStepResult, StepPlan, StepResult
-from weft.errors import CORE, Cause, EngineError
+from weft.errors import CORE, Cause, EngineError, WeftError
 from weft.executors.base import Ready
 from weft.executors.liveness import STEP, Work
 from weft.executors.messages import (
@@ -55,6 +55,20 @@ CLOSED = Cause(
     cause="the engine was closed; the requests that ran were ended",
 )
 IDLE_S = 0.1  # after so many seconds without a step, no request runs or waits
+
+
+PHASE_CHARACTERS = 40  # of a phase that a rank names
+OTHER_CODE = "install the same Weft on all nodes; if it is, this is a bug, or that node is not to be trusted"
+
+
+class UnexpectedMessageError(WeftError):
+    """A message that a rank of this version does not send at this time."""
+
+    def __init__(self, message: object) -> None:
+        super().__init__(
+            f"sent a message that nobody has asked for, or with impossible values ({type(message).__name__})",
+            code="unexpected-message",
+        )
 
 
 @dataclass(eq=False)
@@ -95,6 +109,7 @@ class RankExecutor(ABC):
         self._pending: deque[PendingStep] = deque()
         self._calls: deque[PendingCall] = deque()
         self._heard = 0  # messages of the ranks, each a sign of progress of a start or a command
+        self._listening = False  # rank 0 has said where
         self._starting = False  # all ranks have been launched, and `_awaited` are to report the end of a phase
         self._awaited: set[int] = set()
         self._submitted = 0
@@ -208,33 +223,48 @@ class RankExecutor(ABC):
             return Work(self._phases[min(awaited, default=0)], (None, self._heard), awaited)
 
     def _take_message(self, rank: int, message: FromRank) -> None:
-        """Handle a message from a rank."""
+        """Handle a message from a rank. One that nobody has asked for is a failure of the rank.
+
+        On another machine that rank may run other code. Its messages must neither end the thread that listens to it,
+        nor be kept for ever.
+        """
         self._heard += 1
+        try:
+            self._handle_message(rank, message)
+        except UnexpectedMessageError as error:
+            self._fail(Cause(rank=rank, phase=self._phases[rank], code=error.code, cause=str(error), hint=OTHER_CODE))
+
+    def _handle_message(self, rank: int, message: FromRank) -> None:
         match message:
             case StepDone(result):
                 self._take_result(self._group_of[rank], result)
             case CommandDone(reply):
                 self._take_reply(rank, reply)
-            case Loading(number, done, read):
-                self._reading.update(number, done, read)
-            case Capturing(number, done, total):
-                self._captures.update(number, done, total)
-            case Listening():
+            case Loading(number, done, read) if number == rank:
+                self._reading.update(rank, done, read)
+            case Capturing(number, done, total) if number == rank:
+                self._captures.update(rank, done, total)
+            case Listening() if rank == 0 and not self._listening:
+                self._listening = True
                 self._reports.put(message)
-            case Loaded() | Allocated():
+            case Loaded() | Allocated() if rank in self._awaited and _is_possible(rank, message):
                 self._awaited.discard(rank)
                 self._reports.put(message)
             case PhaseEntered(phase):
-                self._phases[rank] = phase
+                self._phases[rank] = phase[:PHASE_CHARACTERS]
             case Failed(cause, lost_peer):
                 self._fail(cause, lost_peer)
+            case _:
+                raise UnexpectedMessageError(message)
 
     def _take_result(self, group: int, result: StepResult) -> None:
         """Take a group's result of the first step of which it has not returned one."""
         with self._lock:
             if self._ended is not None:
                 return
-            pending = next(pending for pending in self._pending if group not in pending.results)
+            pending = next((pending for pending in self._pending if group not in pending.results), None)
+            if pending is None:
+                raise UnexpectedMessageError(result)
             pending.results[group] = result
             if len(pending.results) < len(self._groups):
                 return
@@ -249,7 +279,9 @@ class RankExecutor(ABC):
         with self._lock:
             if self._ended is not None:
                 return
-            call = next(call for call in self._calls if rank not in call.replies)
+            call = next((call for call in self._calls if rank not in call.replies), None)
+            if call is None:
+                raise UnexpectedMessageError(reply)
             call.replies[rank] = reply
             if len(call.replies) < len(self._phases):
                 return
@@ -339,9 +371,22 @@ class RankExecutor(ABC):
             report = self._reports.get()
             if isinstance(report, Cause):
                 raise EngineError(report)
-            assert isinstance(report, kind)
+            if not isinstance(report, kind):
+                error = UnexpectedMessageError(report)
+                raise EngineError(
+                    Cause(rank=CORE, phase="start", code=error.code, cause=f"a rank {error}", hint=OTHER_CODE)
+                )
             reports.append(report)
         return reports
+
+
+def _is_possible(rank: int, message: Loaded | Allocated) -> bool:
+    """Return True if a rank's report can be true: the number of KV blocks of all ranks is computed from it."""
+    if isinstance(message, Allocated):
+        return message.uncaptured >= 0
+    capacity = message.capacity
+    sizes = (capacity.weight_bytes, capacity.activation_bytes)
+    return capacity.rank == rank and capacity.block_bytes > 0 and min(sizes) >= 0
 
 
 def compile_ahead(plan: Plan) -> None:

@@ -32,7 +32,7 @@ from weft.executors.rank_processes import rank_environment
 from weft.executors.ranks import RankExecutor
 from weft.executors.ray_actor import RankActor
 from weft.executors.ray_nodes import ENGINE_NAME, NODE_LABEL, Attached, FromActor, Present, RayNodes
-from weft.executors.secure import Complaints, Greeter, accept_securely
+from weft.executors.secure import PER_ADDRESS, Complaints, Greeter, accept_securely
 from weft.plan.plan import Plan
 from weft.plan.wiring import Network, Tcp
 
@@ -95,7 +95,9 @@ class RayExecutor(RankExecutor):
         self._reserve(plan)
         family = socket.AF_INET6 if ":" in self._nodes.address else socket.AF_INET
         listener = socket.create_server((self._nodes.address, 0), family=family)
-        greeter = Greeter(listener, self._greet, "weft-ray-door")
+        # All actors of a machine connect at once, and none tries again.
+        most = max(PER_ADDRESS, len(plan.places))
+        greeter = Greeter(listener, self._greet, "weft-ray-door", per_address=most)
         greeter.start()
         try:
             self._start_actors(plan, listener.getsockname()[1])
@@ -203,6 +205,9 @@ class RayExecutor(RankExecutor):
         while len(self._attached) < count:
             with contextlib.suppress(Empty):
                 attached = self._came.get(timeout=LOOK_S)
+                if attached.about.rank in self._attached or attached.about.rank not in range(count):
+                    attached.channel.close()  # no rank of ours
+                    continue
                 self._attached[attached.about.rank] = attached
                 attached.thread.start()
                 attached.watch.start()

@@ -68,7 +68,7 @@ class RanksProgress(ABC):
         return max(time.monotonic() - self._began, 1e-3)
 
     def _share(self) -> float:
-        return sum(self._done.values()) / max(sum(self._total.values()), 1)
+        return min(1.0, max(0.0, sum(self._done.values()) / max(sum(self._total.values()), 1)))
 
 
 class ReadingProgress(RanksProgress):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from weft.errors import error_reason
 from weft.executors.keys import (
@@ -21,7 +23,11 @@ from weft.executors.keys import (
 from weft.executors.tls import start_tls
 
 FIRST_BYTE = b"\x16"  # first byte of a TLS connection: a record of its handshake
-MAX_GREETED = 64  # connections that prove their key at the same time
+MAX_GREETED = 64  # connections of unknown addresses that prove their key at the same time
+# The most of these that one address has: a quarter, so that one machine cannot take all. A node opens one for each of
+# its replicas, and tries again if it is refused.
+PER_ADDRESS = 16
+MAX_KNOWN = 1024  # addresses that have proved the key, of which the last are remembered: more than there are nodes
 QUIET_S = 10.0  # seconds between two lines about refused connections from one address
 MAX_PEERS = 1024  # addresses remembered for QUIET_S
 AGAIN_S = 0.1  # after a connection that could not be accepted
@@ -105,16 +111,57 @@ class Complaints:
 Greet = Callable[[socket.socket, str], Callable[[], object] | None]
 
 
+class Places:
+    """Places of the connections that prove their key at the same time.
+
+    Unknown addresses share MAX_GREETED, each has `per_address` of them at most. An address that has proved the key
+    before has `per_address` places of its own: no number of strangers keeps it out.
+    """
+
+    def __init__(self, per_address: int = PER_ADDRESS) -> None:
+        self._per_address = per_address
+        self._lock = threading.Lock()  # guards the next
+        self._known: OrderedDict[str, None] = OrderedDict()
+        self._taken: Counter[tuple[bool, str]] = Counter()  # by whether the address was known then
+        self._strangers = 0
+
+    def take(self, address: str) -> Callable[[], None] | None:
+        """Take a place; return the function that gives it back, or None if there is none for this address."""
+        with self._lock:
+            known = address in self._known
+            full = not known and self._strangers >= MAX_GREETED
+            if full or self._taken[known, address] >= self._per_address:
+                return None
+            self._taken[known, address] += 1
+            self._strangers += not known
+            return partial(self._give_back, known, address)
+
+    def remember(self, address: str) -> None:
+        """Note that an address has proved the key."""
+        with self._lock:
+            self._known[address] = None
+            self._known.move_to_end(address)
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+
+    def _give_back(self, known: bool, address: str) -> None:
+        with self._lock:
+            self._strangers -= not known
+            self._taken[known, address] -= 1
+            if not self._taken[known, address]:
+                del self._taken[known, address]
+
+
 class Greeter:
     """Accepts connections at a listener and greets each in a thread of its own, so that none waits for another.
 
     `greet` gets a connection and its peer's address, and closes the connection, or returns a function that takes it
-    over. Beyond MAX_GREETED at a time, further ones are closed.
+    over: its peer has proved the key. Connections for which there is no place are closed.
     """
 
-    def __init__(self, listener: socket.socket, greet: Greet, name: str) -> None:
+    def __init__(self, listener: socket.socket, greet: Greet, name: str, *, per_address: int = PER_ADDRESS) -> None:
         self._listener, self._greet = listener, greet
-        self._slots = threading.BoundedSemaphore(MAX_GREETED)
+        self._places = Places(per_address)
         self._lock = threading.Lock()  # guards the next
         self._greeting: dict[socket.socket, threading.Thread] = {}
         self._closed = threading.Event()
@@ -145,20 +192,23 @@ class Greeter:
             except OSError:  # closed, or one that has gone before it was accepted
                 self._closed.wait(AGAIN_S)
                 continue
-            if not self._slots.acquire(blocking=False):
+            give_back = self._places.take(peer[0])
+            if give_back is None:
                 connection.close()
                 continue
-            thread = threading.Thread(target=self._greet_peer, args=(connection, peer[0]), daemon=True)
+            thread = threading.Thread(target=self._greet_peer, args=(connection, peer[0], give_back), daemon=True)
             with self._lock:
                 self._greeting[connection] = thread
             thread.start()
 
-    def _greet_peer(self, connection: socket.socket, peer: str) -> None:
+    def _greet_peer(self, connection: socket.socket, peer: str, give_back: Callable[[], None]) -> None:
         take_over: Callable[[], object] | None = None
         try:
             take_over = self._greet(connection, peer)
         finally:
-            self._slots.release()
+            if take_over:
+                self._places.remember(peer)
+            give_back()
             with self._lock:  # `close` ends the connection, or it is taken over
                 del self._greeting[connection]
                 if take_over:

@@ -20,12 +20,13 @@ from weft.architectures.library import PREFIX, LibraryModel
 from weft.architectures.shape import Attention, Dense, DType, LayerSpec, ModelShape, Rope
 from weft.errors import ModelError
 from weft.formats.fields import Fields
+from weft.formatting import extra_hint
 
 DESCRIBER = "weft.models.library.describe"
 SECONDS = 300  # the child's limit; it takes a few
 NAMES = "models/auto/modeling_auto.py"  # of Transformers: the classes that it knows
 OLDEST = 5  # major version of Transformers whose classes describe their cuts and let their attention be replaced
-EXTRA = "pip install 'weft[transformers]'"
+EXTRA = extra_hint("transformers")
 
 
 class LibraryReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -140,7 +140,7 @@ class Accounts:
             log.error("a reservation of %s stays: the ledger cannot be written: %s", reservation.upstream, error)
 
     def leave(self, exchange: Exchange) -> None:
-        """Settle a request that has ended. Raises sqlite3.Error if that cannot be written; its rates count no less."""
+        """Settle a request that has ended. If that cannot be written, the whole amount stays reserved."""
         if exchange.reservation is None and not exchange.entered:
             return
         taken = usage_of(exchange) or Amount(exchange.prompt_tokens, tokens_of(exchange))
@@ -150,6 +150,8 @@ class Accounts:
                 taken = self._taken(exchange, replica, reservation.amount)
                 self.ledger.settle(reservation, taken)
                 exchange.reservation = None
+        except sqlite3.Error as error:
+            log.error("a reservation of %s stays: the ledger cannot be written: %s", exchange.upstream, error)
         finally:
             if exchange.entered:
                 exchange.entered = False

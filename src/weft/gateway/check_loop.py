@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 from weft.gateway.checks import check_health, read_models
 from weft.gateway.config import Timeouts
@@ -19,6 +20,8 @@ from weft.logs import event_fields
 log = logging.getLogger("weft.gateway")
 
 CHECK_EVERY_S = 2.0
+ILL_AT_ONCE = 100  # ill replicas that are checked in a round: thousands that are dead must not keep the loop busy
+CHUNK = 25  # checks that begin before requests get their turn
 MODELS_EVERY_S = 30.0  # seconds between two looks at the models of a replica; at once after it has recovered
 
 
@@ -32,7 +35,7 @@ class CheckLoop:
     """Checks all replicas of a fleet, looks at `watches` and calls `also`, every CHECK_EVERY_S seconds.
 
     Each of these is a task of its own, and begins anew once it has ended: one that waits delays no other. A replica is
-    checked without a pause if no other one can take its requests.
+    checked without a pause if no other one can take its requests, in turn if they are more than ILL_AT_ONCE.
     """
 
     def __init__(
@@ -46,6 +49,8 @@ class CheckLoop:
         self._running: dict[Hashable, asyncio.Task[None]] = {}
         self._due: dict[Replica, float] = {}  # for a look at its models
         self._logged = ""
+        self._round = 0
+        self._checked: WeakKeyDictionary[Replica, int] = WeakKeyDictionary()  # the last round of an ill replica
         self._hurry = asyncio.Event()
 
     def look_now(self) -> None:
@@ -56,7 +61,7 @@ class CheckLoop:
         """Check until it is cancelled."""
         try:
             while True:
-                self.begin_round()
+                await self.begin_round()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(CHECK_EVERY_S):
                         await self._hurry.wait()
@@ -67,21 +72,34 @@ class CheckLoop:
 
     async def round(self) -> None:
         """Check everything once, and wait for the end."""
-        self.begin_round()
+        await self.begin_round()
         await asyncio.gather(*self._running.values())
 
-    def begin_round(self) -> None:
+    async def begin_round(self) -> None:
         """Begin what does not run yet."""
         self._begin("also", self._call_also)
         for number, watch in enumerate(self._watches):
             self._begin(number, watch.look)
-        replicas = tuple(self._fleet.replicas.values())
-        covered = self._fleet.covered_models()
-        for replica in replicas:
-            urgent = not replica.breaker.closed and not replica.covered_by(covered)
-            self._begin(replica, partial(self._check, replica, urgent=urgent))
+        replicas = self._fleet.replicas.values()
         for gone in self._due.keys() - set(replicas):
             del self._due[gone]
+        covered = self._fleet.covered_models()
+        ill = self._longest_unchecked([one for one in replicas if not one.breaker.closed], covered)
+        for count, replica in enumerate([*ill, *(one for one in replicas if one.breaker.closed)], 1):
+            self._begin(replica, partial(self._check, replica, urgent=not replica.covered_by(covered)))
+            if count % CHUNK == 0:
+                await asyncio.sleep(0)
+
+    def _longest_unchecked(self, ill: list[Replica], covered: set[str] | None) -> list[Replica]:
+        """The ill replicas of this round: those that may be checked now, the longest unchecked first."""
+        now = self._fleet.clock()
+        due = [one for one in ill if one.breaker.admits(now, urgent=not one.covered_by(covered))]
+        if len(due) > ILL_AT_ONCE:
+            due.sort(key=lambda replica: self._checked.get(replica, 0))
+            del due[ILL_AT_ONCE:]
+        self._round += 1
+        self._checked.update(dict.fromkeys(due, self._round))
+        return due
 
     def _begin(self, name: Hashable, work: Callable[[], Awaitable[None]]) -> None:
         if name not in self._running:

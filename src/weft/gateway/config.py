@@ -57,7 +57,7 @@ class UpstreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     `models`: the names that it answers to; as a mapping, names of the gateway and what this server calls them. None:
     what its /v1/models lists. `key_env`, `key_file`: where the key is that it wants. `overflow`: it gets requests only
-    if the others are too busy, and within the budget. `price`: of an overflow upstream; None for that of weft[cost].
+    if the others are too busy, and within the budget. `price`: of an overflow upstream; None for that of genai-prices.
     `limit_field`: the only name under which it takes the limit of an answer, if it refuses two.
     """
 

@@ -259,7 +259,14 @@ class Proxy:
             return None
         if answer.finished and not answer.lacks_usage:
             return DONE
-        return await self._dispatcher.resume(exchange, answer, error)
+        try:
+            return await self._dispatcher.resume(exchange, answer, error)
+        except ClientGoneError:
+            raise
+        except UpstreamError:
+            if answer.finished:  # the client has all of the answer; nobody can tell its usage
+                return DONE
+            raise
 
     @staticmethod
     def _last(exchange: Exchange) -> Attempt:

@@ -36,7 +36,7 @@ def check_private(address: str, allow_public: bool) -> None:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         raise ConfigError(
-            f"{address!r} is no IP address; give VLLM_HOST_IP as numbers, such as 10.0.0.1", code="not-an-address"
+            f"{address!r:.60} is no IP address; give VLLM_HOST_IP as numbers, such as 10.0.0.1", code="not-an-address"
         ) from None
     if not allow_public and not any(parsed in block for block in PRIVATE if block.version == parsed.version):
         raise ConfigError(

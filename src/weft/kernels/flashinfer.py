@@ -2,7 +2,8 @@
 
 The interface is that of flashinfer-python 0.5 to 0.7: `plan` and `run` of its wrappers for decode and prefill over
 paged KV, with keys and values in our cache's layout (NHD in its words, any block size). The package comes with
-`pip install weft[cuda]`. It compiles a model's kernels when they are first used, unless flashinfer-jit-cache has them.
+the extra `weft-llm[cuda]`. It compiles a model's kernels when they are first used, unless flashinfer-jit-cache has
+them.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Literal
 from weft.architectures.shape import Experts, ModelShape
 from weft.config import EngineConfig
 from weft.errors import ConfigError
-from weft.formatting import format_version
+from weft.formatting import extra_hint, format_version
 from weft.hardware.gpus import FP8_CAPABILITY
 from weft.hardware.host import Host
 from weft.logs import event_fields
@@ -121,7 +121,7 @@ class AttentionBackend:
 
     def _against_version(self, package: str, installed: str | None) -> str | None:
         if installed is None:
-            return f"the package {package} is not installed" + (f" (pip install {self.extra})" if self.extra else "")
+            return f"the package {package} is not installed" + (f": {extra_hint(self.extra)}" if self.extra else "")
         numbers = tuple(int(part) for part in re.findall(r"\d+", installed)[:2])  # empty: an unknown version
         if self.oldest and numbers and numbers < self.oldest:
             return f"{package} {installed} is older than {format_version(self.oldest)}"
@@ -193,7 +193,7 @@ ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
         head_dims=(64, 128, 256),  # that its kernels are tested with
         package=FLASHINFER,
         oldest=(0, 5),
-        extra="weft[cuda]",
+        extra="cuda",
     ),
     "varlen": AttentionBackend(
         kernels="torch's varlen kernels",

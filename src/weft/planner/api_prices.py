@@ -139,14 +139,7 @@ def _quote(provider: Provider, model: ModelInfo, usage: Usage) -> Quote | None:
 
 @cache
 def _providers() -> tuple[Provider, ...]:
-    try:
-        from genai_prices import data_snapshot
-    except ModuleNotFoundError:
-        raise ConfigError(
-            'prices of APIs need the package genai-prices: pip install "weft[cost]", or give prices, as in '
-            "--api-price 0.15/0.60",
-            code="genai-prices-not-installed",
-        ) from None
+    from genai_prices import data_snapshot
 
     return tuple(data_snapshot.get_snapshot().providers)
 

@@ -8,6 +8,7 @@ from typing import Any
 from weft.cluster.ray_cluster import sized_ranks
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
+from weft.formatting import extra_hint
 
 
 def import_library(name: str) -> Any:
@@ -18,7 +19,7 @@ def import_library(name: str) -> Any:
         return import_module(f"ray.{name}")
     except ImportError as error:
         raise ConfigError(
-            f"Ray {name.capitalize()} is not installed ({error}); pip install 'weft[ray-{name}]'", code=f"no-ray-{name}"
+            f"Ray {name.capitalize()} is not installed ({error}): {extra_hint(f'ray-{name}')}", code=f"no-ray-{name}"
         ) from None
 
 

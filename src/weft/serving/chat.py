@@ -39,15 +39,15 @@ MARK = "\ue000text\ue001"  # in the place of a text, in an event that is made on
 async def chat(request: Request) -> Response:
     """Answer a chat request."""
     service: Service = request.app.state.service
-    prepared = await service.prepare(request, decode_chat)
+    prepared = await service.prepare_in_steps(request, decode_chat)
     check_continuation_key(request, prepared.body)
     report = prepared.report(service, request)
     return await ChatStream(service, open_answers(service, prepared)).reply(request, report)
 
 
-def decode_chat(service: Service, content: bytes) -> PreparedChat:
+async def decode_chat(service: Service, content: bytes) -> PreparedChat:
     """Decode a body and prepare it. Raises RequestError and HttpError."""
-    return prepare_chat(service, service.decode_body(content, ChatRequest))
+    return await prepare_chat(service, service.decode_body(content, ChatRequest))
 
 
 class ChatStream(OpenAIStream[ChatChunkChoice]):

@@ -61,7 +61,7 @@ class PreparedChat(msgspec.Struct, frozen=True):
         return self.format.parser(prompt, self.use.tools)
 
 
-def prepare_chat(service: Service, body: ChatRequest, state: StreamState | None = None) -> PreparedChat:
+async def prepare_chat(service: Service, body: ChatRequest, state: StreamState | None = None) -> PreparedChat:
     """Check a request, render its messages and tokenize them. Raises RequestError and HttpError."""
     check_state(state)
     model = service.resolve_model(body.model)
@@ -79,31 +79,30 @@ def prepare_chat(service: Service, body: ChatRequest, state: StreamState | None 
     service.check_capacity(1, sampling_params)
     answer_format = service.answer_format
     messages, arguments = _template_input(service, body, use, answer_format)
-    prompt = service.frontend.chat_prompt(messages, **arguments)
+    prompt = await service.frontend.chat_prompt(messages, **arguments)
     prompt = replace(prompt, cache_salt=body.cache_salt, answered=answered_ids(body, service.frontend.vocab))
     prepared = PreparedChat(body, model, [], answer_format, use, state)
     shown = service.frontend.special_ids(answer_format.marks) if prepared.parsed else frozenset()
-    grammar = _grammar(service, prepared, prompt)
+    grammar = await _grammar(service, prepared, prompt)
     prepared.collectors.extend(
         service.create_collectors([prompt], sampling_params, priority=body.priority, shown=shown, grammar=grammar)
     )
     return prepared
 
 
-def _grammar(service: Service, prepared: PreparedChat, prompt: Prompt) -> str:
+async def _grammar(service: Service, prepared: PreparedChat, prompt: Prompt) -> str:
     """The checked text of the answer's grammar; "" if the answer is free."""
     wanted, param = wanted_output(prepared.body)
     if wanted is None and not prepared.use.forced:
         return ""
-    grammar = answer_grammar(
-        prepared.format,
-        prepared.use,
-        wanted,
-        service.frontend.require_tokenizer("a grammar", param or "tool_choice"),
-        prompt.text or "",
-        several=prepared.body.parallel_tool_calls is not False and prepared.use.named is None,
-    )
-    service.frontend.grammars.check(grammar, "tools" if prepared.use.forced else param)
+    tokenizer = service.frontend.require_tokenizer("a grammar", param or "tool_choice")
+    several = prepared.body.parallel_tool_calls is not False and prepared.use.named is None
+
+    def make() -> str:
+        return answer_grammar(prepared.format, prepared.use, wanted, tokenizer, prompt.text or "", several=several)
+
+    grammar = await service.frontend.examiner.build(make)
+    await service.frontend.examiner.check(grammar, "tools" if prepared.use.forced else param)
     return grammar
 
 
@@ -130,7 +129,8 @@ def _effort(effort: str | None) -> dict[str, Any]:
     return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
 
 
-def count_prompt(service: Service, body: ChatRequest) -> int:
+async def count_prompt(service: Service, body: ChatRequest) -> int:
     """Number of tokens of a request's prompt, which may be longer than the model can read."""
     messages, arguments = _template_input(service, body, read_tools(body), service.answer_format)
-    return len(service.frontend.encode_chat(messages, least=LIMITS.tokenize_characters, **arguments)[1])
+    _, ids = await service.frontend.encode_chat(messages, least=LIMITS.tokenize_characters, **arguments)
+    return len(ids)

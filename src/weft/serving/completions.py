@@ -39,14 +39,14 @@ class PreparedCompletion:
 async def completions(request: Request) -> Response:
     """Answer a completion request."""
     service: Service = request.app.state.service
-    prepared = await service.prepare(request, prepare_completion)
+    prepared = await service.prepare_in_steps(request, prepare_completion)
     check_continuation_key(request, prepared.body)
     report = service.prefix_report(request, prepared.collectors[0])
     stream = service.open_stream(prepared.collectors)
     return await CompletionStream(service, stream, prepared).reply(request, report)
 
 
-def prepare_completion(service: Service, content: bytes) -> PreparedCompletion:
+async def prepare_completion(service: Service, content: bytes) -> PreparedCompletion:
     """Check a body and tokenize its prompts. Raises RequestError and HttpError."""
     body = service.decode_body(content, CompletionRequest)
     model = service.resolve_model(body.model)
@@ -67,7 +67,8 @@ def prepare_completion(service: Service, content: bytes) -> PreparedCompletion:
     service.check_capacity(len(parts), sampling_params)
     answered = answered_ids(body, service.frontend.vocab, len(parts))
     prompts = (replace(tokenize_prompt(service.frontend, part, body), answered=answered) for part in parts)
-    collectors = service.create_collectors(prompts, sampling_params, priority=body.priority)
+    grammar = await service.frontend.answer_grammar(sampling_params)
+    collectors = service.create_collectors(prompts, sampling_params, priority=body.priority, grammar=grammar)
     return PreparedCompletion(body, model, collectors, scoring)
 
 

@@ -44,13 +44,10 @@ async def run_service(config: EngineConfig, options: ServeOptions, opened: Opene
     """Start the engine, which ends with the block. Raises PlanError, ConfigError and EngineError."""
     checkpoint, text_tools, host, assembly = opened
     planned = plan_engines(config, checkpoint, host, assembly, whole=True)
-    grammars = text_tools.create_grammars(checkpoint.shape.vocab, checkpoint.shape.eos)
     nodes = EngineNodes(config, checkpoint, assembly, planned) if assembly else None
     engine = await start_engine(planned, config, stall_s=options.progress_timeout, nodes=nodes)
     try:
-        frontend = Frontend.for_engine(
-            config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len, grammars=grammars
-        )
+        frontend = Frontend.for_engine(config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len)
         capacity = sum(one.plan.max_running for one in planned) + config.max_num_queued_reqs
         service = Service(engine, frontend, options, model=config.model, capacity=capacity)
         with traced(service):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from weft.client.collector import Collector, Delta
 from weft.core.request import Output
-from weft.errors import EngineError, NoEngineError, OutputError
+from weft.errors import EngineError, NoEngineError
 from weft.executors.ranks import CLOSED
 from weft.serving.clients import current
 from weft.serving.errors import HttpError, shutting_down_error
@@ -76,8 +76,7 @@ class EngineStream:
                     delta = collector.add(output, now)
                 if delta is None:
                     continue
-                if collector.error:
-                    raise OutputError(collector.error.reason, code=collector.error.code)
+                collector.raise_failure()
                 self._service.observe(collector, delta, last_s.get(output.id), now, output.replica)
                 last_s[output.id] = now
                 if delta.cut:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from weft.errors import ConfigError
 from weft.serving.errors import HttpError
 from weft.serving.key_file import ClientKey
 
@@ -43,24 +42,17 @@ class KeyRates:
         self.change(keys)
 
     def change(self, keys: Sequence[ClientKey]) -> None:
-        """Keep the limits of these keys from now on. Counts by the name of a key stay.
-
-        Raises ConfigError, before anything is changed, if the package for rates is not there.
-        """
+        """Keep the limits of these keys from now on. Counts by the name of a key stay."""
         items = self._create_items(keys) if any(key.rpm or key.tpm for key in keys) else {}
         self._items: dict[tuple[str, str], RateLimitItem] = items
         self._keys = {key.name: key for key in keys if key.rpm or key.tpm or key.concurrent}
 
     def _create_items(self, keys: Sequence[ClientKey]) -> dict[tuple[str, str], RateLimitItem]:
-        """The limits per minute. Raises ConfigError."""
-        try:
-            from limits import RateLimitItemPerMinute
-            from limits.storage import MemoryStorage
-            from limits.strategies import SlidingWindowCounterRateLimiter
-        except ModuleNotFoundError:
-            raise ConfigError(
-                'rpm and tpm of keys need the package limits: pip install "weft[gateway]"', code="limits-not-installed"
-            ) from None
+        """The limits per minute."""
+        from limits import RateLimitItemPerMinute
+        from limits.storage import MemoryStorage
+        from limits.strategies import SlidingWindowCounterRateLimiter
+
         if self._limiter is None:
             self._storage: MemoryStorage = MemoryStorage()
             self._limiter = SlidingWindowCounterRateLimiter(self._storage)

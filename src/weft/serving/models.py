@@ -60,10 +60,10 @@ def describe_model(service: Service, name: str) -> dict[str, Any]:
 async def tokenize(request: Request) -> Response:
     """/tokenize."""
     service: Service = request.app.state.service
-    return await service.prepare(request, tokenize_body)
+    return await service.prepare_in_steps(request, tokenize_body)
 
 
-def tokenize_body(service: Service, content: bytes) -> Response:
+async def tokenize_body(service: Service, content: bytes) -> Response:
     """Tokenize the text or the conversation in a body, and encode the response: both are slow for a long text."""
     body = service.decode_body(content, TokenizeRequest)
     service.resolve_model(body.model)
@@ -72,7 +72,7 @@ def tokenize_body(service: Service, content: bytes) -> Response:
     frontend = service.frontend
     if body.messages is not None:
         arguments = service.template_arguments(body)
-        _, ids = frontend.encode_chat(body.messages, least=LIMITS.tokenize_characters, **arguments)
+        _, ids = await frontend.encode_chat(body.messages, least=LIMITS.tokenize_characters, **arguments)
     else:
         frontend.check_text(body.prompt or "", least=LIMITS.tokenize_characters)
         ids = frontend.encode(body.prompt or "", special=body.add_special_tokens is not False)

@@ -72,7 +72,7 @@ class ServeOptions(Options):
         None,
         metavar="URL",
         help="send a trace of every request, without its text, to this OpenTelemetry collector, as in "
-        "http://HOST:4318/v1/traces (needs weft[otel])",
+        "http://HOST:4318/v1/traces (needs weft-llm[otel])",
     )
     enable_prefix_debug: bool = option(
         False, help="send the header X-Weft-Prefix with every answer: where its prompt left the client's earlier ones"

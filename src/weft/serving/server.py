@@ -112,7 +112,6 @@ async def _serve(
     speeds = None if options.disable_log_stats or assembly else _machine_speeds(planned[0].plan, host)
     # While the engine starts, which takes longer: both are ready before the first request.
     predicting = asyncio.create_task(asyncio.to_thread(_predict, planned, speeds)) if speeds else None
-    grammars = text_tools.create_grammars(checkpoint.shape.vocab, checkpoint.shape.eos)
     asyncio.get_running_loop().run_in_executor(None, text_tools.prepare_vocabulary)
     starting = time.monotonic()
     if len(planned) > 1:
@@ -122,9 +121,7 @@ async def _serve(
     try:
         expected = await predicting if predicting else []
         _log_engines(engine.replicas, planned, expected)
-        frontend = Frontend.for_engine(
-            config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len, grammars=grammars
-        )
+        frontend = Frontend.for_engine(config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len)
         ready = "the engine is" if len(planned) == 1 else f"{len(planned)} replicas are"
         log.info("%s ready (%.2f s)", ready, time.monotonic() - starting)
         capacity = sum(one.plan.max_running for one in planned) + config.max_num_queued_reqs

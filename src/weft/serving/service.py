@@ -6,8 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -25,6 +24,7 @@ from weft.core.commands import Command, Replies, ResetPrefixCache
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request, Stats
 from weft.errors import EngineError, ModelError, RequestError
+from weft.sandbox.isolated import RunStep, finish
 from weft.serving.answer_bytes import AnswerBytes
 from weft.serving.body import BodyReceiver, UnknownFields, check_structure, convert_object, parse_object
 from weft.serving.clients import Clients, current
@@ -41,8 +41,7 @@ from weft.serving.prefix_debug import PrefixDebug, PrefixReport
 from weft.serving.profiling import LastProfile
 from weft.serving.progress import Progress
 from weft.serving.sampling import ACCEPTED_FIELDS, check_lengths, check_supported
-from weft.serving.threads import LoopGate, WorkThreads
-from weft.structured.compiler import UnpreparedError, must_be_quick
+from weft.serving.threads import LoopGate, WorkThreads, too_slow_error
 from weft.text.limits import LIMITS
 
 if TYPE_CHECKING:
@@ -52,6 +51,7 @@ log = logging.getLogger("weft.serving")
 
 T = TypeVar("T", bound=msgspec.Struct)
 Prepared = TypeVar("Prepared")
+Step = TypeVar("Step")
 
 LARGE_TOKENS = 2**16  # prompt tokens of one HTTP request above which memory is returned to the system after it
 
@@ -187,22 +187,53 @@ class Service:
     async def prepare(self, request: HttpRequest, work: Callable[[Service, bytes], Prepared]) -> Prepared:
         """Receive a request's body and return the result of `work` on it.
 
-        The work runs in a thread, since a small body may request much work and a chat template is untrusted code.
-        Large bodies have their own threads, so that small ones do not wait for them. Only work on a tiny body, of a
-        kind that has been quick so far, runs in the event loop: that costs less than the way to a thread. The first
-        grammar, for which the vocabulary is prepared, goes to a thread in any case.
+        The work runs in a thread, since a small body may request much work. Large bodies have their own threads, so
+        that small ones do not wait for them. Only work on a tiny body, of a kind that has been quick so far, runs in
+        the event loop: that costs less than the way to a thread.
         """
+
+        async def once(content: bytes, run: RunStep) -> Prepared:
+            return await run(partial(work, self, content))
+
+        return await self._prepare(request, work, once)
+
+    async def prepare_in_steps(
+        self, request: HttpRequest, work: Callable[[Service, bytes], Coroutine[Any, Any, Prepared]]
+    ) -> Prepared:
+        """Like `prepare`, with a coroutine that waits for sandboxed processes (`sandbox.isolated`).
+
+        Chat templates and grammars are untrusted code, which runs there. The steps between run as other work does.
+        """
+
+        async def in_steps(content: bytes, run: RunStep) -> Prepared:
+            try:
+                async with asyncio.timeout(LIMITS.work_s):
+                    return await finish(work(self, content), run)
+            except TimeoutError:
+                raise too_slow_error() from None
+
+        return await self._prepare(request, work, in_steps)
+
+    async def _prepare(
+        self,
+        request: HttpRequest,
+        kind: Callable[..., object],
+        perform: Callable[[bytes, RunStep], Coroutine[Any, Any, Prepared]],
+    ) -> Prepared:
+        """Receive a body and `perform` work on it, which runs steps in a thread or in the loop."""
         content = await self._body_receiver.receive(request)
-        large = len(content) > LIMITS.small_bytes
-        run = partial(work, self, content)
-        tiny = len(content) <= LIMITS.tiny_bytes
-        if tiny:
-            run = partial(self._loop_gate.timed, work, run)
+        large, tiny = len(content) > LIMITS.small_bytes, len(content) <= LIMITS.tiny_bytes
+        context = copy_context()
+
+        async def run(step: Callable[[], Step]) -> Step:
+            if tiny:
+                step = partial(self._loop_gate.timed, kind, step)
+                if self._loop_gate.allows(kind):
+                    return step()
+            return await self._threads_by_large[large].result(partial(context.run, step))
+
         try:
-            if tiny and self._loop_gate.allows(work):
-                with suppress(UnpreparedError):
-                    return run_quickly(run)
-            return await self._threads_by_large[large].result(partial(copy_context().run, run))
+            return await perform(content, run)
         except ModelError as error:
             log.error("%s", error)
             raise
@@ -379,12 +410,3 @@ class Service:
         busy = self.streams and not self.engine.stats.sleep_level
         stalled_s = self._progress.stalled_s(self.engine.stats.steps) if busy else 0.0
         return f"requests run, and no step has finished for {stalled_s:.0f} s" if stalled_s else None
-
-
-def run_quickly(run: Callable[[], Prepared]) -> Prepared:
-    """Run work in the event loop. Raises UnpreparedError for work that would take its time."""
-    token = must_be_quick.set(True)
-    try:
-        return run()
-    finally:
-        must_be_quick.reset(token)

@@ -40,12 +40,7 @@ class WorkThreads:
             async with asyncio.timeout(LIMITS.work_s):
                 return await asyncio.wrap_future(future)
         except TimeoutError:
-            raise HttpError(
-                503,
-                f"reading this request (its template, its tokens) took longer than {LIMITS.work_s:g} s; send less",
-                code="request-too-slow",
-                retry_after_s=1,
-            ) from None
+            raise too_slow_error() from None
 
     async def _take_place(self) -> None:
         busy = HttpError(
@@ -61,6 +56,16 @@ class WorkThreads:
             raise busy from None
         finally:
             self._waiting -= 1
+
+
+def too_slow_error() -> HttpError:
+    """Return the error of a request that is not prepared in time."""
+    return HttpError(
+        503,
+        f"reading this request (its template, its tokens) took longer than {LIMITS.work_s:g} s; send less",
+        code="request-too-slow",
+        retry_after_s=1,
+    )
 
 
 class LoopGate:

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft.errors import ConfigError
+from weft.formatting import extra_hint
 
 if TYPE_CHECKING:
     from weft.serving.options import ServeOptions
@@ -81,7 +82,7 @@ def check_tracing(options: ServeOptions) -> None:
             import_module(name)
     except ImportError:
         raise ConfigError(
-            "--otlp-traces-endpoint needs OpenTelemetry: pip install 'weft[otel]'", code="no-opentelemetry"
+            f"--otlp-traces-endpoint needs OpenTelemetry: {extra_hint('otel')}", code="no-opentelemetry"
         ) from None
 
 

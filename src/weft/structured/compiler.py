@@ -1,12 +1,14 @@
-"""GrammarCompiler: compiles grammars in threads, and checks them for the caller's side."""
+"""GrammarCompiler: compiles grammars in threads of the core, which have been compiled in a sandbox before."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextvars import ContextVar
 from functools import cached_property
 from itertools import count
 from threading import Lock
@@ -14,35 +16,43 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from weft.core.grammar import Matcher
 from weft.errors import RequestError
+from weft.sandbox.limits import resident_bytes
 from weft.structured.grammar import PARAM
 from weft.structured.masks import MaskMaker
 from weft.structured.matcher import GuidedMatcher
-from weft.structured.places import first_line, placed
+from weft.structured.places import first_line
 from weft.structured.schema_state import Schema, SchemaState, has_keys
-from weft.structured.vocabulary import build_vocabulary
+from weft.structured.vocabulary import build_vocabulary, list_vocabulary
 from weft.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-CACHED = 64  # compiled grammars that are kept
 THREADS = 2
-
-
-class UnpreparedError(Exception):
-    """The vocabulary is not prepared yet, and this is a thread that must not do it."""
-
-
-# True in a thread that has other work, such as that of an event loop: the vocabulary is not prepared there.
-must_be_quick: ContextVar[bool] = ContextVar("must_be_quick", default=False)
+NICE = 5  # added to their priority's number: the core's loop has steps to plan meanwhile
+# Compiled grammars are kept. The size of one is the memory by which the process has grown meanwhile, and not nothing.
+KEPT_BYTES = 256 << 20
+MIN_BYTES, BYTES_PER_CHARACTER = 64 << 10, 64
+ROW_ITEMS = 5000  # states of a parse that are open at once: about four for each optional property of an object
 
 
 class Compiled(NamedTuple):
-    """A compiled grammar: a matcher at its beginning, a number that no other has, and its schema if that has keys."""
+    """A compiled grammar.
+
+    It is a matcher at its beginning, a number that no other has, its schema if that has keys, and about its size.
+    """
 
     base: LLMatcher
     number: int
     schema: Schema | None
+    bytes: int
+
+
+def parser_limits() -> LLParserLimits:
+    """The library's limits, wherever a grammar is compiled."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(verbose_errors=False, max_items_in_row=ROW_ITEMS)
 
 
 class GrammarCompiler:
@@ -63,31 +73,16 @@ class GrammarCompiler:
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(THREADS, thread_name_prefix="weft-grammar")
+        return ThreadPoolExecutor(THREADS, thread_name_prefix="weft-grammar", initializer=_yield_to_others)
 
     @cached_property
     def vocabulary(self) -> LLTokenizer:
         """The vocabulary in the library's form."""
         tokenizer = self._load()
-        return build_vocabulary(tokenizer, self._vocab, sorted({*self._eos, *tokenizer.end_ids}))
-
-    def prepare(self) -> None:
-        """Prepare the vocabulary if it is not yet, or wait until another thread has done so."""
-        with self._lock:
-            self.vocabulary  # noqa: B018  # cached
+        return build_vocabulary(list_vocabulary(tokenizer, self._vocab, self._eos), tokenizer.encode_literally)
 
     def compile(self, grammar: str, answered: Sequence[int]) -> Future[Matcher]:
         return self._threads.submit(self._matcher, grammar, list(answered))
-
-    def check(self, grammar: str, param: str = PARAM) -> None:
-        """Raise RequestError, with the place of the mistake, for a grammar that cannot be compiled.
-
-        Raises UnpreparedError if this has to be quick, and the vocabulary is not prepared.
-        """
-        try:
-            self._compile(grammar)
-        except RequestError as error:
-            raise RequestError(self._with_place(grammar, str(error)), param=param, code=error.code) from None
 
     def masks(self, rows: Sequence[tuple[Matcher, Sequence[int]]]) -> list[bytes]:
         return self._mask_maker.masks(cast(Sequence[tuple[GuidedMatcher, Sequence[int]]], rows))
@@ -108,36 +103,32 @@ class GrammarCompiler:
 
     def _compile(self, grammar: str) -> Compiled:
         """Compile a grammar, unless it is kept. The first mask of its matcher, which is to be copied, is computed."""
-        from llguidance import LLMatcher, LLParserLimits
+        from llguidance import LLMatcher
 
-        # Before the lock, which the thread that prepares the vocabulary holds.
-        if must_be_quick.get() and "vocabulary" not in vars(self):
-            raise UnpreparedError
         with self._lock:
             if (kept := self._compiled.get(grammar)) is not None:
                 self._compiled.move_to_end(grammar)
                 return kept
             vocabulary = self.vocabulary
-        limits = LLParserLimits(verbose_errors=False)
-        base = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+        before = resident_bytes()
+        base = LLMatcher(vocabulary, grammar, log_level=0, limits=parser_limits())
         if not base.is_error():
             base.compute_bitmask()  # the library fills its caches with the first mask
         if base.is_error():
             raise RequestError(first_line(base.get_error()), param=PARAM, code="invalid-grammar")
-        compiled = Compiled(base, next(self._numbers), schema_with_keys(grammar))
+        taken = max(resident_bytes() - before, BYTES_PER_CHARACTER * len(grammar), MIN_BYTES)
+        compiled = Compiled(base, next(self._numbers), schema_with_keys(grammar), taken)
         with self._lock:
             self._compiled[grammar] = compiled
-            while len(self._compiled) > CACHED:
+            while sum(kept.bytes for kept in self._compiled.values()) > KEPT_BYTES and len(self._compiled) > 1:
                 self._compiled.popitem(last=False)
         return compiled
 
-    def _with_place(self, grammar: str, problem: str) -> str:
-        """The problem of a grammar with the innermost part of its schema that has it too."""
-        parts = json.loads(grammar)["grammars"]
-        schema = next((part["json_schema"] for part in parts if "json_schema" in part), None)
-        if not isinstance(schema, Mapping):
-            return f"the grammar cannot be compiled: {problem}"
-        return placed(schema, problem)
+
+def _yield_to_others() -> None:
+    """Lower the priority of the calling thread; Linux has one for each."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def schema_with_keys(grammar: str) -> Schema | None:

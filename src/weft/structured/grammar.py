@@ -12,11 +12,13 @@ from typing import Any
 
 from weft.core.params import StructuredOutputsParams
 from weft.errors import RequestError
+from weft.structured.bounds import check_choices, check_lark, check_schema
 
 BODY = "body"
 # At most one space or line break between JSON tokens: a model that may write more can do so until the end.
 JSON_OPTIONS = {"whitespace_pattern": r"[ \n]"}
 MAX_CHARACTERS = 512 * 1024
+GBNF_CHARACTERS = 64 * 1024  # the library translates it in Python, in quadratic time
 PARAM = "structured_outputs"
 
 Grammar = Mapping[str, Any]  # one of the list
@@ -25,11 +27,15 @@ Grammar = Mapping[str, Any]  # one of the list
 def body_of(wanted: StructuredOutputsParams) -> Grammar:
     """The grammar of an answer. Raises RequestError for values that can be none."""
     if wanted.json is not None:
-        return {"json_schema": with_options(read_schema(wanted.json))}
+        schema = read_schema(wanted.json)
+        check_schema(schema, PARAM)
+        return {"json_schema": with_options(schema)}
     if wanted.json_object:
         return {"json_schema": with_options({"type": "object"})}
     if wanted.choice is not None:
-        return {"lark_grammar": f"start: {choice(wanted.choice)}"}
+        check_choices(wanted.choice, PARAM)
+        # A terminal: as alternatives of a rule, each text would be a state of the parse.
+        return {"lark_grammar": f"start: CHOICE\nCHOICE: {choice(wanted.choice)}"}
     if wanted.regex is not None:
         return {"lark_grammar": f"start: {regex(wanted.regex)}"}
     return {"lark_grammar": lark(wanted.grammar or "")}
@@ -93,8 +99,20 @@ def lark(grammar: str) -> str:
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if "::=" not in grammar:
+        check_lark(grammar, PARAM)
         return grammar
+    if len(grammar) > GBNF_CHARACTERS:
+        raise RequestError(
+            f"the GBNF grammar has {len(grammar):,} characters; the limit is {GBNF_CHARACTERS:,}; Lark may have "
+            f"{MAX_CHARACTERS:,}",
+            param=PARAM,
+            code="grammar-too-large",
+        )
     try:
-        return str(gbnf_to_lark(grammar))
+        converted = str(gbnf_to_lark(grammar))
+        check_lark(converted, PARAM)
+        return converted
+    except RequestError:
+        raise
     except Exception as error:  # of the library's own class, which its stubs do not name
         raise RequestError(f"grammar is no valid GBNF: {error!s:.500}", param=PARAM, code="invalid-grammar") from None

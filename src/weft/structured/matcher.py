@@ -26,10 +26,10 @@ class GuidedMatcher:
 
     @property
     def ended(self) -> bool:
-        return self.inner.is_stopped()
+        return self.inner.is_stopped() and self.error is None
 
     def accept(self, token: int) -> None:
-        if not self.inner.consume_token(token):
+        if not self.inner.consume_token(token) or self.inner.is_error():
             self.note_error()
         elif self._state:
             self._state.advance(self._vocabulary.decode_bytes([token]))

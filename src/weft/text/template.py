@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -37,18 +39,21 @@ DEVELOPER = re.compile("""['"]developer['"]""")
 class ChatTemplate:
     """A chat template; `special_tokens` ("bos_token": "<s>") are names that its `source` may use.
 
-    The template runs sandboxed: it can neither reach Python nor change its arguments, and `LIMITS` bound its time and
-    the length of its texts. Without a source every `render` raises RequestError. Raises ModelError for a source that is
-    not a template.
+    Only a sandboxed process may `render` it (`text.rendering`). It can neither reach Python nor change its arguments,
+    and `LIMITS` bound its time and the length of its texts as far as Python can. Without a source every `render` raises
+    RequestError. Raises ModelError for a source that is not a template.
     """
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str] | None = None) -> None:
-        self._special_tokens = dict(special_tokens or {})
+        self.special_tokens = dict(special_tokens or {})
         self.source = source
-        self._template: Template | None = None
         if source is not None:
-            self._developer = DEVELOPER.search(source) is not None
-            self._template = _compile(source)
+            _check_syntax(source)
+
+    @cached_property
+    def _template(self) -> Template:
+        assert self.source is not None
+        return _compile(self.source)
 
     @classmethod
     def for_tokenizer(
@@ -76,20 +81,22 @@ class ChatTemplate:
         The prompt contains BOS if the model wants it: encode it without special tokens. Raises RequestError for invalid
         messages, and with the template's own message if the template refuses them.
         """
-        template = self._template
-        if template is None:
+        if self.source is None:
             raise RequestError(
                 "this model has no chat template; give one with --chat-template",
                 param="messages",
                 code="no-chat-template",
             )
-        from weft.text.sandbox import run_within_budget
+        from weft.text.chat_environment import run_within_budget
 
-        variables = {"tools": None, "documents": None, **self._special_tokens, **kwargs}
-        variables["messages"] = normalize_messages(messages, developer=self._developer)
+        template = self._template
+        variables = {"tools": None, "documents": None, **self.special_tokens, **kwargs}
+        variables["messages"] = normalize_messages(messages, developer=DEVELOPER.search(self.source) is not None)
         variables["add_generation_prompt"] = add_generation_prompt
         try:
             return run_within_budget(lambda: template.render(variables))
+        except MemoryError:
+            raise
         except Exception as error:  # a template can raise anything that an expression can
             raise RequestError(
                 f"the chat template refuses these messages: {error!s:.2000}",
@@ -168,13 +175,31 @@ def _read_option(text: str) -> str:
         ) from error
 
 
+def _check_syntax(source: str) -> None:
+    """Raise ModelError for a text that is no template. Nothing of it is computed."""
+    from weft.text.chat_environment import ChatEnvironment
+
+    with _template_errors():
+        ChatEnvironment().parse(source)
+
+
 def _compile(source: str) -> Template:
+    """Compile a template, for which its constant expressions are computed."""
+    from weft.text.chat_environment import ChatEnvironment
+
+    with _template_errors():
+        template = ChatEnvironment().from_string(source)
+    template.globals = dict(template.globals)  # a chain of mappings, which each rendering would read in full, twice
+    return template
+
+
+@contextmanager
+def _template_errors() -> Iterator[None]:
+    """Turn what Jinja raises for a wrong template into ModelError."""
     from jinja2 import TemplateSyntaxError
 
-    from weft.text.sandbox import ChatEnvironment
-
     try:
-        template = ChatEnvironment().from_string(source)
+        yield
     except TemplateSyntaxError as error:
         raise ModelError(
             f"the chat template is no valid Jinja (line {error.lineno}: {error.message}); "
@@ -186,5 +211,3 @@ def _compile(source: str) -> Template:
             "the chat template is nested too deeply; give another with --chat-template",
             code="chat-template-nested-too-deeply",
         ) from None
-    template.globals = dict(template.globals)  # a chain of mappings, which each rendering would read in full, twice
-    return template

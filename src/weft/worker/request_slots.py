@@ -60,7 +60,7 @@ class RequestSlots:
         """Give a slot to a request, which has no blocks yet."""
         self.lengths[admission.slot] = 0
         top = admission.params.prompt_logprobs
-        if top is not None:
+        if top is not None and not admission.output:  # an answer that has begun has brought them
             self.prompt_logprobs[admission.slot] = PromptLogprobsRequest(list(admission.prompt), top)
         if admission.pooling is not None:
             self.pooled[admission.slot] = PooledPrompt(len(admission.prompt), admission.pooling)

@@ -36,7 +36,7 @@ PATH = "/v1/messages"
 async def messages(request: Request) -> Response:
     """/v1/messages."""
     service: Service = request.app.state.service
-    prepared = await service.prepare(request, prepare_messages)
+    prepared = await service.prepare_in_steps(request, prepare_messages)
     check_continuation_key(request, prepared.body)
     report = prepared.chat.report(service, request)
     stream = MessageStream(open_answers(service, prepared.chat), prepared)
@@ -55,7 +55,7 @@ async def messages(request: Request) -> Response:
 async def count(request: Request) -> Response:
     """/v1/messages/count_tokens."""
     service: Service = request.app.state.service
-    return JsonResponse(TokenCount(await service.prepare(request, count_tokens)))
+    return JsonResponse(TokenCount(await service.prepare_in_steps(request, count_tokens)))
 
 
 def encode_named(event: StreamEvent) -> bytes:

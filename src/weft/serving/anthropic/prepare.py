@@ -41,7 +41,7 @@ class PreparedMessages:
         return thinking is not None and thinking.type != "disabled"
 
 
-def prepare_messages(service: Service, content: bytes) -> PreparedMessages:
+async def prepare_messages(service: Service, content: bytes) -> PreparedMessages:
     """Check a body of /v1/messages and tokenize its prompt. Raises RequestError and HttpError."""
     body = service.decode_body(content, MessagesRequest)
     common = common_request(body)
@@ -51,14 +51,14 @@ def prepare_messages(service: Service, content: bytes) -> PreparedMessages:
     common.continue_token_ids = body.continue_token_ids
     lengths = {"stop": body.stop_sequences}
     check_lengths(lengths, vocab=service.frontend.vocab, max_model_len=service.frontend.max_model_len)
-    return PreparedMessages(body, prepare_chat(service, common, body.stream_state))
+    return PreparedMessages(body, await prepare_chat(service, common, body.stream_state))
 
 
-def count_tokens(service: Service, content: bytes) -> int:
+async def count_tokens(service: Service, content: bytes) -> int:
     """Number of tokens of the prompt that a body of /v1/messages/count_tokens describes."""
     body = service.decode_body(content, CountRequest)
     service.resolve_model(body.model)
-    return count_prompt(service, common_request(body))
+    return await count_prompt(service, common_request(body))
 
 
 def common_request(body: CountRequest) -> ChatRequest:

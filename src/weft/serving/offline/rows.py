@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from weft.errors import ConfigError, RequestError, error_reason
+from weft.formatting import extra_hint
 from weft.regular_files import open_regular
 from weft.serving.batches.lines import LineLimits, numbered_lines
 
@@ -108,7 +109,7 @@ def import_arrow() -> Any:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
-        raise ConfigError("Parquet files need pyarrow; pip install 'weft[parquet]'", code="no-pyarrow") from None
+        raise ConfigError(f"Parquet files need pyarrow: {extra_hint('parquet')}", code="no-pyarrow") from None
     return SimpleNamespace(
         Table=pyarrow.Table,
         schema=pyarrow.schema,

@@ -41,14 +41,14 @@ NS = 10**9
 async def chat(request: Request) -> Response:
     """/api/chat."""
     service: Service = request.app.state.service
-    prepared = await service.prepare(request, prepare_ollama_chat)
+    prepared = await service.prepare_in_steps(request, prepare_ollama_chat)
     return await _reply(request, prepared, ChatParts)
 
 
 async def generate(request: Request) -> Response:
     """/api/generate."""
     service: Service = request.app.state.service
-    prepared = await service.prepare(request, prepare_generate)
+    prepared = await service.prepare_in_steps(request, prepare_generate)
     return await _reply(request, prepared, GenerateParts)
 
 

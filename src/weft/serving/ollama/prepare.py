@@ -50,7 +50,7 @@ class Prepared:
     shows_reasoning: bool
 
 
-def prepare_ollama_chat(service: Service, content: bytes) -> Prepared:
+async def prepare_ollama_chat(service: Service, content: bytes) -> Prepared:
     """Check a body of /api/chat, and tokenize its messages."""
     body = service.decode_body(content, OllamaChatRequest)
     name = requested_name(body)
@@ -60,11 +60,11 @@ def prepare_ollama_chat(service: Service, content: bytes) -> Prepared:
     common.messages = [_message(message) for message in body.messages]
     common.tools = body.tools or None
     return Prepared(
-        name, body, prepare_chat(service, common, body.stream_state), shows_reasoning=body.think is not False
+        name, body, await prepare_chat(service, common, body.stream_state), shows_reasoning=body.think is not False
     )
 
 
-def prepare_generate(service: Service, content: bytes) -> Prepared:
+async def prepare_generate(service: Service, content: bytes) -> Prepared:
     """Check a body of /api/generate, and tokenize its prompt."""
     body = service.decode_body(content, GenerateRequest)
     name = requested_name(body)
@@ -76,15 +76,15 @@ def prepare_generate(service: Service, content: bytes) -> Prepared:
     if not body.prompt:
         return Prepared(name, body, None, shows_reasoning=False)
     if body.raw or service.frontend.template_source is None:
-        return Prepared(name, body, _prepare_raw(service, common, body), shows_reasoning=False)
+        return Prepared(name, body, await _prepare_raw(service, common, body), shows_reasoning=False)
     system = [{"role": "system", "content": body.system}] if body.system else []
     common.messages = [*system, {"role": "user", "content": body.prompt}]
     return Prepared(
-        name, body, prepare_chat(service, common, body.stream_state), shows_reasoning=body.think is not False
+        name, body, await prepare_chat(service, common, body.stream_state), shows_reasoning=body.think is not False
     )
 
 
-def _prepare_raw(service: Service, common: ChatRequest, body: GenerateRequest) -> PreparedChat:
+async def _prepare_raw(service: Service, common: ChatRequest, body: GenerateRequest) -> PreparedChat:
     """A prompt as it is, whose answer is text as it is."""
     fields = sampling_fields(common) | {"structured_outputs": wanted_output(common)[0]}
     if common.logprobs:
@@ -93,7 +93,8 @@ def _prepare_raw(service: Service, common: ChatRequest, body: GenerateRequest) -
     check_state(body.stream_state)
     prompt = service.frontend.parse_prompt(body.prompt or "")
     prompt = replace(prompt, answered=answered_ids(common, service.frontend.vocab))
-    collectors = service.create_collectors([prompt], params, priority=None)
+    grammar = await service.frontend.answer_grammar(params)
+    collectors = service.create_collectors([prompt], params, priority=None, grammar=grammar)
     return PreparedChat(common, common.model or "", collectors, AnswerFormat(), ToolUse(), body.stream_state)
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from typing import Any
 
 from weft.errors import RequestError
 from weft.serving.parsers.json_text import MAX_DEPTH
 from weft.serving.parsers.schemas import TYPES, resolve, types_of
 from weft.structured.grammar import with_options
-from weft.structured.places import placed, problem_of
+from weft.structured.unknown import problem_of_schema
 
 MAX_ALTERNATIVES = 256  # alternatives of one schema
 MAX_PARTS = 2048  # schemas to which combinators and references of one schema lead
@@ -34,11 +33,11 @@ def checked(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises RequestError, with the place, for a schema that the compiler of JSON grammars refuses.
     """
     try:
-        text = json.dumps(with_options(schema, lenient=True))
+        lenient = with_options(schema, lenient=True)
+        text = json.dumps(lenient)
     except RecursionError:
         raise refused("the schema is too deeply nested") from None
-    problem = _problem(text)
-    if problem:
+    if problem := problem_of_schema(lenient):
         raise refused(problem)
     definitions = schema.get("$defs")
     held = definitions if isinstance(definitions, Mapping) else {}
@@ -59,13 +58,6 @@ def _named(schema: Any) -> Any:
     if isinstance(reference, str) and reference.startswith("#") and not reference.startswith(DEFINITIONS):
         named["$ref"] = f"#/$defs/{WHOLE}{reference[1:]}"
     return named
-
-
-@lru_cache(maxsize=64)
-def _problem(text: str) -> str:
-    schema = json.loads(text)
-    problem = problem_of(schema)
-    return placed(schema, problem) if problem else ""
 
 
 def alternatives(schema: Any, root: Any) -> list[Plain]:

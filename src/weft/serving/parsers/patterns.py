@@ -10,14 +10,14 @@ from weft.serving.parsers.alternatives import refused
 from weft.serving.parsers.json_text import MAX_DEPTH
 from weft.serving.parsers.rules import ANYTHING
 from weft.structured.grammar import regex
-from weft.structured.places import problem_of
+from weft.structured.unknown import problem_of_lark, problem_of_schema
 
 FLAGS = re.compile(r"\(\?([a-zA-Z]+)\)")  # before the pattern, for all of it
 
 
 def pattern_expression(pattern: str) -> str:
     """Expression of the texts in which a pattern is found. Raises RequestError for one that the compiler refuses."""
-    problem = problem_of({"type": "string", "pattern": pattern})
+    problem = problem_of_schema({"type": "string", "pattern": pattern})
     flags = FLAGS.match(pattern)
     inner = pattern[flags.end() :] if flags else pattern
     try:
@@ -26,17 +26,10 @@ def pattern_expression(pattern: str) -> str:
         problem = problem or str(error)
         lark = ""
     if not problem:
-        problem = _problem_of_lark(lark)
+        problem = problem_of_lark(f"start: /{lark}/")
     if problem:
         raise refused(f"the schema cannot be compiled, at pattern {pattern!r:.200}: {problem}")
     return lark
-
-
-def _problem_of_lark(expression: str) -> str:
-    from llguidance import LLMatcher
-
-    failed, messages = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_lark(f"start: /{expression}/"))
-    return "" if not failed else f"the compiler does not know it: {messages[0]:.200}"
 
 
 def _found(pattern: str, flags: str, depth: int) -> str:

@@ -26,7 +26,7 @@ class PreparedResponse:
     chat: PreparedChat
 
 
-def prepare_response(service: Service, content: bytes) -> PreparedResponse:
+async def prepare_response(service: Service, content: bytes) -> PreparedResponse:
     """Check a body and tokenize its conversation. Raises RequestError and HttpError."""
     body = service.decode_body(content, ResponsesRequest)
     check_stateless(body)
@@ -51,7 +51,7 @@ def prepare_response(service: Service, content: bytes) -> PreparedResponse:
             param="continue_token_ids",
             code="continuation-not-possible",
         )
-    return PreparedResponse(body, prepare_chat(service, common, body.stream_state))
+    return PreparedResponse(body, await prepare_chat(service, common, body.stream_state))
 
 
 def check_stateless(body: ResponsesRequest) -> None:

@@ -46,7 +46,7 @@ Item = MessageItem | ReasoningItem | FunctionCallItem
 async def responses(request: Request) -> Response:
     """/v1/responses."""
     service: Service = request.app.state.service
-    prepared = await service.prepare(request, prepare_response)
+    prepared = await service.prepare_in_steps(request, prepare_response)
     check_continuation_key(request, prepared.body)
     report = prepared.chat.report(service, request)
     stream = ResponseStream(service.frontend, open_answers(service, prepared.chat), prepared)

@@ -1,0 +1,270 @@
+"""Pool: the sandboxed workers of one event loop, and the jobs that they have or wait for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from weft.executors.framing import FrameDecoder, FrameError, encode_frame
+from weft.executors.liveness import read_times
+from weft.sandbox.messages import Broken, FromWorker, Job, Ready
+from weft.sandbox.zygote import WorkerEnds, current_zygote, spawn_worker
+
+if TYPE_CHECKING:
+    from weft.sandbox.isolated import Isolated, Outcome
+
+PLACES = 6  # workers at a time
+LARGE_PLACES = 2  # of which may have large jobs
+LARGE = 64 * 1024  # bytes of a job
+DEPTH = 32  # small jobs that a worker may have at once: their answers come together when the loop is busy
+IDLE = 1  # workers without a job that stay
+LOOK_S = 0.05  # between looks at jobs that have not ended
+SLOW_S = 0.03  # CPU time of a job between two looks with which it is not quick: others do not wait behind it
+START_S = 60.0  # for a worker to start; its zygote may be preparing what takes seconds
+RECEIVE_BYTES = 256 << 10
+
+
+class Pending:
+    """One job and the future of its outcome."""
+
+    __slots__ = ("frame", "future", "large")
+
+    def __init__(self, data: bytes, future: asyncio.Future[Outcome]) -> None:
+        self.frame = encode_frame(Job(data))
+        self.future = future
+        self.large = len(data) > LARGE
+
+
+class Worker:
+    """A worker as the loop sees it. Its jobs are answered in order."""
+
+    def __init__(self, pool: Pool, ends: WorkerEnds, now_s: float) -> None:
+        self._pool = pool
+        self._ends = ends
+        self._unsent = bytearray()
+        self._decoder: FrameDecoder[FromWorker] = FrameDecoder(FromWorker)
+        self.jobs: deque[Pending] = deque()
+        self.pid = 0  # until it is ready
+        self.slow = False
+        self._seen_job: Pending | None = None
+        self._seen_s = 0.0  # of CPU time, when it was seen first
+        self.since_s = now_s  # its first job began, or it was started
+        self.closed = False
+        self.taken_over = 0  # jobs behind the first one that others do: answers to be ignored
+        ends.work.setblocking(False)
+        pool.loop.add_reader(ends.work.fileno(), self._receive)
+
+    @property
+    def is_open(self) -> bool:
+        """True if it may get further small jobs: it has few, and answers quickly."""
+        return not self.slow and len(self.jobs) < DEPTH and not (self.jobs and self.jobs[0].large)
+
+    def look(self) -> None:
+        """Note if the first job is slow. One that does not get the CPU is not: no other worker would get it."""
+        if not self.pid:
+            return
+        times, job = read_times(self.pid), self.jobs[0]
+        used_s = times.cpu_s if times else self._pool.loop.time()
+        self.slow = job is self._seen_job and used_s - self._seen_s >= SLOW_S
+        if job is not self._seen_job:
+            self._seen_job, self._seen_s = job, used_s
+
+    def send(self, job: Pending) -> None:
+        if not self.jobs:
+            self.since_s = self._pool.loop.time()
+        self.jobs.append(job)
+        if not self._unsent:
+            with contextlib.suppress(BlockingIOError, OSError):  # at the socket's end the reader acts
+                sent = self._ends.work.send(job.frame)
+                if sent == len(job.frame):
+                    return
+                self._unsent += memoryview(job.frame)[sent:]
+                self._pool.loop.add_writer(self._ends.work.fileno(), self._send_rest)
+                return
+            self._pool.loop.add_writer(self._ends.work.fileno(), self._send_rest)
+        self._unsent += job.frame
+
+    def close(self) -> None:
+        """Kill the worker. Its jobs are the caller's."""
+        if self.closed:
+            return
+        self.closed = True
+        if not self._pool.loop.is_closed():
+            self._pool.loop.remove_reader(self._ends.work.fileno())
+            self._pool.loop.remove_writer(self._ends.work.fileno())
+        self._ends.close()
+
+    def _send_rest(self) -> None:
+        try:
+            sent = self._ends.work.send(self._unsent)
+        except BlockingIOError:
+            return
+        except OSError:
+            sent = len(self._unsent)
+        del self._unsent[:sent]
+        if not self._unsent:
+            self._pool.loop.remove_writer(self._ends.work.fileno())
+
+    def _receive(self) -> None:
+        try:
+            data = self._ends.work.recv(RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        try:
+            for message in self._decoder.feed(data):
+                if self.closed:
+                    return
+                self._pool.on_message(self, message)
+        except FrameError:
+            data = b""
+        if not data and not self.closed:
+            self._pool.on_end(self)
+
+
+class Pool:
+    """Runs the jobs of a function in several workers, so that a slow one keeps no other waiting.
+
+    Small jobs go to one worker as long as it is quick. If its first job is slow, other workers take over those behind
+    it. For one event loop.
+    """
+
+    def __init__(self, function: Isolated) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._function: Isolated = weakref.proxy(function)
+        self._workers: list[Worker] = []
+        self._waiting: dict[bool, deque[Pending]] = {False: deque(), True: deque()}  # by large
+        self._watch: asyncio.TimerHandle | None = None
+        self._opening: asyncio.Task[None] | None = None
+        weakref.finalize(function, self.close)
+
+    async def call(self, data: bytes) -> Outcome:
+        """Return the outcome of one job. If it is cancelled, a job that is not quick is given up."""
+        job = Pending(data, self.loop.create_future())
+        if not self._workers:
+            await self.open()
+        self._waiting[job.large].append(job)
+        self._deal_out()
+        try:
+            return await job.future
+        except asyncio.CancelledError:
+            self._give_up(job)
+            raise
+
+    async def open(self) -> None:
+        """Start the zygote and what the workers need, unless they are there; in a thread, since it takes its time."""
+        if self._opening is None or (self._opening.done() and not self._workers):
+            self._opening = self.loop.create_task(asyncio.to_thread(_open, self._function))
+        await asyncio.shield(self._opening)
+
+    def close(self) -> None:
+        """Kill all workers."""
+        for worker in self._workers:
+            worker.close()
+        self._workers.clear()
+        if self._watch is not None:
+            self._watch.cancel()
+
+    def on_message(self, worker: Worker, message: FromWorker) -> None:
+        """Pass a worker's answer on, and give it, or the next one, more to do."""
+        if isinstance(message, Ready):
+            worker.pid, worker.since_s = message.pid, self.loop.time()
+            return
+        job = worker.jobs.popleft()
+        self._settle(job, self._function.outcome(message))
+        worker.since_s, worker.slow = self.loop.time(), False
+        spare = not worker.jobs and sum(not other.jobs for other in self._workers) > IDLE
+        if worker.taken_over or isinstance(message, Broken) or not self._function.lasting or spare:
+            self._end(worker)
+        self._deal_out()
+
+    def on_end(self, worker: Worker) -> None:
+        """End the job that a worker died of; others do the rest."""
+        if worker.jobs:
+            self._settle(worker.jobs.popleft(), self._function.outcome(None))
+        self._end(worker)
+        self._deal_out()
+
+    def _end(self, worker: Worker) -> None:
+        worker.close()
+        self._workers.remove(worker)
+        self._put_back(worker.jobs)
+        worker.jobs.clear()
+
+    def _put_back(self, jobs: Iterable[Pending]) -> None:
+        """Let jobs wait again, before those that came later."""
+        for job in reversed([*jobs]):
+            self._waiting[job.large].appendleft(job)
+
+    def _give_up(self, job: Pending) -> None:
+        for worker in self._workers:
+            quick = self._function.lasting and not worker.slow
+            if worker.jobs and worker.jobs[0] is job and not quick:
+                worker.jobs.popleft()
+                self._end(worker)
+                self._deal_out()
+                return
+
+    def _settle(self, job: Pending, outcome: Outcome) -> None:
+        if not job.future.done():
+            job.future.set_result(outcome)
+
+    def _deal_out(self) -> None:
+        for waiting in self._waiting.values():
+            while waiting:
+                if not waiting[0].future.done():
+                    worker = self._find_worker(waiting[0])
+                    if worker is None:
+                        break
+                    worker.send(waiting[0])
+                waiting.popleft()
+        if self._watch is None and any(worker.jobs for worker in self._workers):
+            self._watch = self.loop.call_later(LOOK_S, self._look)
+
+    def _find_worker(self, job: Pending) -> Worker | None:
+        """Return the worker that gets a job, a new one if need be; None if it has to wait."""
+        busy = [worker for worker in self._workers if worker.jobs]
+        if job.large and sum(worker.jobs[0].large for worker in busy) >= LARGE_PLACES:
+            return None
+        if len(busy) < len(self._workers):
+            return next(worker for worker in self._workers if not worker.jobs)
+        if self._function.lasting and not job.large:
+            quick = [worker for worker in busy if worker.is_open]
+            if quick:
+                return min(quick, key=lambda worker: len(worker.jobs))
+        if len(self._workers) >= PLACES:
+            return None
+        worker = Worker(self, spawn_worker(self._function.registration), self.loop.time())
+        self._workers.append(worker)
+        return worker
+
+    def _look(self) -> None:
+        """Take jobs from workers whose first job is slow, and kill those whose job has had its time."""
+        self._watch = None
+        now = self.loop.time()
+        for worker in [worker for worker in self._workers if worker.jobs]:
+            age = now - worker.since_s
+            if age > (self._function.limits.wall_s if worker.pid else START_S):
+                self._settle(worker.jobs.popleft(), self._function.broken(f"it has taken {age:.0f} s"))
+                self._end(worker)
+                continue
+            worker.look()
+            if worker.slow and worker.jobs[0].future.done():  # given up
+                worker.jobs.popleft()
+                self._end(worker)
+            elif worker.slow and len(worker.jobs) > 1:
+                first, *others = worker.jobs
+                worker.jobs = deque([first])
+                worker.taken_over = len(others)
+                self._put_back(others)
+        self._deal_out()
+
+
+def _open(function: Isolated) -> None:
+    function.registration  # noqa: B018  # cached
+    current_zygote()

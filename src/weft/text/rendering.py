@@ -1,0 +1,55 @@
+"""The rendering of conversations in a child process: what goes in, what comes out, and the handler between."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from weft.errors import ModelError, RequestError
+from weft.text.template import ChatTemplate
+
+
+def encode_setup(template: ChatTemplate) -> bytes:
+    """Return what a handler needs to know of a template."""
+    return json.dumps([template.source, template.special_tokens]).encode()
+
+
+def encode_rendering(messages: Sequence[Mapping[str, Any]], opens: bool, variables: Mapping[str, Any]) -> bytes:
+    """Return a rendering as a job. Raises RequestError for what is no data."""
+    try:
+        return json.dumps([messages, opens, variables], default=_plain).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(
+            f"messages and variables of a chat template must be plain data, as JSON has it: {error!s:.200}",
+            param="messages",
+            code="messages-not-data",
+        ) from None
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence):
+        return list(value)
+    raise TypeError(f"a {type(value).__name__} is none")
+
+
+def decode_text(answer: bytes) -> str:
+    """Return the text of an answer."""
+    return answer.decode("utf-8", "surrogatepass")
+
+
+def prepare(setup: bytes) -> Callable[[bytes], bytes]:
+    """Return the handler of a template's renderings. The template is compiled by the process that renders it."""
+    template = ChatTemplate(*json.loads(setup))
+
+    def render(job: bytes) -> bytes:
+        messages, opens, variables = json.loads(job)
+        try:
+            text = template.render(messages, add_generation_prompt=opens, **variables)
+        except ModelError as error:
+            raise RequestError(str(error), param="messages", code=error.code) from None
+        return text.encode("utf-8", "surrogatepass")
+
+    return render

@@ -1,0 +1,167 @@
+"""Work of strangers in child processes: what breaks a limit is refused, and nobody else waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.refusals import refuses
+from weft.errors import RequestError
+from weft.sandbox import zygote
+from weft.sandbox.isolated import Isolated, finish, run_blocking
+from weft.sandbox.limits import Limits
+from weft.text import rendering
+from weft.text.template import ChatTemplate
+
+# Lists that hold the one before twice, 60 times over: to compare or to spell them takes for ever.
+ENDLESS = """
+{%- set ns = namespace(a=[1], b=[1]) %}
+{%- for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}
+{%- if messages[0].content == 'spin' %}{{ ns.a == ns.b }}
+{%- elif messages[0].content == 'grow' %}{{ ns.a | sort | upper }}
+{%- else %}{{ messages[0].content }}{% endif %}"""
+ROOT = Path(__file__).parents[2]
+QUICK = Limits(cpu_s=1, wall_s=5.0, memory=256 << 20)
+
+
+def isolated(source: str = ENDLESS, limits: Limits = QUICK, **changes: Any) -> Isolated:
+    return Isolated(
+        "weft.text.rendering:prepare",
+        lambda: rendering.encode_setup(ChatTemplate(source)),
+        limits,
+        refusal="it does not end",
+        param="messages",
+        code="too-expensive",
+        **changes,
+    )
+
+
+def job(content: str) -> bytes:
+    return rendering.encode_rendering([{"role": "user", "content": content}], True, {})
+
+
+async def here(step: Any) -> Any:
+    return step()
+
+
+@pytest.mark.parametrize("content", ["spin", "grow"])
+def test_what_breaks_a_limit_is_refused_and_the_next_call_is_answered(content: str) -> None:
+    function = isolated()
+    assert run_blocking(function.call(job("hi"))) == b"hi"
+    with refuses(RequestError, "too-expensive") as caught:
+        run_blocking(function.call(job(content)))
+    assert caught.value.param == "messages"
+    assert run_blocking(function.call(job("hi"))) == b"hi"
+
+
+async def test_others_do_not_wait_for_what_spins() -> None:
+    function = isolated(limits=Limits(cpu_s=3, wall_s=20.0, memory=256 << 20))
+    assert await finish(function.call(job("hi")), here) == b"hi"
+    spinning = asyncio.create_task(finish(function.call(job("spin")), here))
+    others = [asyncio.create_task(finish(function.call(job(f"{number}")), here)) for number in range(40)]
+    answers = await asyncio.gather(*others)
+    assert not spinning.done()
+    assert answers == [f"{number}".encode() for number in range(40)]
+    with refuses(RequestError, "too-expensive"):
+        await spinning
+
+
+async def test_a_call_that_is_given_up_frees_its_place() -> None:
+    function = isolated(limits=Limits(cpu_s=60, wall_s=60.0, memory=256 << 20))
+    for _ in range(10):  # more than there are places
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await finish(function.call(job("spin")), here)
+    assert await finish(function.call(job("hi")), here) == b"hi"
+
+
+async def test_a_worker_that_is_killed_costs_one_call() -> None:
+    function = isolated()
+    await finish(function.call(job("hi")), here)
+    [worker] = function.pool._workers
+    calls = [asyncio.create_task(finish(function.call(job(f"{number}")), here)) for number in range(3)]
+    await asyncio.sleep(0)
+    worker._ends.lifeline.close()
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert sum(isinstance(outcome, RequestError) for outcome in outcomes) <= 1
+    assert [one for one in outcomes if isinstance(one, bytes)] == [
+        f"{number}".encode() for number, outcome in enumerate(outcomes) if isinstance(outcome, bytes)
+    ]
+
+
+def test_a_zygote_that_is_killed_is_started_again() -> None:
+    function = isolated(lasting=False)
+    assert run_blocking(function.call(job("hi"))) == b"hi"
+    first = zygote.current_zygote()
+    os.kill(first._process.pid, signal.SIGKILL)
+    first._process.wait()
+    assert run_blocking(function.call(job("hi"))) == b"hi"
+    assert zygote.current_zygote() is not first
+
+
+def test_no_secret_and_no_file_reaches_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_ADMIN_KEY", "secret")
+    assert "WEFT_ADMIN_KEY" not in zygote._environment()
+
+
+def test_an_object_that_is_collected_while_a_lock_is_held_waits_for_none() -> None:
+    """A finaliser runs wherever the collector does, also in the thread that holds the zygote's lock."""
+    current = zygote.current_zygote()
+    with current._lock:
+        isolated()
+        gc.collect()
+    assert zygote.forgotten
+
+
+def test_children_end_with_their_parent() -> None:
+    program = (
+        "import time\n"
+        "from tests.pure.test_sandbox import isolated, job\n"
+        "from weft.sandbox import zygote\n"
+        "from weft.sandbox.isolated import run_blocking\n"
+        "function = isolated()\n"
+        "run_blocking(function.call(job('hi')))\n"
+        "print(zygote.current_zygote()._process.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        worker = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+        parent.kill()
+    for one in (pid, worker):
+        while is_running(one):
+            time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """False for a process that has ended, whether somebody has waited for it or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_data_that_is_none_is_refused() -> None:
+    with refuses(RequestError, "messages-not-data"):
+        rendering.encode_rendering([{"role": "user", "content": object()}], True, {})
+    deep: Any = []
+    for _ in range(100_000):
+        deep = [deep]
+    with refuses(RequestError, "messages-not-data"):
+        rendering.encode_rendering([{"role": "user", "content": deep}], True, {})
+    while deep:  # Python would free it by recursion
+        deep = deep[0]
+    assert json.loads(rendering.encode_rendering(({"role": "a", "content": "\ud800"},), True, {}))[0] == [
+        {"role": "a", "content": "\ud800"}
+    ]
