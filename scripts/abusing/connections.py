@@ -126,6 +126,24 @@ async def garbage(target: Target) -> None:
             target.record(repr(sent[:40]), await client.answer(), ("400 invalid_http",))
 
 
+async def upgrade_bodies(target: Target) -> None:
+    """Bodies of requests for another protocol that look like a request of their own; none is answered as one."""
+    key = f"Authorization: Bearer {target.key}\r\n".encode() if target.key else b""
+    inner = MODELS + key + b"\r\n"
+    chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(inner), inner)
+    for protocol in (b"websocket", b"h2c"):
+        for framing, body in ((b"Content-Length: %d" % len(inner), inner), (b"Transfer-Encoding: chunked", chunks)):
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + key + b"Connection: Upgrade\r\nUpgrade: "
+            async with target.connection() as client:
+                await client.pour(head + protocol + b"\r\n" + framing + b"\r\n\r\n" + body, 5)
+                target.record(f"Upgrade: {protocol!r}, {framing!r}", await client.answer(), ("400 invalid_value",))
+                second = await client.answer(1)
+                target.check(second.label in (TIMEOUT, CLOSED), f"the body was answered: {second.label}")
+    async with target.connection() as client:
+        await client.pour(b"CONNECT example.com:80 HTTP/1.1\r\nHost: x\r\n\r\n" + inner, 5)
+        target.record("CONNECT", await client.answer(), ("400 invalid_http",))
+
+
 async def descriptors(target: Target) -> None:
     """More idle connections than a server with few open files may have."""
     idle = [target.connection() for _ in range(200)]
@@ -154,5 +172,6 @@ ATTACKS = (
     Attack("unfinished-bodies", "10, 20", unfinished_bodies),
     Attack("http-1.0", "19", http_1_0),
     Attack("garbage", "25", garbage),
+    Attack("upgrade-bodies", "Upgrade", upgrade_bodies),
     Attack("descriptors", "6", descriptors, Served(files=FILES)),
 )

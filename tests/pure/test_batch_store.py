@@ -131,16 +131,16 @@ async def test_a_full_disk_is_an_answer_and_no_answer_is_lost(
     """An upload gets 503; the answer to a line is written once there is room, and the line is not asked again."""
     monkeypatch.setattr("weft.serving.batches.keeper.WRITE_AGAIN_S", 0.01)
     refusals = 3
-    add_result = Store.add_result
+    write_lines = Store.write_lines
 
     def full(*given: Any, **how: Any) -> Any:
         nonlocal refusals
         if refusals:
             refusals -= 1
             raise sqlite3.OperationalError("database or disk is full")
-        return add_result(*given, **how)
+        return write_lines(*given, **how)
 
-    monkeypatch.setattr(Store, "add_result", full)
+    monkeypatch.setattr(Store, "write_lines", full)
     store = Store(tmp_path)
     add_lines(store, "ab")
     world = World(storage_directory=str(tmp_path))

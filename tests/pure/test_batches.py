@@ -27,6 +27,7 @@ from weft.logs import request_id
 from weft.serving.batches import answers, lines, uploads
 from weft.serving.batches.attempts import Attempts, Places
 from weft.serving.batches.keeper import BatchKeeper
+from weft.serving.batches.results import LineChange
 from weft.serving.batches.store import Store
 from weft.serving.batches.types import BatchLine, BatchObject
 from weft.serving.errors import HttpError
@@ -360,8 +361,7 @@ def test_deaths_are_kept_before_a_line_is_asked_and_forgotten_with_its_answer(tm
 
     asyncio.run(run())
     store = Store(tmp_path)
-    store.note_deaths("batch_1", 3, 2)
-    store.note_deaths("batch_1", 4, 0)
+    store.write_lines([LineChange("batch_1", 3, 2), LineChange("batch_1", 4, 0)])
     assert store.deaths("batch_1") == {3: 2}
     store.add_result("batch_1", 3, b"{}", failed=False)
     assert not store.deaths("batch_1")

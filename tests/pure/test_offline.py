@@ -225,17 +225,17 @@ def test_a_full_disk_is_a_line_and_loses_nothing(tmp_path: Path, monkeypatch: py
     """Under the journal, before a row and after its answer, and under the output: the same command goes on."""
     source, out = write(tmp_path / "in.jsonl", [{"prompt": "a" * (1 + at)} for at in range(9)]), tmp_path / "out.jsonl"
     job = job_of(source, out)
-    for method, room in (("note_deaths", 3), ("add", 2)):
-        kept = getattr(ResultTable, method)
+    for kept in (3, 6):
+        write_changes = ResultTable.write_changes
 
-        def full(*given: Any, kept: Any = kept, left: list[int] = [0] * room, **how: Any) -> None:
+        def full(*given: Any, write: Any = write_changes, left: list[int] = [0] * kept) -> None:
             if not left:
                 raise sqlite3.OperationalError("database or disk is full")
             left.pop()
-            kept(*given, **how)
+            write(*given)
 
         with monkeypatch.context() as patch:
-            patch.setattr(ResultTable, method, full)
+            patch.setattr(ResultTable, "write_changes", full)
             with refuses(ConfigError, "cannot-keep", "out.jsonl.progress", "disk is full"):
                 run_job(job, answering(World()))
     with monkeypatch.context() as patch:

@@ -187,3 +187,19 @@ async def test_a_process_that_ends_at_once_says_why(
     lines = capfd.readouterr().err.splitlines()
     start = '{"model": "one", "message": ' if json_lines else "one | "
     assert lines and all(line.startswith(start) for line in lines)
+
+
+async def test_a_process_that_a_signal_ends_is_not_said_to_end_by_its_last_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it logged last may have nothing to do with it."""
+    (tmp_path / "crashing.py").write_text(
+        "import os, signal, sys\n"
+        "print('the engine is ready', file=sys.stderr, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGSEGV)\n"
+    )
+    monkeypatch.setattr(members, "MODULE", "crashing")
+    member = Member("one", ["one"], environment={**os.environ, "PYTHONPATH": str(tmp_path)}, path=tmp_path / "a.sock")
+    with refuses(HttpError, "model-down", "'one'", "killed by SIGSEGV"):
+        await member.start("one", [])
+    await member.close()

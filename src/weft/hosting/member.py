@@ -18,6 +18,7 @@ from typing import Any
 
 from weft import logs
 from weft.errors import error_reason
+from weft.executors.causes import describe_exit
 from weft.gateway.breaker import Breaker
 from weft.gateway.checks import ask_small
 from weft.gateway.config import Timeouts, UpstreamConfig
@@ -156,12 +157,17 @@ class Member:
         raise self.exit_error()
 
     def exit_error(self) -> HttpError:
-        """The error of a process that has ended, with the last line that names a cause."""
+        """The error of a process that has ended: the signal that ended it, or the last line that names a cause."""
+        return HttpError(503, f"{self.name!r} does not run: {self._exit_cause()}", code="model-down", retry_after_s=5)
+
+    def _exit_cause(self) -> str:
+        if self._kill_reason:
+            return self._kill_reason
+        status = self._process.returncode if self._process is not None else None
         lines = [line for line in self.tail if "error" in line.lower()] or list(self.tail)
-        cause = self._kill_reason or (
-            lines[-1] if lines else f"exit status {self._process and self._process.returncode}"
-        )
-        return HttpError(503, f"{self.name!r} does not run: {cause}", code="model-down", retry_after_s=5)
+        if status is not None and status < 0:  # what it logged last is no cause
+            return describe_exit(status, "").cause
+        return lines[-1] if lines else f"exit status {status}"
 
     async def _read_lines(self, process: asyncio.subprocess.Process) -> None:
         """Pass on what the process prints, each line with the model's name."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -16,6 +17,7 @@ from weft.cache import cache_path
 from weft.errors import ConfigError, error_reason
 from weft.serving.batches.answers import Endpoint, NotNowError
 from weft.serving.batches.attempts import Places
+from weft.serving.batches.results import LineChange
 from weft.serving.batches.runner import BatchRun
 from weft.serving.batches.store import Store, UnfinishedBatch
 from weft.serving.batches.types import ExpiresAfter
@@ -61,6 +63,8 @@ class BatchKeeper:
         self._runs: set[BatchRun] = set()
         self._unknown: set[str] = set()  # batches of keys that this server does not know
         self._clean_at = self._log_at = 0.0
+        self._changes: list[tuple[LineChange, asyncio.Future[str]]] = []  # of lines, to be written
+        self._writing: asyncio.Task[None] | None = None
 
     @property
     def kept_s(self) -> float:
@@ -79,11 +83,36 @@ class BatchKeeper:
         except (sqlite3.Error, OSError) as error:
             raise storage_failed(error) from error
 
-    async def insist(self, work: Callable[[Store], T]) -> T:
+    async def write_line(self, change: LineChange) -> str:
+        """Keep a change of a line, and return its batch's status. Raises NotNowError if the server ends before.
+
+        Changes that come while the disk is busy are one transaction.
+        """
+        written: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._changes.append((change, written))
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._write_lines(), context=Context())
+        return await asyncio.shield(written)
+
+    async def _write_lines(self) -> None:
+        while self._changes:
+            waiting, self._changes = self._changes, []
+            try:
+                changes = [change for change, _ in waiting]
+                statuses = await self._insist(partial(Store.write_lines, changes=changes))
+            except NotNowError as error:
+                for _, written in waiting:
+                    written.set_exception(error)
+                    written.exception()  # whoever waited may be gone
+            else:
+                for (_, written), status in zip(waiting, statuses, strict=True):
+                    written.set_result(status)
+
+    async def _insist(self, work: Callable[[Store], T]) -> T:
         """Do something with the store, again and again while that fails. Raises NotNowError if the server ends."""
         while True:
             try:
-                return await asyncio.shield(self.call(work))
+                return await self.call(work)
             except (ConfigError, HttpError) as error:
                 if self._service.draining:
                     raise NotNowError from error
@@ -122,6 +151,9 @@ class BatchKeeper:
             for task in answering:
                 task.cancel()
             await asyncio.gather(self._working, *answering, return_exceptions=True)
+        if self._writing is not None:
+            await asyncio.wait([self._writing], timeout=KEEPING_S)  # it may wait for room on the disk
+            self._writing.cancel()
         if self._store is not None:
             await self.call(Store.close)
         self._thread.shutdown(wait=False)

@@ -6,7 +6,8 @@ A line has one answer, the first that comes.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 RESULTS = """
 CREATE TABLE IF NOT EXISTS results (
@@ -20,22 +21,31 @@ CREATE TABLE deaths (
 """
 
 
+class LineChange(NamedTuple):
+    """A change of one line: its answer `row`, or, without one, the number of deaths with it."""
+
+    batch: str
+    line: int
+    deaths: int = 0
+    row: bytes | None = None
+    failed: bool = False
+
+
 class ResultTable:
     """The tables in a connection whose database has them. Each change is a transaction."""
 
     def __init__(self, rows: sqlite3.Connection) -> None:
         self._rows = rows
 
-    def add(self, batch: str, line: int, row: bytes, *, failed: bool) -> None:
-        """Keep the answer to a line, unless there is one, and forget the deaths with it."""
+    def write_changes(self, changes: Sequence[LineChange]) -> None:
+        """Keep changes. A line keeps the first answer; with it, the deaths are forgotten."""
         with self._rows:
-            self._rows.execute("INSERT OR IGNORE INTO results VALUES (?, ?, ?, ?)", (batch, line, failed, row))
-            self._rows.execute("DELETE FROM deaths WHERE batch = ? AND line = ?", (batch, line))
-
-    def note_deaths(self, batch: str, line: int, number: int) -> None:
-        """Keep the number of engines and servers that have died with a line."""
-        with self._rows:
-            self._rows.execute("INSERT OR REPLACE INTO deaths VALUES (?, ?, ?)", (batch, line, number))
+            for batch, line, deaths, row, failed in changes:
+                if row is None:
+                    self._rows.execute("INSERT OR REPLACE INTO deaths VALUES (?, ?, ?)", (batch, line, deaths))
+                    continue
+                self._rows.execute("INSERT OR IGNORE INTO results VALUES (?, ?, ?, ?)", (batch, line, failed, row))
+                self._rows.execute("DELETE FROM deaths WHERE batch = ? AND line = ?", (batch, line))
 
     def deaths(self, batch: str) -> dict[int, int]:
         """Number of deaths with each line of a batch that has no answer, if there were any."""

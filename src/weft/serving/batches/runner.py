@@ -14,6 +14,7 @@ from weft.errors import RequestError
 from weft.serving.batches.answers import NotNowError, answer
 from weft.serving.batches.attempts import Attempts
 from weft.serving.batches.lines import LineLimits, check_lines, decode_line, numbered_lines
+from weft.serving.batches.results import LineChange
 from weft.serving.batches.store import Store, new_id
 from weft.serving.batches.types import BatchError, BatchErrors, BatchLine, BatchObject
 
@@ -155,7 +156,7 @@ class BatchRun:
         keeper, id = self._keeper, self._batch.id
 
         async def note(deaths: int) -> None:
-            await keeper.insist(lambda store: store.note_deaths(id, number, deaths))
+            await keeper.write_line(LineChange(id, number, deaths))
 
         attempts = Attempts(self._deaths.get(number, 0), note)
         status, body = await answer(self._service, keeper.endpoints[line.url], line, keeper.places, attempts)
@@ -165,7 +166,7 @@ class BatchRun:
     async def _keep(self, number: int, result: LineResult) -> None:
         row, id = msgspec.json.encode(result), self._batch.id
         failed = result.response is None or result.response.status_code != 200
-        status = await self._keeper.insist(lambda store: store.add_result(id, number, row, failed=failed))
+        status = await self._keeper.write_line(LineChange(id, number, row=row, failed=failed))
         if status != "in_progress":  # another server was asked to cancel it
             self.news.set()
 

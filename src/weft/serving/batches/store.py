@@ -11,7 +11,7 @@ import os
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -321,10 +321,14 @@ class Store:
         stored = self._rows.execute("SELECT status FROM batches WHERE id = ?", (id,)).fetchone()
         return str(stored[0]) if stored else ""
 
+    def write_lines(self, changes: Sequence[results.LineChange]) -> list[str]:
+        """Keep changes of lines, in one transaction; return the status of each one's batch."""
+        self._results.write_changes(changes)
+        return [self.status(change.batch) for change in changes]
+
     def add_result(self, batch: str, line: int, row: bytes, *, failed: bool) -> str:
         """Keep the answer to a line, unless there is one; return the batch's status."""
-        self._results.add(batch, line, row, failed=failed)
-        return self.status(batch)
+        return self.write_lines([results.LineChange(batch, line, row=row, failed=failed)])[0]
 
     def answered(self, batch: str) -> set[int]:
         """The lines of a batch that have answers."""
@@ -333,10 +337,6 @@ class Store:
     def results(self, batch: str, *, failed: bool) -> Iterator[bytes]:
         """The answers of a batch, in order of its lines."""
         return (row for _, row in self._results.rows(batch, failed=failed))
-
-    def note_deaths(self, batch: str, line: int, number: int) -> None:
-        """Keep the number of engines and servers that have died with a line."""
-        self._results.note_deaths(batch, line, number)
 
     def deaths(self, batch: str) -> dict[int, int]:
         """Number of deaths with each line of a batch that has no answer, if there were any."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from weft.errors import ConfigError, error_reason
 from weft.serving.batches import results
 from weft.serving.batches.attempts import Attempts
+from weft.serving.batches.results import LineChange
 from weft.serving.offline.answering import Answered
 from weft.sqlite_files import BESIDE, Migration, copy_path, make_private_file, migrate, statements
 
@@ -67,14 +68,14 @@ class Journal:
     def add(self, answered: Answered) -> None:
         """Keep the answer to a row, unless there is one."""
         with self._writing():
-            self._results.add(BATCH, answered.number, answered.row, failed=answered.failed)
+            self._results.write_changes([LineChange(BATCH, answered.number, row=answered.row, failed=answered.failed)])
 
     def attempts(self, number: int) -> Attempts:
         """The attempts to answer a row, those of killed processes included."""
 
         async def note(deaths: int) -> None:
             with self._writing():
-                self._results.note_deaths(BATCH, number, deaths)
+                self._results.write_changes([LineChange(BATCH, number, deaths)])
 
         return Attempts(self._deaths.get(number, 0), note)
 
