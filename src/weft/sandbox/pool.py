@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import weakref
 from collections import deque
 from collections.abc import Iterable
@@ -46,6 +45,7 @@ class Worker:
         self._pool = pool
         self._ends = ends
         self._unsent = bytearray()
+        self._writing = False  # the loop waits until the socket takes more
         self._decoder: FrameDecoder[FromWorker] = FrameDecoder(FromWorker)
         self.jobs: deque[Pending] = deque()
         self.pid = 0  # until it is ready
@@ -73,20 +73,20 @@ class Worker:
         if job is not self._seen_job:
             self._seen_job, self._seen_s = job, used_s
 
-    def send(self, job: Pending) -> None:
+    def add(self, job: Pending) -> None:
+        """Give the worker a job; `flush` sends it."""
         if not self.jobs:
             self.since_s = self._pool.loop.time()
         self.jobs.append(job)
-        if not self._unsent:
-            with contextlib.suppress(BlockingIOError, OSError):  # at the socket's end the reader acts
-                sent = self._ends.work.send(job.frame)
-                if sent == len(job.frame):
-                    return
-                self._unsent += memoryview(job.frame)[sent:]
-                self._pool.loop.add_writer(self._ends.work.fileno(), self._send_rest)
-                return
-            self._pool.loop.add_writer(self._ends.work.fileno(), self._send_rest)
         self._unsent += job.frame
+
+    def flush(self) -> None:
+        """Send the jobs that are not sent yet, as far as the socket takes them, and the rest later."""
+        if self._unsent and not self._writing:
+            self._send()
+            if self._unsent:
+                self._writing = True
+                self._pool.loop.add_writer(self._ends.work.fileno(), self._send)
 
     def close(self) -> None:
         """Kill the worker. Its jobs are the caller's."""
@@ -98,15 +98,16 @@ class Worker:
             self._pool.loop.remove_writer(self._ends.work.fileno())
         self._ends.close()
 
-    def _send_rest(self) -> None:
+    def _send(self) -> None:
         try:
             sent = self._ends.work.send(self._unsent)
         except BlockingIOError:
             return
-        except OSError:
+        except OSError:  # the other end is gone, which `_receive` sees
             sent = len(self._unsent)
         del self._unsent[:sent]
-        if not self._unsent:
+        if not self._unsent and self._writing:
+            self._writing = False
             self._pool.loop.remove_writer(self._ends.work.fileno())
 
     def _receive(self) -> None:
@@ -139,6 +140,7 @@ class Pool:
         self._function: Isolated = weakref.proxy(function)
         self._workers: list[Worker] = []
         self._waiting: dict[bool, deque[Pending]] = {False: deque(), True: deque()}  # by large
+        self._dealing = False
         self._watch: asyncio.TimerHandle | None = None
         self._opening: asyncio.Task[None] | None = None
         weakref.finalize(function, self.close)
@@ -149,7 +151,7 @@ class Pool:
         if not self._workers:
             await self.open()
         self._waiting[job.large].append(job)
-        self._deal_out()
+        self._deal_out_soon()
         try:
             return await job.future
         except asyncio.CancelledError:
@@ -181,20 +183,21 @@ class Pool:
         spare = not worker.jobs and sum(not other.jobs for other in self._workers) > IDLE
         if worker.taken_over or isinstance(message, Broken) or not self._function.lasting or spare:
             self._end(worker)
-        self._deal_out()
+        if any(self._waiting.values()):
+            self._deal_out_soon()
 
     def on_end(self, worker: Worker) -> None:
         """End the job that a worker died of; others do the rest."""
         if worker.jobs:
             self._settle(worker.jobs.popleft(), self._function.outcome(None))
         self._end(worker)
-        self._deal_out()
 
     def _end(self, worker: Worker) -> None:
         worker.close()
         self._workers.remove(worker)
         self._put_back(worker.jobs)
         worker.jobs.clear()
+        self._deal_out_soon()
 
     def _put_back(self, jobs: Iterable[Pending]) -> None:
         """Let jobs wait again, before those that came later."""
@@ -214,15 +217,24 @@ class Pool:
         if not job.future.done():
             job.future.set_result(outcome)
 
+    def _deal_out_soon(self) -> None:
+        """Deal out once for all jobs of this turn of the loop: a call of the system costs more than a small job."""
+        if not self._dealing:
+            self._dealing = True
+            self.loop.call_soon(self._deal_out)
+
     def _deal_out(self) -> None:
+        self._dealing = False
         for waiting in self._waiting.values():
             while waiting:
                 if not waiting[0].future.done():
                     worker = self._find_worker(waiting[0])
                     if worker is None:
                         break
-                    worker.send(waiting[0])
+                    worker.add(waiting[0])
                 waiting.popleft()
+        for worker in self._workers:
+            worker.flush()
         if self._watch is None and any(worker.jobs for worker in self._workers):
             self._watch = self.loop.call_later(LOOK_S, self._look)
 

@@ -17,7 +17,16 @@ from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from weft.text.budget import charge_parts, check_bits, check_small, current_budget, join_texts, shallow_size, text_size
+from weft.text.budget import (
+    CONTAINERS,
+    charge_parts,
+    check_bits,
+    check_small,
+    current_budget,
+    join_texts,
+    shallow_size,
+    text_size,
+)
 from weft.text.limits import LIMITS
 from weft.text.template_functions import METHOD_OWNERS, check_method, limited_filters, limited_tests
 
@@ -47,7 +56,8 @@ def in_time(context: Context) -> bool:
 
 def all_charged(value: Any) -> Any:
     """Charge for all parts of a value, and return it."""
-    charge_parts(value)
+    if isinstance(value, CONTAINERS):
+        charge_parts(value)
     return value
 
 
@@ -69,6 +79,8 @@ class Bounds(NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
+        if len(node.ops) == 1 and any(isinstance(part, nodes.Const) for part in (node.expr, node.ops[0].expr)):
+            return node  # no parts of a value are compared with those of a constant
         node.expr = self._charged(node.expr)
         for operand in node.ops:
             operand.expr = self._charged(operand.expr)

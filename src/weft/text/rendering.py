@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
+
+import msgspec
 
 from weft.errors import ModelError, RequestError
 from weft.text.template import ChatTemplate
@@ -17,14 +20,24 @@ def encode_setup(template: ChatTemplate) -> bytes:
 
 def encode_rendering(messages: Sequence[Mapping[str, Any]], opens: bool, variables: Mapping[str, Any]) -> bytes:
     """Return a rendering as a job. Raises RequestError for what is no data."""
+    values = [messages, opens, variables]
     try:
-        return json.dumps([messages, opens, variables], default=_plain).encode()
-    except (TypeError, ValueError, RecursionError) as error:
+        with suppress(UnicodeEncodeError):  # of halves of surrogate pairs, which only Python's own encoder knows
+            return msgspec.json.encode(values, enc_hook=_plain)
+        return json.dumps(values, default=_plain).encode()
+    except (TypeError, ValueError, RecursionError, msgspec.MsgspecError, NotImplementedError) as error:
         raise RequestError(
             f"messages and variables of a chat template must be plain data, as JSON has it: {error!s:.200}",
             param="messages",
             code="messages-not-data",
         ) from None
+
+
+def _decode(job: bytes) -> Any:
+    try:
+        return msgspec.json.decode(job)
+    except msgspec.DecodeError:
+        return json.loads(job)
 
 
 def _plain(value: object) -> object:
@@ -45,7 +58,7 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     template = ChatTemplate(*json.loads(setup))
 
     def render(job: bytes) -> bytes:
-        messages, opens, variables = json.loads(job)
+        messages, opens, variables = _decode(job)
         try:
             text = template.render(messages, add_generation_prompt=opens, **variables)
         except ModelError as error:

@@ -47,7 +47,7 @@ Plain = Callable[..., Any]
 def limited_filters(filters: Mapping[str, Any], form: Plain) -> dict[str, Any]:
     """The filters within the budget; `form` is that of the filter format."""
     own = {"tojson": to_json, "join": _join, "replace": _replace, "string": _string, "format": form, "int": _int}
-    limited: dict[str, Plain] = {**filters, **own, "sum": _sum_of_numbers(filters["sum"])}
+    limited: dict[str, Any] = {**filters, **own, "sum": _sum_of_numbers(filters["sum"])}
     for name in WIDTH_FILTERS:
         limited[name] = _limit_widths(name, limited[name])
     return {name: _charged(plain, shallow=name in SHALLOW_FILTERS) for name, plain in limited.items()}
