@@ -18,7 +18,7 @@ import pytest
 from tests.refusals import refuses
 from weft.errors import RequestError
 from weft.sandbox import zygote
-from weft.sandbox.isolated import Isolated, finish, run_blocking
+from weft.sandbox.isolated import Isolated, Result, advance, run_blocking
 from weft.sandbox.limits import Limits
 from weft.text import rendering
 from weft.text.template import ChatTemplate
@@ -50,8 +50,12 @@ def job(content: str) -> bytes:
     return rendering.encode_rendering([{"role": "user", "content": content}], True, {})
 
 
-async def here(step: Any) -> Any:
-    return step()
+async def finish(work: Any) -> bytes:
+    """Run a coroutine to its end in the event loop."""
+    outcome = None
+    while not isinstance(step := advance(work, outcome), Result):
+        outcome = await step.function.pool.call(step.data)
+    return step.value
 
 
 @pytest.mark.parametrize("content", ["spin", "grow"])
@@ -66,9 +70,9 @@ def test_what_breaks_a_limit_is_refused_and_the_next_call_is_answered(content: s
 
 async def test_others_do_not_wait_for_what_spins() -> None:
     function = isolated(limits=Limits(cpu_s=3, wall_s=20.0, memory=256 << 20))
-    assert await finish(function.call(job("hi")), here) == b"hi"
-    spinning = asyncio.create_task(finish(function.call(job("spin")), here))
-    others = [asyncio.create_task(finish(function.call(job(f"{number}")), here)) for number in range(40)]
+    assert await finish(function.call(job("hi"))) == b"hi"
+    spinning = asyncio.create_task(finish(function.call(job("spin"))))
+    others = [asyncio.create_task(finish(function.call(job(f"{number}")))) for number in range(40)]
     answers = await asyncio.gather(*others)
     assert not spinning.done()
     assert answers == [f"{number}".encode() for number in range(40)]
@@ -81,15 +85,15 @@ async def test_a_call_that_is_given_up_frees_its_place() -> None:
     for _ in range(10):  # more than there are places
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
-                await finish(function.call(job("spin")), here)
-    assert await finish(function.call(job("hi")), here) == b"hi"
+                await finish(function.call(job("spin")))
+    assert await finish(function.call(job("hi"))) == b"hi"
 
 
 async def test_a_worker_that_is_killed_costs_one_call() -> None:
     function = isolated()
-    await finish(function.call(job("hi")), here)
+    await finish(function.call(job("hi")))
     [worker] = function.pool._workers
-    calls = [asyncio.create_task(finish(function.call(job(f"{number}")), here)) for number in range(3)]
+    calls = [asyncio.create_task(finish(function.call(job(f"{number}")))) for number in range(3)]
     await asyncio.sleep(0)
     worker._ends.lifeline.close()
     outcomes = await asyncio.gather(*calls, return_exceptions=True)

@@ -1,19 +1,17 @@
 """Isolated: a function that runs in sandboxed child processes, and coroutines that wait for its results.
 
-A coroutine that prepares a request awaits `Isolated.call` and nothing else. Its driver decides how to wait:
-`run_blocking` waits in the caller's thread, `finish` in an event loop, with the steps between the calls in a thread or
-in the loop.
+A coroutine that prepares a request awaits `Isolated.call` and nothing else. Its driver runs the steps between by
+`advance`, and decides how to wait: `run_blocking` waits in the caller's thread, a server awaits the `pool`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Generator
-from functools import cached_property, partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from functools import cached_property
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from weft.errors import RequestError
 from weft.executors.framing import MAX_FRAME, Channel, FrameError
@@ -25,12 +23,6 @@ from weft.sandbox.zygote import WorkerEnds, close_unused, forgotten, numbers, sp
 T = TypeVar("T")
 MOST_BYTES = MAX_FRAME - 64  # of a job: with its frame, one message
 Outcome = bytes | RequestError
-
-
-class RunStep(Protocol):
-    """Runs a step between two calls of a coroutine, such as in a thread."""
-
-    async def __call__(self, step: Callable[[], T], /) -> T: ...
 
 
 class Isolated:
@@ -153,19 +145,6 @@ def run_blocking(work: Coroutine[Any, Any, T]) -> T:
     while isinstance(step, Call):
         step = advance(work, step.function.caller.call(step.data))
     return step.value
-
-
-async def finish(work: Coroutine[Any, Any, T], run: RunStep) -> T:
-    """Run a coroutine to its end in an event loop; `run` runs the steps between its calls."""
-    try:
-        step = await run(partial(advance, work, None))
-        while isinstance(step, Call):
-            outcome = await step.function.pool.call(step.data)
-            step = await run(partial(advance, work, outcome))
-        return step.value
-    finally:
-        with contextlib.suppress(ValueError):  # a thread still runs its step
-            work.close()
 
 
 class BlockingCaller:

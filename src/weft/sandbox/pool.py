@@ -24,15 +24,21 @@ IDLE = 1  # workers without a job that stay
 LOOK_S = 0.05  # between looks at jobs that have not ended
 SLOW_S = 0.03  # CPU time of a job between two looks with which it is not quick: others do not wait behind it
 START_S = 60.0  # for a worker to start; its zygote may be preparing what takes seconds
+WAIT_S = 30.0  # for a worker that takes a job
 RECEIVE_BYTES = 256 << 10
+
+
+class SandboxBusyError(Exception):
+    """A job that no worker takes in time."""
 
 
 class Pending:
     """One job and the future of its outcome."""
 
-    __slots__ = ("frame", "future", "large")
+    __slots__ = ("frame", "future", "large", "since_s")
 
-    def __init__(self, data: bytes, future: asyncio.Future[Outcome]) -> None:
+    def __init__(self, data: bytes, future: asyncio.Future[Outcome], now_s: float) -> None:
+        self.since_s = now_s
         self.frame = encode_frame(Job(data))
         self.future = future
         self.large = len(data) > LARGE
@@ -146,8 +152,11 @@ class Pool:
         weakref.finalize(function, self.close)
 
     async def call(self, data: bytes) -> Outcome:
-        """Return the outcome of one job. If it is cancelled, a job that is not quick is given up."""
-        job = Pending(data, self.loop.create_future())
+        """Return the outcome of one job. If it is cancelled, a job that is not quick is given up.
+
+        Raises SandboxBusyError if no worker takes it within WAIT_S.
+        """
+        job = Pending(data, self.loop.create_future(), self.loop.time())
         if not self._workers:
             await self.open()
         self._waiting[job.large].append(job)
@@ -274,6 +283,11 @@ class Pool:
                 worker.jobs = deque([first])
                 worker.taken_over = len(others)
                 self._put_back(others)
+        for waiting in self._waiting.values():
+            while waiting and now - waiting[0].since_s > WAIT_S:
+                job = waiting.popleft()
+                if not job.future.done():
+                    job.future.set_exception(SandboxBusyError(f"no worker has been free for {WAIT_S:g} s"))
         self._deal_out()
 
 

@@ -6,8 +6,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from contextvars import copy_context
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -24,7 +24,8 @@ from weft.core.commands import Command, Replies, ResetPrefixCache
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request, Stats
 from weft.errors import EngineError, ModelError, RequestError
-from weft.sandbox.isolated import RunStep, finish
+from weft.sandbox.isolated import Result, advance
+from weft.sandbox.pool import SandboxBusyError
 from weft.serving.answer_bytes import AnswerBytes
 from weft.serving.body import BodyReceiver, UnknownFields, check_structure, convert_object, parse_object
 from weft.serving.clients import Clients, current
@@ -41,7 +42,7 @@ from weft.serving.prefix_debug import PrefixDebug, PrefixReport
 from weft.serving.profiling import LastProfile
 from weft.serving.progress import Progress
 from weft.serving.sampling import ACCEPTED_FIELDS, check_lengths, check_supported
-from weft.serving.threads import LoopGate, WorkThreads, too_slow_error
+from weft.serving.threads import LoopGate, WorkSteps, WorkThreads, too_slow_error
 from weft.text.limits import LIMITS
 
 if TYPE_CHECKING:
@@ -51,7 +52,6 @@ log = logging.getLogger("weft.serving")
 
 T = TypeVar("T", bound=msgspec.Struct)
 Prepared = TypeVar("Prepared")
-Step = TypeVar("Step")
 
 LARGE_TOKENS = 2**16  # prompt tokens of one HTTP request above which memory is returned to the system after it
 
@@ -191,11 +191,10 @@ class Service:
         that small ones do not wait for them. Only work on a tiny body, of a kind that has been quick so far, runs in
         the event loop: that costs less than the way to a thread.
         """
-
-        async def once(content: bytes, run: RunStep) -> Prepared:
-            return await run(partial(work, self, content))
-
-        return await self._prepare(request, work, once)
+        async with self._received(request) as content:
+            steps = self._steps(work, content)
+            step = partial(work, self, content)
+            return steps.run_here(step) if steps.are_quick else await steps.run_in_thread(step)
 
     async def prepare_in_steps(
         self, request: HttpRequest, work: Callable[[Service, bytes], Coroutine[Any, Any, Prepared]]
@@ -204,42 +203,38 @@ class Service:
 
         Chat templates and grammars are untrusted code, which runs there. The steps between run as other work does.
         """
-
-        async def in_steps(content: bytes, run: RunStep) -> Prepared:
+        async with self._received(request) as content:
+            steps = self._steps(work, content)
+            coroutine, outcome = work(self, content), None
             try:
-                async with asyncio.timeout(LIMITS.work_s):
-                    return await finish(work(self, content), run)
-            except TimeoutError:
+                while True:
+                    step = partial(advance, coroutine, outcome)
+                    reached = steps.run_here(step) if steps.are_quick else await steps.run_in_thread(step)
+                    if isinstance(reached, Result):
+                        return reached.value
+                    outcome = await reached.function.pool.call(reached.data)
+            except SandboxBusyError:
                 raise too_slow_error() from None
+            finally:
+                with suppress(ValueError):  # a thread still runs its step
+                    coroutine.close()
 
-        return await self._prepare(request, work, in_steps)
-
-    async def _prepare(
-        self,
-        request: HttpRequest,
-        kind: Callable[..., object],
-        perform: Callable[[bytes, RunStep], Coroutine[Any, Any, Prepared]],
-    ) -> Prepared:
-        """Receive a body and `perform` work on it, which runs steps in a thread or in the loop."""
+    @asynccontextmanager
+    async def _received(self, request: HttpRequest) -> AsyncIterator[bytes]:
+        """Receive a body for the time of its work. Log errors of the model, and return the memory of a large one."""
         content = await self._body_receiver.receive(request)
-        large, tiny = len(content) > LIMITS.small_bytes, len(content) <= LIMITS.tiny_bytes
-        context = copy_context()
-
-        async def run(step: Callable[[], Step]) -> Step:
-            if tiny:
-                step = partial(self._loop_gate.timed, kind, step)
-                if self._loop_gate.allows(kind):
-                    return step()
-            return await self._threads_by_large[large].result(partial(context.run, step))
-
         try:
-            return await perform(content, run)
+            yield content
         except ModelError as error:
             log.error("%s", error)
             raise
         finally:
-            if large:
+            if len(content) > LIMITS.small_bytes:
                 self._trimmer.trim_later()
+
+    def _steps(self, kind: Callable[..., object], content: bytes) -> WorkSteps:
+        gate = self._loop_gate if len(content) <= LIMITS.tiny_bytes else None
+        return WorkSteps(kind, self._threads_by_large[len(content) > LIMITS.small_bytes], gate)
 
     def decode_body(self, content: bytes, target: type[T]) -> T:
         """Decode a body to `target`. Raises RequestError for a wrong field, and on every

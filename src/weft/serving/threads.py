@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextvars import copy_context
+from functools import partial
 from threading import Thread
 from typing import TypeVar
 
@@ -56,6 +58,26 @@ class WorkThreads:
             raise busy from None
         finally:
             self._waiting -= 1
+
+
+class WorkSteps:
+    """Runs the steps of one piece of work of a `kind`: in the loop if a `gate` lets such work in, else in a thread."""
+
+    def __init__(self, kind: Callable[..., object], threads: WorkThreads, gate: LoopGate | None) -> None:
+        self._kind, self._threads, self._gate = kind, threads, gate
+
+    @property
+    def are_quick(self) -> bool:
+        """True if a step may run in the loop now."""
+        return self._gate is not None and self._gate.allows(self._kind)
+
+    def run_here(self, step: Callable[[], T]) -> T:
+        """Run a step in the loop."""
+        return step() if self._gate is None else self._gate.timed(self._kind, step)
+
+    async def run_in_thread(self, step: Callable[[], T]) -> T:
+        """Run a step in a thread, with the context of the caller. Raises as `WorkThreads.result`."""
+        return await self._threads.result(partial(copy_context().run, self.run_here, step))
 
 
 def too_slow_error() -> HttpError:

@@ -49,6 +49,7 @@ class ChatTemplate:
         self.source = source
         if source is not None:
             _check_syntax(source)
+            self._developer = DEVELOPER.search(source) is not None
 
     @cached_property
     def _template(self) -> Template:
@@ -91,7 +92,7 @@ class ChatTemplate:
 
         template = self._template
         variables = {"tools": None, "documents": None, **self.special_tokens, **kwargs}
-        variables["messages"] = normalize_messages(messages, developer=DEVELOPER.search(self.source) is not None)
+        variables["messages"] = normalize_messages(messages, developer=self._developer)
         variables["add_generation_prompt"] = add_generation_prompt
         try:
             return run_within_budget(lambda: template.render(variables))
