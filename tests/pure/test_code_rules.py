@@ -171,6 +171,7 @@ def test_rule_of_codes_finds_what_it_forbids() -> None:
     assert found == bad
     classes = ["class B(A): ...", "class A(WeftError): ...", "class C(list): ..."]
     classes.append("class D(A):\n    def __init__(self, cause): super().__init__(str(cause), code=cause.code)")
+    classes.append("class E(D): ...")
     assert error_classes(node for source in classes for node in ast.walk(ast.parse(source))) == {"WeftError", "A", "B"}
 
 
@@ -199,12 +200,14 @@ def called_name(call: ast.Call) -> str | None:
 def error_classes(nodes: Iterable[ast.AST]) -> set[str]:
     """Names of WeftError and of the classes derived from it, without those that set their code themselves."""
     classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    own = {node.name for node in classes if sets_its_code(node)}
     names: set[str] = set()
     more = {"WeftError"}
     while more - names:
-        names |= more
+        names |= more - own
         more = {node.name for node in classes if names & {base.id for base in node.bases if isinstance(base, ast.Name)}}
-    return names - {node.name for node in classes if sets_its_code(node)}
+        more -= own
+    return names
 
 
 def sets_its_code(node: ast.ClassDef) -> bool:

@@ -19,7 +19,7 @@ DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(text_tools, "PROBE_LIMITS", Limits(cpu_s=1, wall_s=20.0, memory=256 << 20))
+    monkeypatch.setattr(text_tools, "PROBE_LIMITS", Limits(cpu_s=1, wall_s=20.0, memory=1 << 30))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -31,17 +31,21 @@ def folder(path: Path, **steps: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    "normalizer",
-    [
-        {"type": "Sequence", "normalizers": [DOUBLE] * 12},
-        {"type": "Prepend", "prepend": "a" * 3_000_000},
-        {"type": "Replace", "pattern": {"Regex": "(b?)"}, "content": "a" * 4000},
-    ],
-    ids=["doubled", "prepended", "between letters"],
+    "limits",
+    [Limits(cpu_s=1, wall_s=0.001, memory=1 << 30), Limits(cpu_s=1, wall_s=20.0, memory=1 << 20)],
+    ids=["time", "memory"],
 )
-def test_steps_that_grow_a_text_are_refused(tmp_path: Path, normalizer: Any) -> None:
+def test_steps_that_break_a_limit_are_refused(tmp_path: Path, limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_tools, "PROBE_LIMITS", limits)
     with refuses(ModelError, "tokenizer-too-expensive"):
-        text_tools.probe_tokenizer(folder(tmp_path / "model", normalizer=normalizer))
+        text_tools.probe_tokenizer(folder(tmp_path / "model"))
+
+
+def test_steps_that_grow_a_text_are_refused(tmp_path: Path) -> None:
+    """By the bounds on the file, before anything is tokenized."""
+    doubled = {"type": "Sequence", "normalizers": [DOUBLE] * 12}
+    with refuses(ModelError, "damaged-tokenizer"):
+        text_tools.probe_tokenizer(folder(tmp_path / "model", normalizer=doubled))
 
 
 def test_steps_that_have_passed_are_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -15,8 +14,6 @@ from weft.client.text_tools import TextTools
 from weft.core.identity import RequestIdentity
 from weft.core.request import Output, Request
 from weft.core.step import SlotFailure, TokenLogprobs
-from weft.structured import compiler
-from weft.structured.vocabulary import build_vocabulary
 
 # Chat
 
@@ -271,21 +268,14 @@ async def test_without_a_tokenizer_ids_are_served() -> None:
     refused(await world.chat(), param="messages")
 
 
-async def test_the_first_grammar_keeps_the_event_loop_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kind of work has been quick so far, and the body is tiny; the vocabulary is prepared in a thread even so."""
+async def test_grammars_are_compiled_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kind of work has been quick so far, and the body is tiny; nothing of a grammar runs in the server even so."""
     world = World(FakeEngine(saying("{}")))
-    builders = []
-
-    def build(*given: Any) -> Any:
-        builders.append(threading.current_thread())
-        return build_vocabulary(*given)
-
-    monkeypatch.setattr(compiler, "build_vocabulary", build)
-    await world.complete()
-    await world.complete()
+    monkeypatch.setattr("llguidance.LLMatcher", None)
     for _ in range(2):
+        await world.complete()
         assert (await world.complete(structured_outputs={"choice": ["yes", "no"]})).status_code == 200
-    assert len(builders) == 1 and builders[0] is not threading.main_thread()
+    assert (await world.complete(structured_outputs={"regex": "("})).json()["error"]["param"] == "structured_outputs"
     assert len(world.engine.requests) == 4
 
 

@@ -24,7 +24,7 @@ from weft.core.commands import Command, Replies, ResetPrefixCache
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request, Stats
 from weft.errors import EngineError, ModelError, RequestError
-from weft.sandbox.isolated import Result, advance
+from weft.sandbox.isolated import Call, Outcome, Result, advance
 from weft.sandbox.pool import SandboxBusyError
 from weft.serving.answer_bytes import AnswerBytes
 from weft.serving.body import BodyReceiver, UnknownFields, check_structure, convert_object, parse_object
@@ -205,10 +205,11 @@ class Service:
         """
         async with self._received(request) as content:
             steps = self._steps(work, content)
-            coroutine, outcome = work(self, content), None
+            coroutine = work(self, content)
+            outcome: Outcome | None = None
             try:
                 while True:
-                    step = partial(advance, coroutine, outcome)
+                    step: Callable[[], Call | Result[Prepared]] = partial(advance, coroutine, outcome)
                     reached = steps.run_here(step) if steps.are_quick else await steps.run_in_thread(step)
                     if isinstance(reached, Result):
                         return reached.value

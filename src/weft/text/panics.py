@@ -33,11 +33,11 @@ def convert_panic(error: BaseException) -> BaseException:
 
 @contextlib.contextmanager
 def loading(file: Path | str) -> Iterator[None]:
-    """Turn every error of the library into ModelError, in one line. WeftError, OSError and our own assertions stay."""
+    """Turn every error of the library into ModelError, in one line. WeftError, OSError and assertions stay."""
     try:
         with _without_panics():
             yield
-    except (WeftError, OSError, AssertionError):
+    except (WeftError, OSError, AssertionError, MemoryError):
         raise
     except Exception as error:
         raise damaged_tokenizer(file, error) from error

@@ -39,23 +39,24 @@ def check_lines(path: Path, endpoint: str, limits: LineLimits) -> tuple[int, str
         for total, text in numbered_lines(path, limits, most_blank=MAX_LINES):  # the last number is their count
             fault = _fault(text, endpoint, limits, seen)
             if fault is not None:
-                errors.append(_error(*fault, total))
+                errors.append(batch_error(*fault, total))
                 if len(errors) >= MAX_ERRORS:
                     break
             elif total == 1:
                 named = decode_line(text, limits).body.get("model")
                 model = named if isinstance(named, str) else None
             if total > MAX_LINES:
-                errors.append(_error("too_many_lines", f"more than {MAX_LINES:,} lines; send several"))
+                errors.append(batch_error("too_many_lines", f"more than {MAX_LINES:,} lines; send several"))
                 break
     except RequestError as error:
-        errors.append(_error("too_many_lines" if error.code == "blank-lines" else "invalid_encoding", str(error)))
+        errors.append(batch_error("too_many_lines" if error.code == "blank-lines" else "invalid_encoding", str(error)))
     if not total and not errors:
-        errors.append(_error("empty_file", "the input file has no lines"))
+        errors.append(batch_error("empty_file", "the input file has no lines"))
     return total, model, errors
 
 
-def _error(code: str, message: str, line: int | None = None) -> BatchError:
+def batch_error(code: str, message: str, line: int | None = None) -> BatchError:
+    """The error of a batch, or of one of its lines."""
     return BatchError(code=code, message=message, line=line)
 
 

@@ -13,10 +13,10 @@ import msgspec
 from weft.errors import RequestError
 from weft.serving.batches.answers import NotNowError, answer
 from weft.serving.batches.attempts import Attempts
-from weft.serving.batches.lines import LineLimits, check_lines, decode_line, numbered_lines
+from weft.serving.batches.lines import LineLimits, batch_error, check_lines, decode_line, numbered_lines
 from weft.serving.batches.results import LineChange
 from weft.serving.batches.store import Store, new_id
-from weft.serving.batches.types import BatchError, BatchErrors, BatchLine, BatchObject
+from weft.serving.batches.types import BatchErrors, BatchLine, BatchObject
 
 if TYPE_CHECKING:
     from weft.serving.batches.keeper import BatchKeeper
@@ -191,7 +191,7 @@ class BatchRun:
 def fail_without_input(row: BatchObject) -> None:
     """Note that a batch's input is gone, which a damaged disk may have taken."""
     row.status, row.failed_at = "failed", _now()
-    row.errors = BatchErrors(data=[BatchError(code="missing_file", message="the input file is not there any more")])
+    row.errors = BatchErrors(data=[batch_error("missing_file", "the input file is not there any more")])
 
 
 def finalize(row: BatchObject) -> None:
