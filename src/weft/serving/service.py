@@ -211,7 +211,7 @@ class Service:
                 while True:
                     step: Callable[[], Call | Result[Prepared]] = partial(advance, coroutine, outcome)
                     reached = steps.run_here(step) if steps.are_quick else await steps.run_in_thread(step)
-                    if isinstance(reached, Result):
+                    if not isinstance(reached, Call):
                         return reached.value
                     outcome = await reached.function.pool.call(reached.data)
             except SandboxBusyError:
