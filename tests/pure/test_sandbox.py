@@ -23,12 +23,12 @@ from weft.sandbox.limits import Limits
 from weft.text import rendering
 from weft.text.template import ChatTemplate
 
-# Lists that hold the one before twice, 60 times over: to compare or to spell them takes for ever.
+# A loop of ten billion turns, and texts of 28 MB each: within the budgets of a template, not within the limits below.
 ENDLESS = """
-{%- set ns = namespace(a=[1], b=[1]) %}
-{%- for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}
-{%- if messages[0].content == 'spin' %}{{ ns.a == ns.b }}
-{%- elif messages[0].content == 'grow' %}{{ ns.a | sort | upper }}
+{%- set ns = namespace(texts=[]) %}
+{%- if messages[0].content == 'spin' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}
+{%- elif messages[0].content == 'grow' %}
+{%- for i in range(30) %}{% set ns.texts = ns.texts + ['😀' * 7000000] %}{% endfor %}
 {%- else %}{{ messages[0].content }}{% endif %}"""
 ROOT = Path(__file__).parents[2]
 QUICK = Limits(cpu_s=1, wall_s=5.0, memory=256 << 20)
@@ -76,7 +76,7 @@ async def test_others_do_not_wait_for_what_spins() -> None:
     answers = await asyncio.gather(*others)
     assert not spinning.done()
     assert answers == [f"{number}".encode() for number in range(40)]
-    with refuses(RequestError, "too-expensive"):
+    with pytest.raises(RequestError):  # by whichever limit comes first on a busy machine
         await spinning
 
 

@@ -67,6 +67,11 @@ class TextTools:
         """Create what checks grammars before they are compiled there."""
         return GrammarExaminer(self._grammar_tokenizer, vocab, eos)
 
+    async def warm(self) -> None:
+        """Start the process that renders the model's template, before the first conversation."""
+        if self.template is not None and self.template.source is not None:
+            await self.renderer(None)[1].pool.warm()
+
     def close(self) -> None:
         """End the processes that render templates."""
         for isolated in self._isolated:

@@ -173,6 +173,12 @@ class Pool:
             self._opening = self.loop.create_task(asyncio.to_thread(_open, self._function))
         await asyncio.shield(self._opening)
 
+    async def warm(self) -> None:
+        """Start a worker, so that the first job need not wait for it."""
+        await self.open()
+        if not self._workers:
+            self._spawn()
+
     def close(self) -> None:
         """Kill all workers."""
         for worker in self._workers:
@@ -260,6 +266,9 @@ class Pool:
                 return min(quick, key=lambda worker: len(worker.jobs))
         if len(self._workers) >= PLACES:
             return None
+        return self._spawn()
+
+    def _spawn(self) -> Worker:
         worker = Worker(self, spawn_worker(self._function.registration), self.loop.time())
         self._workers.append(worker)
         return worker

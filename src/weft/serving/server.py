@@ -113,6 +113,7 @@ async def _serve(
     # While the engine starts, which takes longer: both are ready before the first request.
     predicting = asyncio.create_task(asyncio.to_thread(_predict, planned, speeds)) if speeds else None
     asyncio.get_running_loop().run_in_executor(None, text_tools.prepare_vocabulary)
+    warming = asyncio.create_task(text_tools.warm())
     starting = time.monotonic()
     if len(planned) > 1:
         _log_replicas(planned)
@@ -120,6 +121,7 @@ async def _serve(
     engine = await start_engine(planned, config, stall_s=options.progress_timeout, nodes=nodes)
     try:
         expected = await predicting if predicting else []
+        await warming
         _log_engines(engine.replicas, planned, expected)
         frontend = Frontend.for_engine(config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len)
         ready = "the engine is" if len(planned) == 1 else f"{len(planned)} replicas are"

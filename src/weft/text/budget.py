@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 
 from weft.text.limits import LIMITS
 
-ITEM = 8  # characters that an item of a list counts as
+ITEM = 32  # characters that an item of a list counts as: to go through it takes longer than through a text
 CONTAINERS = (list, tuple, dict)
 T = TypeVar("T")
 
