@@ -2,9 +2,9 @@
 
 Each runs over an engine that answers at once, in a process of its own on the first core; the clients are on the second
 one. Both are asked in turns, and the medians are compared; figures per second of the server's CPU time hold on a busy
-machine too. Prints one JSON object. `--vllm PYTHON FOLDER` is a Python
-that has vLLM, and a folder with the demo's tokenizer and a config.json (`scripts/bench peers` makes both); without it
-Weft is measured alone.
+machine too, and count the processes that a server has. Prints one JSON object. `--vllm PYTHON FOLDER` is a Python
+that has vLLM, and a folder with the demo's tokenizer and a config.json (`scripts/bench peers` makes both); `--checkout
+FOLDER` is another checkout of Weft, such as an earlier commit. Without either Weft is measured alone.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ def pin(number: int) -> None:
 
 
 def cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
+    """CPU seconds of a process and of those that it has started."""
+    times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+    return float(sum(one.user + one.system for one in times))
 
 
 async def measure(port: int, process: psutil.Process, seconds: float) -> dict[str, float]:
@@ -78,16 +79,20 @@ async def measure_ends(ends: dict[str, tuple[int, psutil.Process]], rounds: int,
         row["half_load_requests_per_s"] = round(rate, 1)
         row["p50_ms"] = round(1000 * median(found["p50"] for found in paced), 2)
         row["p99_ms"] = round(1000 * median(found["p99"] for found in paced), 2)
-    if "vllm" in rows:
-        figures_compared = [key for key in rows["vllm"] if key.endswith("_s") and "half" not in key]
-        for key in (*figures_compared, "p99_ms"):
-            rows["weft"][f"{key}_ratio"] = round(rows["weft"][key] / rows["vllm"][key], 2)
+    for other in rows.keys() - {"weft"}:
+        for key in [key for key in rows[other] if key.endswith("_s") and "half" not in key]:
+            ratios = [
+                ours[key] / theirs[key] for ours, theirs in zip(taken["weft"], taken[other], strict=True) if key in ours
+            ]
+            rows["weft"][f"{key}_ratio_to_{other}"] = round(median(ratios), 2)
+        rows["weft"][f"p99_ms_ratio_to_{other}"] = round(rows["weft"]["p99_ms"] / rows[other]["p99_ms"], 2)
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--vllm", nargs=2, metavar=("PYTHON", "FOLDER"))
+    parser.add_argument("--checkout", metavar="FOLDER")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=4.0)
     given = parser.parse_args()
@@ -97,10 +102,20 @@ def main() -> None:
         python, folder = given.vllm
         ports["vllm"] = free_port()
         commands["vllm"] = [python, str(HERE / "vllm_end.py"), str(ports["vllm"]), folder]
+    folders = {}
+    if given.checkout:
+        folders["checkout"] = Path(given.checkout).absolute()
+        ports["checkout"] = free_port()
+        script = folders["checkout"] / "scripts/front_ends/weft_end.py"
+        commands["checkout"] = [sys.executable, str(script), str(ports["checkout"])]
     running = []
     try:
-        for command in commands.values():
-            running.append(subprocess.Popen(command, stdout=sys.stderr, preexec_fn=lambda: pin(0)))
+        for name, command in commands.items():
+            folder = folders.get(name, HERE.parents[1])
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (folder / "src", folder)))}
+            running.append(
+                subprocess.Popen(command, cwd=folder, env=environment, stdout=sys.stderr, preexec_fn=lambda: pin(0))
+            )
         pin(1)
         for process, port in zip(running, ports.values(), strict=True):
             asyncio.run(load.wait_until_served(port, START_S, lambda process=process: process.poll() is None))  # type: ignore[misc]
