@@ -122,7 +122,7 @@ def test_schemas_of_real_clients_pass(schema: dict[str, Any]) -> None:
 
 
 def test_many_choices_are_one_terminal() -> None:
-    """As alternatives of a rule each would be a state of the parse, of which the library allows few."""
+    """Alternatives of a rule are states of the parse, of which the library allows few."""
     assert "CHOICE" in check(choice=[f"choice number {number}" for number in range(20_000)])
 
 

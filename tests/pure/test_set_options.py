@@ -192,7 +192,7 @@ async def test_a_process_that_ends_at_once_says_why(
 async def test_a_process_that_a_signal_ends_is_not_said_to_end_by_its_last_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it logged last may have nothing to do with it."""
+    """Its last line may have nothing to do with its end."""
     (tmp_path / "crashing.py").write_text(
         "import os, signal, sys\n"
         "print('the engine is ready', file=sys.stderr, flush=True)\n"
