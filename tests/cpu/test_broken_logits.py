@@ -35,7 +35,7 @@ def with_nan(path: Path, name: str, rows: int | slice) -> Path:
 
 @pytest.mark.parametrize("how", [{}, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}], ids=["one", "four"])
 def test_a_checkpoint_of_nan_does_not_start(how: dict[str, Any], tmp_path: Path) -> None:
-    path = with_nan(checkpoints.make("llama", tmp_path), "model.norm.weight", slice(None))
+    path = with_nan(checkpoints.make("llama", tmp_path), "model.layers.0.mlp.down_proj.weight", slice(None))
     rank = 2 if how else 0
     with refuses(EngineError, "nan-logits") as caught:
         LLM(str(path), executor="inline", **how, **COMMON)
