@@ -15,7 +15,8 @@ class NotFiniteError(ModelError):
 
     def __init__(self, source: str = "a tensor") -> None:
         super().__init__(
-            f"{source:.300} has a value that is NaN or infinite; the file is damaged, fetch it again", code="scale-not-finite"
+            f"{source:.300} has a value that is NaN or infinite; the file is damaged, fetch it again",
+            code="scale-not-finite",
         )
 
 
