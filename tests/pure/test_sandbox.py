@@ -196,3 +196,13 @@ async def test_a_call_without_descriptors_left_is_refused_at_once() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert await finish(function.call(job("hi")), here) == b"hi"
+
+
+def test_a_blocking_caller_notices_that_its_worker_has_ended_meanwhile() -> None:
+    function = isolated()
+    assert run_blocking(function.call(job("hi"))) == b"hi"
+    workers = Path(f"/proc/{zygote.current_zygote()._process.pid}/task").glob("*/children")
+    for pid in " ".join(file.read_text() for file in workers).split():
+        os.kill(int(pid), signal.SIGKILL)
+    time.sleep(0.2)
+    assert run_blocking(function.call(job("hi"))) == b"hi"

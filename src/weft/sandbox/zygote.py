@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -29,6 +30,15 @@ class WorkerEnds(NamedTuple):
 
     work: socket.socket
     lifeline: socket.socket
+
+    @property
+    def ended(self) -> bool:
+        """True if a worker that has nothing to answer has ended, or if these ends were closed in a fork."""
+        if self.work.fileno() < 0:
+            return True
+        readable = select.poll()
+        readable.register(self.work, select.POLLIN)
+        return bool(readable.poll(0))
 
     def close(self) -> None:
         """Kill the worker."""
