@@ -8,9 +8,11 @@ import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import uvloop
 
 from tests.log_events import logged
 from tests.pure.gateways import LiveGateway, answer_json, gateway, hang_up, never, upstream
@@ -24,6 +26,7 @@ from weft.gateway.replica import Replica
 from weft.gateway.server import look_at_hangup, watches_of
 from weft.gateway.watches import FileWatch
 from weft.serving.key_file import read_keys
+from weft.serving.stopping import handle_stop_signals
 
 
 def break_down(live: LiveGateway, replica: Replica) -> None:
@@ -242,3 +245,29 @@ async def test_a_hangup_looks_at_files_at_once_and_ends_nothing() -> None:
             async with asyncio.timeout(PATIENCE_S):
                 await checks._hurry.wait()
         assert signal.getsignal(signal.SIGHUP) == before
+
+
+@pytest.mark.parametrize("factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_guard_of_a_stop_sees_signals_beside_the_look_at_hangup(factory: Callable[[], Any]) -> None:
+    """Both want signals; asyncio's own handlers took the guard's descriptor, which then saw no SIGTERM."""
+
+    async def descriptors() -> tuple[int, int]:
+        looked = asyncio.Event()
+        checks: Any = SimpleNamespace(look_now=looked.set)
+        with handle_stop_signals(lambda number, at_s: None, 1.0):
+            before = wakeup_descriptor()
+            with look_at_hangup(checks):
+                after = wakeup_descriptor()
+                os.kill(os.getpid(), signal.SIGHUP)
+                await asyncio.wait_for(looked.wait(), 2)
+        return before, after
+
+    with asyncio.Runner(loop_factory=factory) as runner:
+        before, after = runner.run(descriptors())
+    assert before == after
+
+
+def wakeup_descriptor() -> int:
+    descriptor = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
+    return descriptor

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from weft.errors import RequestError
 from weft.sandbox import zygote
 from weft.sandbox.isolated import Isolated, Result, advance, run_blocking
 from weft.sandbox.limits import Limits
+from weft.sandbox.pool import SandboxBusyError
 from weft.text import rendering
 from weft.text.template import ChatTemplate
 
@@ -169,3 +171,38 @@ def test_data_that_is_none_is_refused() -> None:
     assert json.loads(rendering.encode_rendering(({"role": "a", "content": "\ud800"},), True, {}))[0] == [
         {"role": "a", "content": "\ud800"}
     ]
+
+
+async def test_a_zygote_that_is_killed_costs_no_call_that_has_not_begun() -> None:
+    function = isolated(lasting=False)
+    assert await finish(function.call(job("hi")), here) == b"hi"
+    process = zygote.current_zygote()._process
+    os.kill(process.pid, signal.SIGSTOP)
+    calls = [asyncio.create_task(finish(function.call(job(f"{number}")), here)) for number in range(3)]
+    await asyncio.sleep(0.2)
+    os.kill(process.pid, signal.SIGKILL)
+    assert await asyncio.gather(*calls) == [b"0", b"1", b"2"]
+
+
+async def test_a_call_without_descriptors_left_is_refused_at_once() -> None:
+    """It waited for ever: nobody saw the exception of the callback."""
+    function = isolated(lasting=False)
+    assert await finish(function.call(job("hi")), here) == b"hi"
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), before[1]))
+    try:
+        with pytest.raises(SandboxBusyError):
+            await asyncio.wait_for(finish(function.call(job("hi")), here), 5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert await finish(function.call(job("hi")), here) == b"hi"
+
+
+def test_a_blocking_caller_notices_that_its_worker_has_ended_meanwhile() -> None:
+    function = isolated()
+    assert run_blocking(function.call(job("hi"))) == b"hi"
+    workers = Path(f"/proc/{zygote.current_zygote()._process.pid}/task").glob("*/children")
+    for pid in " ".join(file.read_text() for file in workers).split():
+        os.kill(int(pid), signal.SIGKILL)
+    time.sleep(0.2)
+    assert run_blocking(function.call(job("hi"))) == b"hi"

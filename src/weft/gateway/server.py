@@ -224,11 +224,12 @@ def look_at_hangup(checks: CheckLoop) -> Iterator[None]:
         yield
         return
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGHUP, checks.look_now)
+    # Not `loop.add_signal_handler`: that takes the descriptor by which the guard of a stop sees signals come.
+    before = signal.signal(signal.SIGHUP, lambda *_: loop.call_soon_threadsafe(checks.look_now))
     try:
         yield
     finally:
-        loop.remove_signal_handler(signal.SIGHUP)
+        signal.signal(signal.SIGHUP, before)
 
 
 class GatewayServer(HttpServer):

@@ -178,6 +178,8 @@ class BlockingCaller:
             self._worker = None
 
     def _ask(self, function: Isolated, data: bytes) -> FromWorker | None:
+        if self._worker is not None and self._worker[0].ended:
+            self.close()
         if self._worker is None:
             ends = spawn_worker(function.registration)
             self._worker = ends, Channel(ends.work, FromWorker)

@@ -35,13 +35,14 @@ class SandboxBusyError(Exception):
 class Pending:
     """One job and the future of its outcome."""
 
-    __slots__ = ("frame", "future", "large", "since_s")
+    __slots__ = ("frame", "future", "large", "missed", "since_s")
 
     def __init__(self, data: bytes, future: asyncio.Future[Outcome], now_s: float) -> None:
         self.since_s = now_s
         self.frame = encode_frame(Job(data))
         self.future = future
         self.large = len(data) > LARGE
+        self.missed = False  # its worker ended before it began
 
 
 class Worker:
@@ -202,9 +203,11 @@ class Pool:
             self._deal_out_soon()
 
     def on_end(self, worker: Worker) -> None:
-        """End the job that a worker died of; others do the rest."""
-        if worker.jobs:
+        """End the job that a worker died of; others do the rest. Once a worker may end, with its zygote, unstarted."""
+        if worker.jobs and (worker.pid or worker.jobs[0].missed):
             self._settle(worker.jobs.popleft(), self._function.outcome(None))
+        elif worker.jobs:
+            worker.jobs[0].missed = True
         self._end(worker)
 
     def _end(self, worker: Worker) -> None:
@@ -243,7 +246,13 @@ class Pool:
         for waiting in self._waiting.values():
             while waiting:
                 if not waiting[0].future.done():
-                    worker = self._find_worker(waiting[0])
+                    try:
+                        worker = self._find_worker(waiting[0])
+                    except OSError as error:  # no descriptor or process is left
+                        if any(worker.jobs for worker in self._workers):
+                            break  # it is asked again when one of these ends
+                        waiting[0].future.set_exception(SandboxBusyError(f"no process could be started: {error}"))
+                        continue
                     if worker is None:
                         break
                     worker.add(waiting[0])

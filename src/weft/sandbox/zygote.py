@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -29,6 +30,15 @@ class WorkerEnds(NamedTuple):
 
     work: socket.socket
     lifeline: socket.socket
+
+    @property
+    def ended(self) -> bool:
+        """True if a worker that has nothing to answer has ended, or if these ends were closed in a fork."""
+        if self.work.fileno() < 0:
+            return True
+        readable = select.poll()
+        readable.register(self.work, select.POLLIN)
+        return bool(readable.poll(0))
 
     def close(self) -> None:
         """Kill the worker."""
@@ -63,18 +73,25 @@ class Zygote:
         return self._process.poll() is None
 
     def spawn(self, registration: Registration) -> WorkerEnds:
-        """Fork a worker for a registration. Without waiting: a zygote that fails closes the worker's socket."""
-        work, their_work = socket.socketpair()
-        lifeline, their_lifeline = socket.socketpair()
-        ends = WorkerEnds(work, lifeline)
-        open_sockets.update(ends)
-        with self._lock, their_work, their_lifeline, contextlib.suppress(OSError):
-            self._forget_collected()
-            if registration.number not in self._registered:
-                self._registered.add(registration.number)
-                with _file_of(msgspec.msgpack.encode(registration)) as file:
-                    self._order(REGISTER, registration.number, file.fileno())
-            self._order(FORK, registration.number, their_work.fileno(), their_lifeline.fileno())
+        """Fork a worker for a registration. Without waiting: a zygote that fails closes the worker's socket.
+
+        Raises OSError if no descriptor is left, and ConnectionError if the zygote is dead.
+        """
+        with contextlib.ExitStack() as opened:
+            work, their_work = map(opened.enter_context, socket.socketpair())
+            lifeline, their_lifeline = map(opened.enter_context, socket.socketpair())
+            ends = WorkerEnds(work, lifeline)
+            with self._lock:
+                self._forget_collected()
+                if registration.number not in self._registered:
+                    with _file_of(msgspec.msgpack.encode(registration)) as file:
+                        self._order(REGISTER, registration.number, file.fileno())
+                    self._registered.add(registration.number)
+                self._order(FORK, registration.number, their_work.fileno(), their_lifeline.fileno())
+            open_sockets.update(ends)
+            opened.pop_all()
+        their_work.close()
+        their_lifeline.close()
         return ends
 
     def is_used(self) -> bool:
@@ -117,25 +134,33 @@ def current_zygote() -> Zygote:
 
 
 def spawn_worker(registration: Registration) -> WorkerEnds:
-    """Fork a worker by this process's zygote."""
+    """Fork a worker by this process's zygote. Raises OSError if no descriptor or process is left."""
     with _starting:
-        return _ensure().spawn(registration)
+        try:
+            return _ensure().spawn(registration)
+        except ConnectionError:  # it has died a moment ago
+            _end_current()
+            return _ensure().spawn(registration)
 
 
 def close_unused() -> None:
     """End this process's zygote if nobody uses it."""
-    global _current
     with _starting:
         if _current is not None and not _current.is_used():
-            _current.close()
-            _current = None
+            _end_current()
+
+
+def _end_current() -> None:
+    global _current
+    if _current is not None:
+        _current.close()
+        _current = None
 
 
 def _ensure() -> Zygote:
     global _current
     if _current is None or not _current.alive:
-        if _current is not None:
-            _current.close()
+        _end_current()
         _current = Zygote()
     return _current
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
+from itertools import count
 from typing import Any
 
 from weft.errors import RequestError
@@ -20,15 +21,17 @@ PROPERTIES = 2_000  # of a schema, of all its objects together
 CHOICES = 50_000  # values of `enum` of a schema, or texts of `choice`
 MULTIPLE = 10_000  # largest `multipleOf` but for powers of ten: the library has a state for each remainder
 RULES = 10_000  # of a grammar
+REACHED = 200_000  # lists and objects in the targets of references, all together; targets may lie inside each other
 
-# A grammar in Lark, cut into what may hold a name and what may not.
+# A grammar in Lark, cut into what may hold a name and what may not. No repetition gives back what it took, and a text
+# without an end goes to the line's end: else the time is quadratic, during which no other thread runs.
 LARK_PARTS = re.compile(
     r"""
-      //[^\n]* | \#[^\n]*                        # comments
-    | "(?:[^"\\\n]|\\.)*"                        # texts, also those of JSON
-    | /(?:[^/\\\n]|\\.)+/                        # expressions
-    | (?P<rule>(?:^|(?<=\n))[ \t]*[!?]*(?P<head>[A-Za-z_][A-Za-z0-9_]*)[^:"/\n|]*:)
-    | (?P<name>[A-Za-z_][A-Za-z0-9_]*)
+      //[^\n]*+ | \#[^\n]*+                      # comments
+    | "(?:[^"\\\n]|\\.)*+"?                      # texts, also those of JSON
+    | /(?:[^/\\\n]|\\.)++/?                      # expressions
+    | (?P<rule>(?:^|(?<=\n))[ \t]*+[!?]*+(?P<head>[A-Za-z_][A-Za-z0-9_]*+)[^:"/\n|]*+:)
+    | (?P<name>[A-Za-z_][A-Za-z0-9_]*+)
     """,
     re.VERBOSE,
 )
@@ -42,14 +45,14 @@ def check_schema(schema: Any, param: str) -> None:
             counts[key] += len(value)
         elif key == "multipleOf":
             _check_multiple(value, param)
-    for what, count, most in (
+    for what, number, most in (
         ("properties", counts["properties"] + counts["patternProperties"], PROPERTIES),
         ("values of enum", counts["enum"], CHOICES),
         ("definitions", counts["$defs"] + counts["definitions"], DEFINITIONS),
     ):
-        if count > most:
-            raise _too_large(f"the schema has {count:,} {what}; the limit is {most:,}", param)
-    _check_chain(_references(schema), "$ref", param)
+        if number > most:
+            raise _too_large(f"the schema has {number:,} {what}; the limit is {most:,}", param)
+    _check_chain(_references(schema, param), "$ref", param)
 
 
 def check_choices(texts: Sequence[str], param: str) -> None:
@@ -99,22 +102,30 @@ def _check_multiple(value: Any, param: str) -> None:
         )
 
 
-def _references(schema: Any) -> dict[str, list[str]]:
-    """The targets of references of a schema, each with those that it refers to; the whole is "#"."""
+def _references(schema: Any, param: str) -> dict[str, list[str]]:
+    """The targets of references of a schema, each with those that it refers to; the whole is "#".
+
+    Raises RequestError if that takes too many steps.
+    """
     targets: dict[str, list[str]] = {}
     pending = ["#"]
+    steps = count(1)
     while pending:
         name = pending.pop()
         if name not in targets:
-            targets[name] = list(_references_inside(_target(schema, name)))
+            targets[name] = list(_references_inside(_target(schema, name), steps, param))
             pending += targets[name]
     return targets
 
 
-def _references_inside(part: Any) -> Iterator[str]:
+def _references_inside(part: Any, steps: Iterator[int], param: str) -> Iterator[str]:
     pending = [part]
     while pending:
         part = pending.pop()
+        if isinstance(part, Mapping | list) and next(steps) > REACHED:
+            raise _too_large(
+                f"the schema's references lead to more than {REACHED:,} parts, counted once for each; use fewer", param
+            )
         if isinstance(part, Mapping):
             if isinstance(part.get("$ref"), str):
                 yield part["$ref"]
