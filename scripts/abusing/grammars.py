@@ -126,11 +126,21 @@ async def everywhere(
     target: Target,
 ) -> None:
     """Each hostile value over each API, one after the other, and a request that is harmless."""
+    model = await model_of(target)
     for kind, value in hostile.items():
         for api, (path, fields) in apis.items():
-            body = await asyncio.to_thread(lambda: json.dumps(fields(value)).encode())  # noqa: B023  # awaited here
+            body = await asyncio.to_thread(make, model, fields(value))
             target.record(f"{kind} over {api}", await target.post(path, body), expected)
     await harmless(target)
+
+
+async def model_of(target: Target) -> str:
+    """Name of the model, which Anthropic's and Ollama's APIs want."""
+    return str(json.loads((await target.get("/v1/models")).body)["data"][0]["id"])
+
+
+def make(model: str, fields: Fields) -> bytes:
+    return json.dumps({"model": model, **fields}).encode()
 
 
 async def harmless(target: Target) -> None:
@@ -154,8 +164,9 @@ async def many_times(target: Target) -> None:
     """Many at once, again and again, while others ask for the server's health."""
 
     async def ask(path: str, body: Fields) -> None:
-        target.record(path, await target.post(path, body), ("400", BUSY))
+        target.record(path, await target.post(path, make(model, body)), ("400", BUSY))
 
+    model = await model_of(target)
     asked = list(bombs(AT_ONCE * ROUNDS))
     for start in range(0, len(asked), AT_ONCE):
         asking = asyncio.gather(*(ask(*one) for one in asked[start : start + AT_ONCE]))
@@ -170,11 +181,12 @@ async def leave(target: Target) -> None:
     """Clients that ask and leave after a moment: their work ends, and others are answered."""
 
     async def ask(path: str, body: Fields) -> None:
-        content = json.dumps({"model": "demo", **body}).encode()
+        content = make(model, body)
         async with target.connection() as client:
             await client.pour(target.head(path, len(content)) + content, 5)
             await asyncio.sleep(STAY_S)
 
+    model = await model_of(target)
     asked = list(bombs(LEFT))
     for start in range(0, len(asked), AT_ONCE):
         await asyncio.gather(*(ask(*one) for one in asked[start : start + AT_ONCE]))
@@ -196,8 +208,9 @@ async def load(target: Target) -> None:
     """Grammars of every kind for as long as the server lives."""
 
     async def ask(path: str, body: Fields) -> None:
-        target.record(path, await target.post(path, body), ("400", SHUT, BUSY, CLOSED, RESET))
+        target.record(path, await target.post(path, make(model, body)), ("400", SHUT, BUSY, CLOSED, RESET))
 
+    model = await model_of(target)
     try:
         await asyncio.gather(*(ask(*one) for one in bombs(AT_ONCE * ROUNDS)))
     except OSError:
