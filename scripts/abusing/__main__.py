@@ -16,7 +16,7 @@ import sys
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
-from scripts.abusing import apis, bodies, cluster, connections, starts, stops
+from scripts.abusing import apis, bodies, cluster, connections, files, grammars, killers, starts, stops, storage, templates
 from scripts.abusing.case import Attack, Case, Served
 from scripts.abusing.runner import HEADINGS, Runner
 from scripts.abusing.server import Stranger
@@ -25,8 +25,16 @@ MODEL = "demo"
 FLAGS = ("-tp", "2", "--max-num-batched-tokens", "256")
 # Attacks on one server together: connections that need a server of their own come last among theirs.
 CASES: tuple[Case, ...] = (
-    *sorted((*connections.ATTACKS, *bodies.ATTACKS, *apis.ATTACKS), key=lambda attack: attack.served != Served()),
+    *sorted(
+        (*connections.ATTACKS, *bodies.ATTACKS, *apis.ATTACKS, *grammars.ATTACKS, *templates.ATTACKS, *storage.ATTACKS),
+        key=lambda attack: attack.served != Served(),
+    ),
     *stops.LIVES,
+    *grammars.LIVES,
+    *templates.LIVES,
+    *killers.LIVES,
+    *storage.LIVES,
+    *files.LIVES,
     *starts.LIVES,
     *cluster.LIVES,
 )

@@ -25,7 +25,7 @@ class HostTimes:
 
     @classmethod
     def now(cls, processes: Iterable[psutil.Process]) -> HostTimes:
-        """Times of now. `processes` are ours; those that have ended count nothing."""
+        """Times of now. `processes` are ours; those that have ended count if one of ours has waited for them."""
         times = psutil.cpu_times()
         idle_s = times.idle + getattr(times, "iowait", 0.0)
         # The kernel counts guests as user time too.
@@ -35,7 +35,7 @@ class HostTimes:
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 own = process.cpu_times()
-                ours_s += own.user + own.system
+                ours_s += own.user + own.system + own.children_user + own.children_system
         return cls(all_s, stolen, all_s - idle_s - stolen, ours_s)
 
     def shares_since(self, before: HostTimes) -> tuple[float, float]:

@@ -154,8 +154,8 @@ class Runner:
         neighbour.lap()
         time.sleep(self.quiet_s)
         quiet = neighbour.lap()
-        began, processes = time.monotonic(), [psutil.Process(), neighbour.process, *server.processes()]
-        host = HostTimes.now(processes)
+        began, ours = time.monotonic(), [psutil.Process(), neighbour.process]
+        host = HostTimes.now([*ours, *server.processes()])
         target = Target(server, self.key, self.size)
         try:
             asyncio.run(asyncio.wait_for(attack.attack(target), CASE_S))
@@ -164,7 +164,7 @@ class Runner:
         time.sleep(self.quiet_s / 4)
         lap = neighbour.lap()
         seconds = time.monotonic() - began
-        steal_share, others_share = HostTimes.now(processes).shares_since(host)
+        steal_share, others_share = HostTimes.now([*ours, *server.processes()]).shares_since(host)
         target.unexpected.extend(_beside(lap, target))
         return Result(
             attack.name,

@@ -1,4 +1,4 @@
-"""Servers under abuse: `weft serve` as a process of its own, its log, memory and end."""
+"""Servers under abuse: `weft serve` or `weft gateway` as a process of its own, its log, memory and end."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ class Server:
     """A running `weft serve WORDS`, with at most `files` open files where that is given. `address` is (host, port), or
     the path of a socket."""
 
+    command: tuple[str, ...] = ("serve", "--api-key", KEY)
     address: tuple[str, int] | str
 
     def __init__(
         self, *words: str, files: int | None = None, environment: dict[str, str] | None = None, wait: bool = True
     ) -> None:
         where = () if "--uds" in words else ("--port", "0")
-        command = [sys.executable, "-m", "weft", "serve", *words, *where, "--api-key", KEY]
+        command = [sys.executable, "-m", "weft", *self.command, *words, *where]
         if files is not None:
             command = ["bash", "-c", f'ulimit -n {files}; exec "$@"', "bash", *command]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `kill`
@@ -58,7 +59,7 @@ class Server:
         """Return once it says that it serves. Raises StartError if it ends, or says nothing for START_S seconds."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
-            if match := re.search(r"serving .* at (?:http://([^:\s]+):(\d+)|(?:unix:)?(/\S+))", self.log()):
+            if match := re.search(r"(?:serving|upstreams,) .*at (?:http://([^:\s]+):(\d+)|(?:unix:)?(/\S+))", self.log()):
                 self.address = match[3] or (match[1], int(match[2]))
                 self.served = True
                 return
@@ -126,6 +127,12 @@ class Server:
     def __exit__(self, *_: object) -> None:
         if not self._log.closed:
             self.kill()
+
+
+class Gateway(Server):
+    """A running `weft gateway WORDS`."""
+
+    command = ("gateway",)
 
 
 class Stranger:

@@ -82,7 +82,7 @@ class GrammarExaminer:
         except RequestError as error:
             if error.code == TOO_COMPLEX:  # on this machine, now: it may have been busy
                 return error
-            answer = error
+            answer = RequestError(str(error), param=error.param, code=error.code)  # a raised one keeps its frames' job
         with self._lock:
             self._answers[key] = answer
             while len(self._answers) > KEPT:
