@@ -175,10 +175,10 @@ def test_data_that_is_none_is_refused() -> None:
 
 async def test_a_zygote_that_is_killed_costs_no_call_that_has_not_begun() -> None:
     function = isolated(lasting=False)
-    assert await finish(function.call(job("hi")), here) == b"hi"
+    assert await finish(function.call(job("hi"))) == b"hi"
     process = zygote.current_zygote()._process
     os.kill(process.pid, signal.SIGSTOP)
-    calls = [asyncio.create_task(finish(function.call(job(f"{number}")), here)) for number in range(3)]
+    calls = [asyncio.create_task(finish(function.call(job(f"{number}")))) for number in range(3)]
     await asyncio.sleep(0.2)
     os.kill(process.pid, signal.SIGKILL)
     assert await asyncio.gather(*calls) == [b"0", b"1", b"2"]
@@ -187,15 +187,15 @@ async def test_a_zygote_that_is_killed_costs_no_call_that_has_not_begun() -> Non
 async def test_a_call_without_descriptors_left_is_refused_at_once() -> None:
     """It waited for ever: nobody saw the exception of the callback."""
     function = isolated(lasting=False)
-    assert await finish(function.call(job("hi")), here) == b"hi"
+    assert await finish(function.call(job("hi"))) == b"hi"
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), before[1]))
     try:
         with pytest.raises(SandboxBusyError):
-            await asyncio.wait_for(finish(function.call(job("hi")), here), 5)
+            await asyncio.wait_for(finish(function.call(job("hi"))), 5)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    assert await finish(function.call(job("hi")), here) == b"hi"
+    assert await finish(function.call(job("hi"))) == b"hi"
 
 
 def test_a_blocking_caller_notices_that_its_worker_has_ended_meanwhile() -> None:
