@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from weft.config import EngineConfig
 from weft.errors import ModelError, RequestError
@@ -74,7 +74,7 @@ class TextTools:
 
     def close(self) -> None:
         """End the processes that render templates."""
-        for isolated in self._isolated:
+        for isolated in list(self._isolated):
             isolated.close()
 
     def _grammar_tokenizer(self) -> Tokenizer:
@@ -91,15 +91,16 @@ class TextTools:
                 assert self.tokenizer is not None, "templates are those of a tokenizer"
                 template = ChatTemplate.for_tokenizer(self.tokenizer, given)
             assert template is not None, "a tokenizer comes with a template"
-            self._isolated.append(render_isolated(template))
-            return template, self._isolated[-1]
+            isolated = render_isolated(template)
+            self._isolated.add(isolated)
+            return template, isolated
 
         return renderer
 
     @cached_property
-    def _isolated(self) -> deque[Isolated]:
+    def _isolated(self) -> WeakSet[Isolated]:
         """The renderings of these templates, as far as they are kept."""
-        return deque(maxlen=TEMPLATES)
+        return WeakSet()
 
     def prepare_vocabulary(self) -> None:
         """Compute the longest token now, rather than for the first long prompt.

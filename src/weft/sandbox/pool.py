@@ -182,9 +182,16 @@ class Pool:
 
     def close(self) -> None:
         """Kill all workers."""
+        jobs = [job for worker in self._workers for job in worker.jobs]
         for worker in self._workers:
             worker.close()
         self._workers.clear()
+        for waiting in self._waiting.values():
+            jobs += waiting
+            waiting.clear()
+        for job in jobs:
+            if not (self.loop.is_closed() or job.future.done()):
+                job.future.set_exception(SandboxBusyError("the processes have been closed"))
         if self._watch is not None:
             self._watch.cancel()
 

@@ -42,7 +42,7 @@ def prepare(registration: Registration) -> Handler:
     module, _, function = registration.target.partition(":")
     try:
         handler: Handler = getattr(import_module(module), function)(registration.setup)
-    except Exception as error:
+    except BaseException as error:  # such as the panic of a library in Rust, which is no Exception
         reason = f"{type(error).__name__}: {error}"
 
         def fail(data: bytes) -> bytes:

@@ -19,7 +19,7 @@ CHAIN = 256  # definitions or rules that refer to one another, one after the oth
 DEFINITIONS = 2_000  # of a schema
 PROPERTIES = 2_000  # of a schema, of all its objects together
 CHOICES = 50_000  # values of `enum` of a schema, or texts of `choice`
-MULTIPLE = 10_000  # largest `multipleOf` but for powers of ten: the library has a state for each remainder
+MULTIPLE = 100_000  # largest `multipleOf` but for powers of ten: the library has a state for each remainder
 RULES = 10_000  # of a grammar
 REACHED = 200_000  # lists and objects in the targets of references, all together; targets may lie inside each other
 
@@ -97,7 +97,7 @@ def _check_multiple(value: Any, param: str) -> None:
         return  # no number: the library says so
     if large and digits != 1:
         raise _too_large(
-            f"multipleOf {value!r:.40} is too large; the limit is {MULTIPLE:,}, with as many digits, or a power of ten",
+            f"multipleOf {value!r:.40} is too large; the limit is {MULTIPLE:,}, of five digits, or a power of ten",
             param,
         )
 

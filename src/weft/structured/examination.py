@@ -31,16 +31,27 @@ class Question(msgspec.Struct, frozen=True):
     lark: bool = False
 
 
+def encode_questions(questions: Sequence[Question]) -> bytes:
+    """Return questions as one job."""
+    return msgspec.msgpack.encode(questions)
+
+
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
-    """Return the handler of questions about grammars for a vocabulary. Its answers are texts: "" or the problem."""
+    """Return the handler of questions about grammars for a vocabulary. It answers each by a text: "" or the problem.
+
+    A whole grammar that cannot be used is a RequestError.
+    """
     tokenizer = build_vocabulary(msgspec.msgpack.decode(setup, type=Vocabulary))
 
     def examine(job: bytes) -> bytes:
-        question = msgspec.msgpack.decode(job, type=Question)
-        if question.whole:
-            check_grammar(tokenizer, question.text)
-            return b""
-        return _problem(question).encode()
+        questions = msgspec.msgpack.decode(job, type=list[Question])
+        return msgspec.msgpack.encode([answer(question) for question in questions])
+
+    def answer(question: Question) -> str:
+        if not question.whole:
+            return _problem(question)
+        check_grammar(tokenizer, question.text)
+        return ""
 
     return examine
 

@@ -10,19 +10,24 @@ from typing import Any
 
 from weft.structured.examination import Question
 
-_answers: ContextVar[Mapping[Question, str] | None] = ContextVar("answers", default=None)
+_answers: ContextVar[Answers | None] = ContextVar("answers", default=None)
 
 
-class UnknownProblem(Exception):
-    """A question that has no answer yet. Whoever has it answered may call again what asked."""
+class Answers:
+    """Answers to questions. One without an answer gets "", no problem, and is kept in `missing`."""
 
-    def __init__(self, question: Question) -> None:
-        super().__init__(question.text)
-        self.question = question
+    def __init__(self) -> None:
+        self.known: dict[Question, str] = {}
+        self.missing: list[Question] = []
+
+    def answer(self, question: Question) -> str:
+        if question not in self.known:
+            self.missing.append(question)
+        return self.known.get(question, "")
 
 
 @contextmanager
-def answering(answers: Mapping[Question, str]) -> Iterator[None]:
+def answering(answers: Answers) -> Iterator[None]:
     """Answer questions in the block by these."""
     token = _answers.set(answers)
     try:
@@ -32,17 +37,16 @@ def answering(answers: Mapping[Question, str]) -> Iterator[None]:
 
 
 def problem_of_schema(schema: Mapping[str, Any]) -> str:
-    """Why a schema by itself cannot be compiled, with the place; "" if it can. Raises UnknownProblem."""
+    """Why a schema by itself cannot be compiled, with the place; "" if it can, or if nobody knows yet."""
     return _answer(Question(json.dumps(schema), whole=False))
 
 
 def problem_of_lark(grammar: str) -> str:
-    """Why a grammar in Lark cannot be compiled; "" if it can. Raises UnknownProblem."""
+    """Why a grammar in Lark cannot be compiled; "" if it can, or if nobody knows yet."""
     return _answer(Question(grammar, whole=False, lark=True))
 
 
 def _answer(question: Question) -> str:
-    answers = _answers.get() or {}
-    if question not in answers:
-        raise UnknownProblem(question)
-    return answers[question]
+    answers = _answers.get()
+    assert answers is not None, "GrammarExaminer.build has the questions answered"
+    return answers.answer(question)
