@@ -16,7 +16,19 @@ import sys
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
-from scripts.abusing import apis, bodies, cluster, connections, files, grammars, killers, starts, stops, storage, templates
+from scripts.abusing import (
+    apis,
+    bodies,
+    cluster,
+    connections,
+    files,
+    grammars,
+    killers,
+    starts,
+    stops,
+    storage,
+    templates,
+)
 from scripts.abusing.case import Attack, Case, Served
 from scripts.abusing.runner import HEADINGS, Runner
 from scripts.abusing.server import Stranger

@@ -1,4 +1,4 @@
-"""Starts with a model whose files were made to harm: `weft run`, `weft plan` and `weft serve` end with one clear line."""
+"""Starts with a model whose files were made to harm: `weft run`, `plan` and `serve` end with one clear line."""
 
 from __future__ import annotations
 
@@ -72,13 +72,15 @@ def fault_of(one: Start, model: Path) -> str:
     return ""
 
 
-def refused(seed: str, kinds: dict[str, Make], commands: tuple[tuple[str, ...], ...], words: tuple[str, ...]) -> Outcome:
+def refused(
+    seed: str, kinds: dict[str, Make], commands: tuple[tuple[str, ...], ...], words: tuple[str, ...]
+) -> Outcome:
     """Each command with each damaged copy of a seed."""
     statuses: Counter[str] = Counter()
     unexpected = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write(folder / "seeds", seed)
+        write_seeds(folder / "seeds")
         for kind, damage in kinds.items():
             for command in commands:
                 model = folder / "model"
@@ -92,8 +94,8 @@ def refused(seed: str, kinds: dict[str, Make], commands: tuple[tuple[str, ...], 
     return Outcome(dict(statuses), unexpected)
 
 
-def write(folder: Path, seed: str) -> None:
-    """Write the seeds in a process of its own, which imports torch."""
+def write_seeds(folder: Path) -> None:
+    """Write all seeds in a process of its own, which imports torch."""
     code = "import sys; from pathlib import Path; from scripts.hostile_files.seeds import write_seeds"
     code += "; write_seeds(Path(sys.argv[1]))"
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
@@ -127,7 +129,7 @@ def without(suffix: str) -> Make:
 
 def tensors(change: Callable[[str, Any], Any]) -> Make:
     def damage(model: Path) -> None:
-        from safetensors.numpy import load_file, save_file
+        from safetensors.torch import load_file, save_file  # as numpy has no bfloat16
 
         path = model / "model.safetensors"
         changed = {name: change(name, tensor) for name, tensor in load_file(path).items()}
@@ -167,10 +169,24 @@ VOCABULARIES: dict[str, Make] = {
     "3 GB of a template": instead("chat_template.jinja", sparse),
     "a constant that is folded": spelled("{{ (('x' * 30000000,) * 9999) | map('upper') | list | length }}"),
 }
+
+
+def only_pipe(model: Path) -> None:
+    """Nothing but a pipe that is named as weights are."""
+    for path in model.iterdir():
+        path.unlink()
+    os.mkfifo(model / "a.gguf")
+
+
+def pipe_as_index(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    os.mkfifo(model / "model.safetensors.index.json")
+
+
 PIPES: dict[str, Make] = {
-    "a pipe named .gguf": lambda model: [path.unlink() for path in model.iterdir()] and os.mkfifo(model / "a.gguf"),
+    "a pipe named .gguf": only_pipe,
     "a pipe as the weights": instead("model.safetensors", os.mkfifo),
-    "a pipe as the index": instead("model.safetensors.index.json", os.mkfifo),
+    "a pipe as the index": pipe_as_index,
     "a device as the configuration": instead("config.json", lambda path: path.symlink_to("/dev/zero")),
 }
 EXPRESSIONS: dict[str, Make] = {
@@ -180,7 +196,7 @@ EXPRESSIONS: dict[str, Make] = {
 DAMAGED: dict[str, dict[str, Make]] = {
     "compressed": {"no zero points": without("weight_zero_point"), "no shape": without("weight_shape")},
     "gptq": {"no groups of columns": without("g_idx")},
-    "fp8": {"scales cut": tensors(lambda name, it: it[:1, :1].copy() if name.endswith("_scale_inv") else it)},
+    "fp8": {"scales cut": tensors(lambda name, it: it[:1, :1].clone() if name.endswith("_scale_inv") else it)},
     "nf4": {"no map": without("quant_map")},
 }
 
