@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import resource
@@ -147,10 +146,6 @@ def sparse(path: Path) -> None:
         file.truncate(3 << 30)
 
 
-def spelled(template: str) -> Make:
-    return instead("chat_template.jinja", lambda path: path.write_text(template))
-
-
 def patterns(*ignored: str) -> Make:
     settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ignored}
     group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}}
@@ -158,16 +153,11 @@ def patterns(*ignored: str) -> Make:
 
 
 DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
-LONG_TOKEN = base64.b64encode(b"a" * 20_000).decode()
 VOCABULARIES: dict[str, Make] = {
     "a long prefix": steps({"type": "Prepend", "prepend": "x" * 30_000_000}),
     "doubled 34 times": steps(*[DOUBLE] * 34),
     "an empty map": in_json("tokenizer.json", normalizer={"type": "Precompiled", "precompiled_charsmap": ""}),
-    "100,000 added tokens": in_json(
-        "tokenizer_config.json", added_tokens_decoder={str(n): {"content": f"<{n}>"} for n in range(1000, 101_000)}
-    ),
     "3 GB of a template": instead("chat_template.jinja", sparse),
-    "a constant that is folded": spelled("{{ (('x' * 30000000,) * 9999) | map('upper') | list | length }}"),
 }
 
 
