@@ -1,8 +1,7 @@
-"""Starts with a model whose files were made to harm: `weft run`, `weft plan` and `weft serve` end with one clear line."""
+"""Starts with a model whose files were made to harm: `weft run`, `plan` and `serve` end with one clear line."""
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import resource
@@ -72,13 +71,15 @@ def fault_of(one: Start, model: Path) -> str:
     return ""
 
 
-def refused(seed: str, kinds: dict[str, Make], commands: tuple[tuple[str, ...], ...], words: tuple[str, ...]) -> Outcome:
+def refused(
+    seed: str, kinds: dict[str, Make], commands: tuple[tuple[str, ...], ...], words: tuple[str, ...]
+) -> Outcome:
     """Each command with each damaged copy of a seed."""
     statuses: Counter[str] = Counter()
     unexpected = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write(folder / "seeds", seed)
+        write_seeds(folder / "seeds")
         for kind, damage in kinds.items():
             for command in commands:
                 model = folder / "model"
@@ -92,8 +93,8 @@ def refused(seed: str, kinds: dict[str, Make], commands: tuple[tuple[str, ...], 
     return Outcome(dict(statuses), unexpected)
 
 
-def write(folder: Path, seed: str) -> None:
-    """Write the seeds in a process of its own, which imports torch."""
+def write_seeds(folder: Path) -> None:
+    """Write all seeds in a process of its own, which imports torch."""
     code = "import sys; from pathlib import Path; from scripts.hostile_files.seeds import write_seeds"
     code += "; write_seeds(Path(sys.argv[1]))"
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
@@ -127,7 +128,7 @@ def without(suffix: str) -> Make:
 
 def tensors(change: Callable[[str, Any], Any]) -> Make:
     def damage(model: Path) -> None:
-        from safetensors.numpy import load_file, save_file
+        from safetensors.torch import load_file, save_file  # as numpy has no bfloat16
 
         path = model / "model.safetensors"
         changed = {name: change(name, tensor) for name, tensor in load_file(path).items()}
@@ -145,10 +146,6 @@ def sparse(path: Path) -> None:
         file.truncate(3 << 30)
 
 
-def spelled(template: str) -> Make:
-    return instead("chat_template.jinja", lambda path: path.write_text(template))
-
-
 def patterns(*ignored: str) -> Make:
     settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ignored}
     group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}}
@@ -156,21 +153,30 @@ def patterns(*ignored: str) -> Make:
 
 
 DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
-LONG_TOKEN = base64.b64encode(b"a" * 20_000).decode()
 VOCABULARIES: dict[str, Make] = {
     "a long prefix": steps({"type": "Prepend", "prepend": "x" * 30_000_000}),
     "doubled 34 times": steps(*[DOUBLE] * 34),
     "an empty map": in_json("tokenizer.json", normalizer={"type": "Precompiled", "precompiled_charsmap": ""}),
-    "100,000 added tokens": in_json(
-        "tokenizer_config.json", added_tokens_decoder={str(n): {"content": f"<{n}>"} for n in range(1000, 101_000)}
-    ),
     "3 GB of a template": instead("chat_template.jinja", sparse),
-    "a constant that is folded": spelled("{{ (('x' * 30000000,) * 9999) | map('upper') | list | length }}"),
 }
+
+
+def only_pipe(model: Path) -> None:
+    """Nothing but a pipe that is named as weights are."""
+    for path in model.iterdir():
+        path.unlink()
+    os.mkfifo(model / "a.gguf")
+
+
+def pipe_as_index(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    os.mkfifo(model / "model.safetensors.index.json")
+
+
 PIPES: dict[str, Make] = {
-    "a pipe named .gguf": lambda model: [path.unlink() for path in model.iterdir()] and os.mkfifo(model / "a.gguf"),
+    "a pipe named .gguf": only_pipe,
     "a pipe as the weights": instead("model.safetensors", os.mkfifo),
-    "a pipe as the index": instead("model.safetensors.index.json", os.mkfifo),
+    "a pipe as the index": pipe_as_index,
     "a device as the configuration": instead("config.json", lambda path: path.symlink_to("/dev/zero")),
 }
 EXPRESSIONS: dict[str, Make] = {
@@ -180,7 +186,7 @@ EXPRESSIONS: dict[str, Make] = {
 DAMAGED: dict[str, dict[str, Make]] = {
     "compressed": {"no zero points": without("weight_zero_point"), "no shape": without("weight_shape")},
     "gptq": {"no groups of columns": without("g_idx")},
-    "fp8": {"scales cut": tensors(lambda name, it: it[:1, :1].copy() if name.endswith("_scale_inv") else it)},
+    "fp8": {"scales cut": tensors(lambda name, it: it[:1, :1].clone() if name.endswith("_scale_inv") else it)},
     "nf4": {"no map": without("quant_map")},
 }
 

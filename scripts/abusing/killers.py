@@ -1,6 +1,7 @@
 """A request that ends whatever answers it: through gateways, to one engine, to replicas, and as a line of a batch.
 
-It costs two engines or servers, is refused then, and others are answered. scripts/abusing/fault.py is the bug that it meets.
+It costs two engines or servers, is refused then, and others are answered. The bug that it meets is in
+scripts/abusing/fault.py.
 """
 
 from __future__ import annotations
@@ -141,6 +142,7 @@ def in_batch(of_server: bool, words: tuple[str, ...]) -> Outcome:
         server = stack.enter_context(start())
         target = Target(server, KEY, Size())
         batch = asyncio.run(begin_batch(target))
+        found: dict[str, Any] = {}
         for _ in range(LOST_BY_BATCH + 1):
             found = asyncio.run(end_of(target, batch))
             if found:

@@ -59,7 +59,9 @@ class Server:
         """Return once it says that it serves. Raises StartError if it ends, or says nothing for START_S seconds."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
-            if match := re.search(r"(?:serving|upstreams,) .*at (?:http://([^:\s]+):(\d+)|(?:unix:)?(/\S+))", self.log()):
+            if match := re.search(
+                r"(?:serving|upstreams,) .*at (?:http://([^:\s]+):(\d+)|(?:unix:)?(/\S+))", self.log()
+            ):
                 self.address = match[3] or (match[1], int(match[2]))
                 self.served = True
                 return

@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from scripts.abusing.apis import STORED, send, upload_of
@@ -104,19 +104,20 @@ def full_access_log(words: tuple[str, ...]) -> Outcome:
     with small_disk() as disk, tempfile.TemporaryDirectory() as folder:
         if disk is None:
             return Outcome(NO_DISK, [])
-        with Server(words[0], "-tp", "1", *SMALL) as server:
-            with Gateway("--config", str(configure(Path(folder), server, disk / "log"))) as gateway:
-                target, stranger = Target(gateway, KEY, Size()), Target(gateway, "nobody", Size())
-                full = fill(disk)
-                for _ in range(REQUESTS):
-                    asyncio.run(ask(target, stranger))
-                lines = target.log().count("\n")
-                target.check(lines <= LOG_LINES, f"{lines} lines about the disk: {target.log()[-300:]}")
-                full.unlink()
+        with ExitStack() as stack:
+            server = stack.enter_context(Server(words[0], "-tp", "1", *SMALL))
+            gateway = stack.enter_context(Gateway("--config", str(configure(Path(folder), server, disk / "log"))))
+            target, stranger = Target(gateway, KEY, Size()), Target(gateway, "nobody", Size())
+            full = fill(disk)
+            for _ in range(REQUESTS):
                 asyncio.run(ask(target, stranger))
-                target.statuses += stranger.statuses
-                target.unexpected += stranger.unexpected
-                return ended(target, gateway)
+            lines = target.log().count("\n")
+            target.check(lines <= LOG_LINES, f"{lines} lines about the disk: {target.log()[-300:]}")
+            full.unlink()
+            asyncio.run(ask(target, stranger))
+            target.statuses += stranger.statuses
+            target.unexpected += stranger.unexpected
+            return ended(target, gateway)
 
 
 def configure(folder: Path, server: Server, log: Path) -> Path:

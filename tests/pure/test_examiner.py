@@ -1,4 +1,4 @@
-"""What the examiner of grammars keeps of those that it refuses."""
+"""The examiner of grammars: it keeps nothing of those that it refuses but the answer."""
 
 from __future__ import annotations
 
