@@ -82,6 +82,17 @@ async def test_others_do_not_wait_for_what_spins() -> None:
         await spinning
 
 
+async def test_an_answer_does_not_wait_for_the_next_job() -> None:
+    """Both come in one message; the quick one is the first, and is not taken for the one that spins."""
+    function = isolated(limits=Limits(cpu_s=3, wall_s=20.0, memory=256 << 20))
+    assert await finish(function.call(job("hi"))) == b"hi"
+    quick, spinning = (asyncio.create_task(finish(function.call(job(content)))) for content in ("first", "spin"))
+    assert await quick == b"first"
+    assert not spinning.done()
+    with pytest.raises(RequestError):
+        await spinning
+
+
 async def test_a_call_that_is_given_up_frees_its_place() -> None:
     function = isolated(limits=Limits(cpu_s=60, wall_s=60.0, memory=256 << 20))
     for _ in range(10):  # more than there are places

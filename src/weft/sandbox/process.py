@@ -12,7 +12,6 @@ import signal
 import socket
 import struct
 import sys
-import time
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import NoReturn
@@ -33,8 +32,6 @@ ORDER = struct.Struct("<cI")
 REGISTER, FORK, FORGET = b"r", b"f", b"x"
 MAX_FILES = 2
 RECEIVE_BYTES = 256 << 10
-# Answers to jobs that have come together wait for each other: so many bytes, and so long.
-HELD_BYTES, HELD_S = 64 << 10, 0.002
 
 
 def prepare(registration: Registration) -> Handler:
@@ -96,24 +93,15 @@ def run_worker(files: list[int], handler: Handler, limits: Limits) -> NoReturn:
 
 
 def answer_all(end: socket.socket, handler: Handler, jobs: Iterable[Job]) -> bool:
-    """Answer jobs that have come together, with one call of the system as long as they are quick.
+    """Answer jobs, each before the next one begins: the parent takes the first without an answer for the one that runs.
 
     Return False after one that may have left the process unfit for more.
     """
-    unsent = bytearray()
-    began_s = time.monotonic()
-    reply: FromWorker | None = None
     for job in jobs:
         reply = answer(handler, job)
-        unsent += encode_frame(reply)
-        if len(unsent) > HELD_BYTES or time.monotonic() - began_s > HELD_S or isinstance(reply, Broken):
-            end.sendall(unsent)
-            unsent.clear()
-            began_s = time.monotonic()
+        end.sendall(encode_frame(reply))
         if isinstance(reply, Broken):
             return False
-    if unsent:
-        end.sendall(unsent)
     return True
 
 
