@@ -5,21 +5,22 @@ from __future__ import annotations
 import psutil
 
 SERVER = "weft.executors.fork_server"
+SANDBOX = "weft.sandbox.process"
 
 
 def family(pid: int | None = None, *, servers: bool = False) -> list[psutil.Process]:
     """Return the processes below one, of this process if none is given, in the order of their pids.
 
-    Fork servers are left out unless `servers`: that of these tests stays for the next one.
+    Fork servers and sandboxes are left out unless `servers`: those of these tests stay for the next one.
     """
     members = psutil.Process(pid).children(recursive=True)
     return sorted((member for member in members if servers or not is_server(member)), key=lambda member: member.pid)
 
 
 def is_server(member: psutil.Process) -> bool:
-    """Return True for a fork server, False for a fork of one that does not yet have a name of its own."""
+    """Return True for a fork server or a sandbox, False for a fork of the former that has no name of its own yet."""
     try:
         parent = member.parent()
-        return SERVER in member.cmdline() and not (parent and SERVER in parent.cmdline())
+        return SANDBOX in member.cmdline() or (SERVER in member.cmdline() and not (parent and SERVER in parent.cmdline()))
     except psutil.Error:
         return False

@@ -109,7 +109,7 @@ def watched_health(server: Server) -> Iterator[list[tuple[int, str]]]:
 )
 def test_a_single_engine_starts_again(server: Server, module: str, blow: signal.Signals, cause: str) -> None:
     eventually(lambda: health(server).status_code == 200)
-    old = [member for member in server.family() if SERVER not in member.cmdline()]
+    old = [*members(server, "weft.worker"), *members(server, "weft.client.process")]
     streamed = Asked(server.url, stream=True, tokens=480)
     assert streamed.begun.wait(30)
     whole = Asked(server.url, stream=False, tokens=480)

@@ -82,6 +82,19 @@ async def test_others_do_not_wait_for_what_spins() -> None:
         await spinning
 
 
+def test_the_process_ends_with_its_last_user() -> None:
+    first, second = isolated(), isolated()
+    for function in (first, second):
+        assert run_blocking(function.call(job("hi"))) == b"hi"
+    gc.collect()  # functions of other tests
+    current = zygote.current_zygote()
+    first.close()
+    assert current.alive and zygote.current_zygote() is current
+    current._registered &= {second._number}  # as if the others' owners had ended
+    second.close()
+    assert not current.alive
+
+
 async def test_an_answer_does_not_wait_for_the_next_job() -> None:
     """Both come in one message; the quick one is the first, and is not taken for the one that spins."""
     function = isolated(limits=Limits(cpu_s=3, wall_s=20.0, memory=256 << 20))
