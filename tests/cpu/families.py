@@ -20,7 +20,9 @@ def family(pid: int | None = None, *, servers: bool = False) -> list[psutil.Proc
 def is_server(member: psutil.Process) -> bool:
     """Return True for a fork server or a sandbox, False for a fork of the former that has no name of its own yet."""
     try:
+        if SANDBOX in member.cmdline():
+            return True
         parent = member.parent()
-        return SANDBOX in member.cmdline() or (SERVER in member.cmdline() and not (parent and SERVER in parent.cmdline()))
+        return SERVER in member.cmdline() and not (parent and SERVER in parent.cmdline())
     except psutil.Error:
         return False

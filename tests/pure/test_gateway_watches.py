@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +27,14 @@ from weft.gateway.server import look_at_hangup, watches_of
 from weft.gateway.watches import FileWatch
 from weft.serving.key_file import read_keys
 from weft.serving.stopping import handle_stop_signals
+
+
+@pytest.fixture(autouse=True)
+def hangup() -> Iterator[None]:
+    """SIGHUP as in a terminal, also if these tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def break_down(live: LiveGateway, replica: Replica) -> None:
