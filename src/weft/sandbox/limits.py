@@ -47,18 +47,10 @@ def grant_cpu(seconds: int) -> None:
     _lower(resource.RLIMIT_CPU, used + seconds)
 
 
-def resident_bytes() -> int:
-    """Bytes of memory that this process has in use; 0 if the system does not say."""
-    return _statm(1)
-
-
 def _address_space() -> int:
-    return _statm(0)
-
-
-def _statm(field: int) -> int:
+    """Bytes of address space of this process; 0 if the system does not say."""
     try:
-        return int(Path("/proc/self/statm").read_text().split()[field]) * PAGE
+        return int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
     except OSError:
         return 0
 

@@ -61,7 +61,7 @@ class Worker:
         self._seen_s = 0.0  # of CPU time, when it was seen first
         self.since_s = now_s  # its first job began, or it was started
         self.closed = False
-        self.taken_over = 0  # jobs behind the first one that others do: answers to be ignored
+        self.taken_over = False  # others do the jobs behind the first one: the worker ends with that
         ends.work.setblocking(False)
         pool.loop.add_reader(ends.work.fileno(), self._receive)
 
@@ -306,7 +306,7 @@ class Pool:
             elif worker.slow and len(worker.jobs) > 1:
                 first, *others = worker.jobs
                 worker.jobs = deque([first])
-                worker.taken_over = len(others)
+                worker.taken_over = True
                 self._put_back(others)
         for waiting in self._waiting.values():
             while waiting and now - waiting[0].since_s > WAIT_S:

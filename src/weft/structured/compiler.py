@@ -14,10 +14,9 @@ from itertools import count
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from weft.core.grammar import Matcher
+from weft.core.grammar import PARAM, Matcher
 from weft.errors import RequestError
-from weft.sandbox.limits import resident_bytes
-from weft.structured.grammar import PARAM
+from weft.hardware.host import resident_bytes
 from weft.structured.masks import MaskMaker
 from weft.structured.matcher import GuidedMatcher
 from weft.structured.places import first_line

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from weft.errors import RequestError
-from weft.sandbox.limits import resident_bytes
+from weft.hardware.host import resident_bytes
 from weft.structured.compiler import parser_limits
 from weft.structured.places import first_line, placed, problem_of
 from weft.structured.vocabulary import Vocabulary, build_vocabulary

@@ -11,11 +11,11 @@ from typing import TypeVar
 
 import msgspec
 
+from weft.core.grammar import PARAM
 from weft.errors import RequestError
 from weft.sandbox.isolated import Isolated
 from weft.sandbox.limits import Limits
 from weft.structured.examination import Question, encode_questions
-from weft.structured.grammar import PARAM
 from weft.structured.unknown import Answers, answering
 from weft.structured.vocabulary import Vocabulary, list_vocabulary
 from weft.text.tokenizer import Tokenizer

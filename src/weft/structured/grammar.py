@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from weft.core.grammar import PARAM
 from weft.core.params import StructuredOutputsParams
 from weft.errors import RequestError
 from weft.structured.bounds import check_choices, check_lark, check_schema
@@ -19,7 +20,6 @@ BODY = "body"
 JSON_OPTIONS = {"whitespace_pattern": r"[ \n]"}
 MAX_CHARACTERS = 512 * 1024
 GBNF_CHARACTERS = 64 * 1024  # the library translates it in Python, in quadratic time
-PARAM = "structured_outputs"
 
 Grammar = Mapping[str, Any]  # one of the list
 
