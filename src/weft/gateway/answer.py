@@ -174,7 +174,17 @@ class StreamedAnswer(ResumableAnswer):
         if not self._keep(chunk):
             return b""
         self._unify_head(chunk)
-        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+        return b"".join(b"data: %b\n\n" % msgspec.json.encode(part) for part in self._parts(chunk))
+
+    def _parts(self, chunk: dict[str, Any]) -> list[dict[str, Any]]:
+        """A chunk as the client gets it: what a chat says does not come with its end, which a server with ids joins."""
+        choice = chunk["choices"][0] if self._strips_ids and chunk.get("choices") else {}
+        delta = choice.get("delta")
+        if not choice.get("finish_reason") or not delta:
+            return [chunk]
+        said = {**choice, "finish_reason": None, **({"stop_reason": None} if "stop_reason" in choice else {})}
+        end = {name: value for name, value in choice.items() if name != "logprobs"} | {"delta": {}}
+        return [{**chunk, "choices": [one]} for one in (said, end)]
 
     def _keep(self, chunk: dict[str, Any]) -> bool:
         """Read a chunk and take out what the client did not ask for. Returns True if something is left."""

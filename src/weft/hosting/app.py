@@ -24,6 +24,7 @@ from weft.serving.app import DateHeader, RequestIds
 from weft.serving.body import convert_object, parse_object
 from weft.serving.errors import HANDLERS, HttpError, JsonResponse
 from weft.serving.metrics import CONTENT_TYPE
+from weft.serving.ollama.models import API_VERSION
 from weft.serving.ollama.names import LATEST, requested_name
 from weft.serving.ollama.types import ModelList, ModelRequest, RunningList, VersionAnswer
 
@@ -38,8 +39,13 @@ async def root(front: SetProxy, request: Request) -> Response:
 
 
 async def version(front: SetProxy, request: Request) -> Response:
-    """/api/version and /version: the server's own version."""
+    """/version: the server's own version."""
     return JsonResponse(VersionAnswer(__version__))
+
+
+async def api_version(front: SetProxy, request: Request) -> Response:
+    """/api/version: the version of Ollama's API."""
+    return JsonResponse(VersionAnswer(API_VERSION))
 
 
 async def live(front: SetProxy, request: Request) -> Response:
@@ -240,7 +246,7 @@ ENDPOINTS: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/v1/models/{name:path}", get_model),
     ("GET", "/metrics", metrics),
     ("GET", "/gateway/status", status),
-    ("GET", "/api/version", version),
+    ("GET", "/api/version", api_version),
     ("GET", "/api/tags", list_tags),
     ("GET", "/api/ps", list_running),
     ("POST", "/api/show", show),
