@@ -139,7 +139,7 @@ def prompt_too_long_error(
     long: N tokens > M maximum". If a prompt's `characters` are given, it has not been tokenized, and `tokens` are the
     fewest that it can have.
     """
-    least, unread = ("at least ", f" ({characters} characters)") if characters else ("", "")
+    least, unread = ("at least ", f" ({characters:,} characters)") if characters else ("", "")
     return RequestError(
         f"prompt is too long: {least}{tokens} tokens > {max_model_len - answers} maximum{unread}; this model's maximum "
         f"context length is {max_model_len} tokens{', answer included' * answers}: send less, or serve a model with "

@@ -178,9 +178,12 @@ class StreamedAnswer(ResumableAnswer):
 
     def _parts(self, chunk: dict[str, Any]) -> list[dict[str, Any]]:
         """A chunk as the client gets it: what a chat says does not come with its end, which a server with ids joins."""
-        choice = chunk["choices"][0] if self._strips_ids and chunk.get("choices") else {}
-        delta = choice.get("delta")
-        if not choice.get("finish_reason") or not delta:
+        match chunk.get("choices"):
+            case [{"delta": dict() as delta, "finish_reason": str()} as choice] if self._strips_ids:
+                pass
+            case _:
+                return [chunk]
+        if not delta and not choice.get("logprobs"):
             return [chunk]
         said = {**choice, "finish_reason": None, **({"stop_reason": None} if "stop_reason" in choice else {})}
         end = {name: value for name, value in choice.items() if name != "logprobs"} | {"delta": {}}

@@ -94,7 +94,9 @@ async def list_models(front: SetProxy, request: Request) -> Response:
 
 
 async def get_model(front: SetProxy, request: Request) -> Response:
-    """/v1/models/NAME."""
+    """/v1/models/NAME, and the list behind a slash alone."""
+    if not request.path_params["name"]:
+        return await list_models(front, request)
     client, name = identify_reader(front, request), request.path_params["name"]
     entry = front.catalogue.find(name)
     if entry is None or not client.may_use(name):

@@ -55,7 +55,6 @@ ROUTES = (
     *(Route(path, score, methods=["POST"]) for path in ("/v1/score", "/score")),
     *(Route(path, rerank, methods=["POST"]) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
     Route("/v1/models", models.list_models),
-    Route("/v1/models/", models.list_models),
     Route("/v1/models/{name:path}", models.get_model),
     Route("/tokenize", models.tokenize, methods=["POST"]),
     Route("/detokenize", models.detokenize, methods=["POST"]),
