@@ -1,8 +1,9 @@
 """`scripts/conformance agents`: conversations of coding agents with Weft, directly and through its gateway.
 
-Claude Code, Codex and opencode, installed by npm, each have a conversation of ten calls of their shell with a model that
-follows a script (`scripted`), in which one call is cut by max_tokens, and one that is longer than the model's context.
-Prints a line for each, and one JSON object; status 1 if one fails.
+Claude Code, Codex and opencode, installed by npm, and the official clients of OpenAI's, Anthropic's and Ollama's APIs
+each have a conversation of ten calls of a shell with a model that follows a script (`scripted`), in which one call is
+cut by max_tokens, and one that is longer than the model's context. Prints a line for each, and one JSON object; status
+1 if one fails.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+
+from scripts.agents import clients
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / ".venv" / "agents"  # where npm installs them
@@ -31,6 +35,7 @@ PACKAGES = {  # and the script that fetches the program, which npm does not run 
     "opencode-ai@1.18.33": "postinstall.mjs",
 }
 TURNS, CUT = 10, 4
+TEN = "ten calls"
 LONG, SHORT = 65_536, 4096  # tokens of context: enough for each agent's instructions, and too few for any
 START_S, LIMIT_S = 120.0, 240.0
 OVERFLOW_S = 60.0  # in which an agent has seen that the context is full; some then try to compact it for ever
@@ -105,6 +110,17 @@ AGENTS = (
         r"ContextOverflowError",
     ),
 )
+
+
+class Official(NamedTuple):
+    """An official client: a conversation with the model, and one that is too long; both raise AssertionError."""
+
+    name: str
+    converse: Callable[[str, str, int, int], str]
+    overflow: Callable[[str], None]
+
+
+EVERYBODY: tuple[Agent | Official, ...] = (*AGENTS, *(Official(*row) for row in clients.CLIENTS))
 
 
 def install() -> None:
@@ -188,26 +204,44 @@ def overflow(agent: Agent, url: str) -> dict[str, object]:
     return {"ok": bool(re.search(agent.overflow, run.text)), "seconds": round(run.seconds, 1), "end": run.text[-300:]}
 
 
+def ask_client(client: Official, url: str, case: str, mark: str) -> dict[str, object]:
+    """Have one of an official client's conversations."""
+    began = time.monotonic()
+    try:
+        end = client.converse(url, mark, TURNS, CUT) if case == TEN else client.overflow(url)
+        ok = case != TEN or end == f"done {mark} {TURNS}"
+    except Exception as error:
+        ok, end = False, f"{type(error).__name__}: {error}"
+    return {"ok": ok, "seconds": round(time.monotonic() - began, 1), "end": end}
+
+
+def ask_agent(agent: Agent, url: str, case: str, mark: str) -> dict[str, object]:
+    """Have one of an agent's conversations."""
+    return converse(agent, url, mark) if case == TEN else overflow(agent, url)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--agent", choices=[agent.name for agent in AGENTS])
+    parser.add_argument("--agent", choices=[one.name for one in EVERYBODY])
     parser.add_argument("--port", type=int, default=18_711, help="the first of four")
     given = parser.parse_args()
-    install()
-    wanted = [agent for agent in AGENTS if given.agent in (None, agent.name)]
+    wanted = [one for one in EVERYBODY if given.agent in (None, one.name)]
+    if any(isinstance(one, Agent) for one in wanted):
+        install()
     results: dict[str, dict[str, object]] = {}
     with tempfile.TemporaryDirectory() as logs:
-        for case, length in (("ten calls", LONG), ("overflow", SHORT)):
+        for case, length in ((TEN, LONG), ("overflow", SHORT)):
             direct, gateway = (f"http://127.0.0.1:{given.port + add}" for add in (0, 1))
             server = [sys.executable, "-m", "scripts.agents.scripted", str(given.port), str(length)]
             front = [sys.executable, "-m", "weft", "gateway", "--upstream", direct, "--port", str(given.port + 1)]
             with running(server, direct, Path(logs, "server")), running(front, gateway, Path(logs, "gateway")):
                 for place, url in (("directly", direct), ("through the gateway", gateway)):
-                    for number, agent in enumerate(wanted):
+                    for number, one in enumerate(wanted):
                         mark = f"t{number}{place[0]}"
-                        found = converse(agent, url, mark) if length == LONG else overflow(agent, url)
-                        results[f"{agent.name}, {case}, {place}"] = found
-                        print("ok  " if found["ok"] else "FAIL", f"{agent.name}, {case}, {place}", file=sys.stderr)
+                        run = partial(ask_agent, one) if isinstance(one, Agent) else partial(ask_client, one)
+                        found = run(url, case, mark)
+                        results[f"{one.name}, {case}, {place}"] = found
+                        print("ok  " if found["ok"] else "FAIL", f"{one.name}, {case}, {place}", file=sys.stderr)
     print(json.dumps(results, indent=1))
     sys.exit(not all(found["ok"] for found in results.values()))
 

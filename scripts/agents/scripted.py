@@ -10,8 +10,9 @@ import asyncio
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
@@ -21,7 +22,7 @@ from scripts.front_ends.weft_end import InstantEngine
 from weft.client.frontend import Frontend
 from weft.client.opening import open_model
 from weft.config import EngineConfig
-from weft.core.request import Output, Request
+from weft.core.request import FinishReason, Output, Request
 from weft.serving import listen, server
 from weft.serving.admission import ConnectionLimits
 from weft.serving.options import ServeOptions
@@ -31,7 +32,7 @@ from weft.text.tokenizer import Tokenizer
 TASK = re.compile(r"weft-task (\w+) turns (\d+) cut (\d+)")
 RESULT = "<tool_response>"  # by which the demo's template shows what a tool has said
 # The shells of agents and their arguments: Claude Code, opencode, Codex in three of its forms.
-SHELLS = {
+SHELLS: dict[str, Callable[[str], dict[str, Any]]] = {
     "Bash": lambda command: {"command": command, "description": "Say a word"},
     "bash": lambda command: {"command": command, "description": "Say a word"},
     "exec_command": lambda command: {"cmd": command},
@@ -57,8 +58,8 @@ class Script:
         ended = [*ids[: 3 * len(ids) // 4]] if cut else [*ids, min(self._tokenizer.end_ids)][:most]
         for at, token in enumerate(ended):
             last = at + 1 == len(ended)
-            reason = None if not last else "length" if cut or token not in self._tokenizer.end_ids else "stop"
-            yield Output(request.id, [token], [None], reason)
+            reason: FinishReason = "length" if cut or token not in self._tokenizer.end_ids else "stop"
+            yield Output(request.id, [token], [None], reason if last else None)
 
     def answer(self, prompt: str) -> tuple[str, bool]:
         """The answer to a prompt, and whether it is to be cut."""
