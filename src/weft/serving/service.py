@@ -207,14 +207,14 @@ class Service:
         async with self._received(request) as content:
             steps = self._steps(work, content)
             coroutine = work(self, content)
-            outcome: Outcome | None = None
+            arrived: list[Outcome] = []
+            step: Callable[[], Call | Result[Prepared]] = partial(advance, coroutine, arrived)
             try:
                 while True:
-                    step: Callable[[], Call | Result[Prepared]] = partial(advance, coroutine, outcome)
                     reached = steps.run_here(step) if steps.are_quick else await steps.run_in_thread(step)
                     if not isinstance(reached, Call):
                         return reached.value
-                    outcome = await reached.function.pool.call(reached.data)
+                    arrived.append(await reached.function.pool.call(reached.data))
             except SandboxBusyError:
                 raise too_slow_error() from None
             finally:
