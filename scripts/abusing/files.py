@@ -62,7 +62,7 @@ def start(words: list[str], folder: Path) -> Start:
 def fault_of(one: Start, model: Path, *, may_work: bool) -> str:
     """Reason why a refusal is none; empty if it is one clear line, soon and in little memory.
 
-    What is harmless as it is read here `may_work`; a server is then stopped.
+    A file that is harmless in the way it is read here `may_work`; a server is then stopped.
     """
     lines = [line for line in one.said.splitlines() if "error" in line]
     if may_work and one.status in (0, 124) and not lines and one.memory_bytes <= MEMORY_BYTES:

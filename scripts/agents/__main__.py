@@ -42,14 +42,14 @@ OVERFLOW_S = 60.0  # in which an agent has seen that the context is full; some t
 
 
 class Run(NamedTuple):
-    """What an agent has printed."""
+    """Text that an agent has printed, and how long it ran."""
 
     text: str
     seconds: float
 
 
 class Agent(NamedTuple):
-    """How an agent is pointed at a server, how it is asked, and the words by which it says that the context is full."""
+    """An agent: how it is pointed at a server, how it is asked, and the words by which it says that the context is full."""
 
     name: str
     configure: Callable[[Path, str], dict[str, str]]

@@ -1,6 +1,6 @@
 """Conversations of the official clients with the scripted model: ten calls of a tool, of which one is cut.
 
-What the server has answered goes back as it came, a cut call too. Each conversation returns the model's last words.
+Each answer goes back to the server as it came, a cut call too. Each conversation returns the model's last words.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def task(mark: str, turns: int, cut: int) -> str:
 
 
 def said(call_arguments: str) -> str:
-    """What the tool says: of arguments that are cut, that they are."""
+    """The words of the tool: of arguments that are cut, that they are."""
     try:
         return str(json.loads(call_arguments)["command"])
     except (ValueError, KeyError):

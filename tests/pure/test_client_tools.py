@@ -44,7 +44,7 @@ def saying_world(text: str) -> World:
 
 
 def subjects(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What the log says that clients asked for and did not get."""
+    """Subjects of the log lines about requests that are not answered as asked."""
     fields = [getattr(record, "fields", {}) for record in caplog.records]
     return [one["subject"] for one in fields if "subject" in one]
 

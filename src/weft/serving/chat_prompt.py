@@ -103,7 +103,7 @@ async def prepare_chat(
             priority=body.priority,
             shown=shown,
             grammar=grammar,
-            asked=fields["max_tokens"],
+            wanted_tokens=fields["max_tokens"],
             clips=clips,
         )
     )

@@ -69,7 +69,7 @@ async def prepare_completion(service: Service, content: bytes) -> PreparedComple
     prompts = (replace(tokenize_prompt(service.frontend, part, body), answered=answered) for part in parts)
     grammar = await service.frontend.answer_grammar(sampling_params)
     collectors = service.create_collectors(
-        prompts, sampling_params, priority=body.priority, grammar=grammar, asked=fields["max_tokens"]
+        prompts, sampling_params, priority=body.priority, grammar=grammar, wanted_tokens=fields["max_tokens"]
     )
     return PreparedCompletion(body, model, collectors, scoring)
 

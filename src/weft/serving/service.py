@@ -295,12 +295,12 @@ class Service:
         priority: int | None,
         shown: Collection[int] = (),
         grammar: str = "",
-        asked: int | None = None,
+        wanted_tokens: int | None = None,
         clips: bool = False,
     ) -> list[Collector]:
         """Create a Collector, with its engine requests, for each prompt.
 
-        `shown` are special tokens that its text has, `grammar` constrains the answers. `asked` is the length of an
+        `shown` are special tokens that its text has, `grammar` constrains the answers. `wanted_tokens` is the length of an
         answer that the client asks for; `clips`: it may be shortened to what the context has room for, as with
         --clip-max-tokens.
 
@@ -311,7 +311,7 @@ class Service:
         collectors: list[Collector] = []
         tokens = ids = 0
         for prompt in prompts:
-            self._check_room(prompt, asked, clips or self.options.clip_max_tokens)
+            self._check_room(prompt, wanted_tokens, clips or self.options.clip_max_tokens)
             tokens += params.n * len(prompt.ids)
             if tokens > most_tokens:
                 raise RequestError(
@@ -334,20 +334,20 @@ class Service:
             collectors.append(collector)
         return collectors
 
-    def _check_room(self, prompt: Prompt, asked: int | None, clips: bool) -> None:
+    def _check_room(self, prompt: Prompt, wanted_tokens: int | None, clips: bool) -> None:
         """Raise RequestError for an answer that the context has no room for, as vLLM does; log it if it `clips`."""
         room = self.frontend.max_model_len - len(prompt.ids)
-        if asked is None or asked <= room:
+        if wanted_tokens is None or wanted_tokens <= room:
             return
         if clips:
             self.notes.add(
                 "max_tokens",
-                f"max_tokens is {asked}, more than the context of {self.frontend.max_model_len} tokens has room for; "
+                f"max_tokens is {wanted_tokens}, more than the context of {self.frontend.max_model_len} tokens has room for; "
                 "such answers end where the context ends",
             )
             return
         raise RequestError(
-            f"max_tokens is too large: {asked}. This model's maximum context length is {self.frontend.max_model_len} "
+            f"max_tokens is too large: {wanted_tokens}. This model's maximum context length is {self.frontend.max_model_len} "
             f"tokens, and the prompt has {len(prompt.ids)}: give at most {room}, or leave it out (--clip-max-tokens "
             "lets the server shorten such answers)",
             param="max_tokens",

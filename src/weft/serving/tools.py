@@ -76,7 +76,7 @@ def read_tools(given: ClientTools, choice: str | Mapping[str, Any] | None) -> To
         case "allowed_tools" if isinstance(choice, Mapping):
             return _restricted(use, given, choice, names)
         case "function" | "custom" if isinstance(choice, Mapping):
-            return replace(use, choice="required", named=_known(_chosen_name(choice, given), names))
+            return replace(use, choice="required", named=_check_known(_chosen_name(choice, given), names))
         case str() if kind in given.left_out:
             raise _wrong_choice(
                 f"tool_choice forces {kind!r:.80}, a tool that a provider's own servers run; none is here"
@@ -96,7 +96,9 @@ def _restricted(use: ToolUse, given: ClientTools, choice: Mapping[str, Any], nam
     if mode not in ("auto", "required"):
         raise _wrong_choice(f"tool_choice.mode is {mode!r:.80}; it is auto or required")
     kept = [one for one in listed if one.get("type") not in given.left_out]
-    allowed = frozenset(SHELL if one.get("type") == SHELL else _known(_chosen_name(one, given), names) for one in kept)
+    allowed = frozenset(
+        SHELL if one.get("type") == SHELL else _check_known(_chosen_name(one, given), names) for one in kept
+    )
     if mode == "required":
         _some(list(allowed), given.left_out)
     return replace(use, choice=mode, allowed=allowed)
@@ -109,7 +111,7 @@ def _some(tools: Sequence[T], left_out: Sequence[str]) -> Sequence[T]:
     return tools
 
 
-def _known(name: str, names: Sequence[str]) -> str:
+def _check_known(name: str, names: Sequence[str]) -> str:
     if name not in names:
         raise _wrong_choice(f"tool_choice names {name!r:.80}, which is not in tools ({', '.join(names)[:200]})")
     return name

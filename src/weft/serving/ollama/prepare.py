@@ -91,7 +91,7 @@ async def _prepare_raw(service: Service, common: ChatRequest, body: GenerateRequ
     prompt = replace(prompt, answered=answered_ids(common, service.frontend.vocab))
     grammar = await service.frontend.answer_grammar(params)
     collectors = service.create_collectors(
-        [prompt], params, priority=None, grammar=grammar, asked=fields["max_tokens"], clips=True
+        [prompt], params, priority=None, grammar=grammar, wanted_tokens=fields["max_tokens"], clips=True
     )
     return PreparedChat(common, common.model or "", collectors, AnswerFormat(), ToolUse(), body.stream_state)
 
