@@ -49,7 +49,7 @@ class Run(NamedTuple):
 
 
 class Agent(NamedTuple):
-    """An agent: how it is pointed at a server, how it is asked, and the words by which it says that the context is full."""
+    """An agent: how it is pointed at a server and asked, and the words by which it says that the context is full."""
 
     name: str
     configure: Callable[[Path, str], dict[str, str]]

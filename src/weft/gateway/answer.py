@@ -185,9 +185,9 @@ class StreamedAnswer(ResumableAnswer):
                 return [chunk]
         if not delta and not choice.get("logprobs"):
             return [chunk]
-        said = {**choice, "finish_reason": None, **({"stop_reason": None} if "stop_reason" in choice else {})}
+        text = {**choice, "finish_reason": None, **({"stop_reason": None} if "stop_reason" in choice else {})}
         end = {name: value for name, value in choice.items() if name != "logprobs"} | {"delta": {}}
-        return [{**chunk, "choices": [one]} for one in (said, end)]
+        return [{**chunk, "choices": [one]} for one in (text, end)]
 
     def _keep(self, chunk: dict[str, Any]) -> bool:
         """Read a chunk and take out what the client did not ask for. Returns True if something is left."""

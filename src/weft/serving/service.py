@@ -300,8 +300,8 @@ class Service:
     ) -> list[Collector]:
         """Create a Collector, with its engine requests, for each prompt.
 
-        `shown` are special tokens that its text has, `grammar` constrains the answers. `wanted_tokens` is the length of an
-        answer that the client asks for; `clips`: it may be shortened to what the context has room for, as with
+        `shown` are special tokens that its text has, `grammar` constrains the answers. `wanted_tokens` is the length of
+        an answer that the client asks for; `clips`: it may be shortened to what the context has room for, as with
         --clip-max-tokens.
 
         Raises RequestError for more tokens or sampling ids than one HTTP request may send to the engine.
@@ -336,19 +336,20 @@ class Service:
 
     def _check_room(self, prompt: Prompt, wanted_tokens: int | None, clips: bool) -> None:
         """Raise RequestError for an answer that the context has no room for, as vLLM does; log it if it `clips`."""
-        room = self.frontend.max_model_len - len(prompt.ids)
+        context = self.frontend.max_model_len
+        room = context - len(prompt.ids)
         if wanted_tokens is None or wanted_tokens <= room:
             return
         if clips:
             self.notes.add(
                 "max_tokens",
-                f"max_tokens is {wanted_tokens}, more than the context of {self.frontend.max_model_len} tokens has room for; "
+                f"max_tokens is {wanted_tokens}, more than the context of {context} tokens has room for; "
                 "such answers end where the context ends",
             )
             return
         raise RequestError(
-            f"max_tokens is too large: {wanted_tokens}. This model's maximum context length is {self.frontend.max_model_len} "
-            f"tokens, and the prompt has {len(prompt.ids)}: give at most {room}, or leave it out (--clip-max-tokens "
+            f"max_tokens is too large: {wanted_tokens}. This model's maximum context length is {context} tokens, "
+            f"and the prompt has {len(prompt.ids)}: give at most {room}, or leave it out (--clip-max-tokens "
             "lets the server shorten such answers)",
             param="max_tokens",
             code="max-tokens-too-large",
