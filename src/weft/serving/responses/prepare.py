@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import asdict
+
 from weft.errors import RequestError
 from weft.serving.chat_prompt import PreparedChat, prepare_chat
 from weft.serving.openai_types import ChatRequest
 from weft.serving.responses.types import InputItem, InputPart, ResponsesRequest, ResponsesTool, TextFormat
 from weft.serving.service import Service
+from weft.text.messages import result_text
 
 LOGPROBS = "message.output_text.logprobs"
 # Items that a client may ask to include. None of the second kind exist here, and their absence changes no text.
@@ -130,8 +133,7 @@ class _InputReader:
             case "function_call_output":
                 self.end_turn()
                 id = _required(item.call_id, f"{place}.call_id")
-                text = _text(item.output, f"{place}.output")
-                self.messages.append({"role": "tool", "tool_call_id": id, "content": text})
+                self.messages.append({"role": "tool", "tool_call_id": id, "content": _output_text(item.output)})
             case _:
                 raise RequestError(
                     f"{place} is of type {item.type!r:.80}; it can be message, reasoning, function_call and "
@@ -144,8 +146,8 @@ class _InputReader:
         """Add reasoning as the model wrote it; that which only OpenAI's servers can read is left out."""
         if self._turn:
             self.end_turn()
-        content = item.content if isinstance(item.content, list) else []
-        text = "\n".join(part.text or "" for part in content)
+        parts = item.content if isinstance(item.content, list) and item.content else item.summary or ()
+        text = "\n".join(part.text or "" for part in parts)
         if text:
             self._turn["reasoning_content"] = text
 
@@ -164,6 +166,10 @@ def _text(content: str | Sequence[InputPart] | None, place: str) -> str:
             )
         texts.append(text)
     return "\n".join(texts)
+
+
+def _output_text(output: str | Sequence[InputPart] | None) -> str:
+    return result_text(output if output is None or isinstance(output, str) else [asdict(part) for part in output])
 
 
 def _required(value: str | None, place: str) -> str:
