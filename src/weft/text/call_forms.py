@@ -14,9 +14,9 @@ RESULT = "<tool_response>\n{text}\n</tool_response>"
 class CallForm(msgspec.Struct, frozen=True, kw_only=True):
     """A family's form of calls: `call` for each one, between `before`, `between` and `after`.
 
-    `call` has the places {name} or {quoted}, which is the name in JSON, {number} and {arguments}. The arguments are a JSON object, unless `argument` has the
-    places {key} and {value} for each of them, with `separator` between. `quote` then stands around a value that is a
-    text; None makes it JSON.
+    `call` has the places {name} or {quoted}, which is the name in JSON, {number} and {arguments}. The arguments are a
+    JSON object, unless `argument` has the places {key} and {value} for each of them, with `separator` between. `quote`
+    then stands around a value that is a text; None makes it JSON.
     """
 
     call: str

@@ -52,8 +52,8 @@ class HistoryTraits(Protocol):
     def shows_lone_result(self) -> bool:
         """True if a tool's result needs no call before it."""
 
-    def shows_leading(self, roles: tuple[str, ...]) -> bool:
-        """True if messages of these roles can begin a conversation."""
+    def shows_leading(self, roles: tuple[str, ...], result_last: bool) -> bool:
+        """True if messages of these roles can begin a conversation, which may end with a tool's result."""
 
     def shows_later(self, role: str) -> bool:
         """True if a message of this role, system or developer, can stand behind others."""
@@ -71,7 +71,7 @@ class GivenTraits:
     empty_text = ""
     shows_lone_result = True
 
-    def shows_leading(self, roles: tuple[str, ...]) -> bool:
+    def shows_leading(self, roles: tuple[str, ...], result_last: bool) -> bool:
         return True
 
     def shows_later(self, role: str) -> bool:
@@ -114,10 +114,11 @@ def _place_instructions(messages: Sequence[Message], traits: HistoryTraits) -> l
         _user(message["content"]) if _instructs(message) and not traits.shows_later(message["role"]) else message
         for message in messages[len(leading) :]
     ]
-    if not leading or traits.shows_leading(tuple(message["role"] for message in leading)):
+    result_last = _is_result(messages[-1])
+    if not leading or traits.shows_leading(tuple(message["role"] for message in leading), result_last):
         return leading + rest
     text = SEPARATOR.join(message["content"] for message in leading)
-    if len(leading) > 1 and traits.shows_leading(("system",)):
+    if len(leading) > 1 and traits.shows_leading(("system",), result_last):
         return [{**leading[0], "role": "system", "content": text}, *rest]
     if rest and rest[0]["role"] == "user":
         return [_joined(_user(text), rest[0]), *rest[1:]]

@@ -13,7 +13,7 @@ from weft.text.budget import BudgetExceeded, run_within_budget
 from weft.text.call_forms import CallForm
 from weft.text.histories import GivenTraits, HistoryTraits, PlainTraits, adapt_history
 from weft.text.messages import Message, normalize_messages
-from weft.text.tool_schemas import complete_tools
+from weft.text.tool_schemas import complete_tools, drop_nulls
 from weft.text.traits import TOOL, WORD, Traits
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ class Renderer:
         """
         checked = normalize_messages(messages, developer=self._developer)
         variables = {**self._defaults, **variables}
+        if isinstance(variables["tools"], list):
+            variables["tools"] = drop_nulls(variables["tools"])
         if unfinished:
             return self._render_unfinished(checked, variables, form)
         return self._render_history(checked, variables, form)

@@ -6,7 +6,22 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-MAX_DEPTH = 64  # of schemas within each other that are completed; no template goes through more
+OPTIONAL = ("description", "parameters", "strict")  # fields of a function that clients send as null
+
+MAX_DEPTH = 64  # of schemas within each other that are completed
+
+
+def drop_nulls(tools: Sequence[Any]) -> list[Any]:
+    """Return tools without the optional fields that are null, which templates would print."""
+    return [_drop_nulls(tool) for tool in tools]
+
+
+def _drop_nulls(tool: Any) -> Any:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or all(function.get(name, "") is not None for name in OPTIONAL):
+        return tool
+    kept = {key: value for key, value in function.items() if value is not None or key not in OPTIONAL}
+    return {**tool, "function": kept}
 
 
 def complete_tools(tools: Sequence[Any]) -> list[Any]:

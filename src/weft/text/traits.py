@@ -12,7 +12,7 @@ from itertools import count, product
 from typing import Any
 
 from weft.text.call_forms import HERMES
-from weft.text.histories import CallTurn, TurnForm, describe_turn, write_turn
+from weft.text.histories import CallTurn, TurnForm, write_turn
 from weft.text.messages import Message
 
 WORD = "weftprobe"
@@ -71,10 +71,12 @@ class Traits:
         alone = [*self._turns("u"), self._result(None)]
         return self._shows(alone) and self._shows([*alone, *self._turns("au")])
 
-    def _shows_leading(self, roles: tuple[str, ...]) -> bool:
+    def _shows_leading(self, roles: tuple[str, ...], result_last: bool) -> bool:
         if len(roles) > MOST_LEADING:
             return False
         leading = [self._message(role) for role in roles]
+        if result_last:
+            return self._shows([*leading, *self._answered_call()])
         return self._shows([*leading, *self._turns("u")]) and self._shows([*leading, *self._turns("uau")])
 
     def _shows_later(self, role: str) -> bool:
@@ -88,9 +90,7 @@ class Traits:
     def _shows_pair(self, before: str, after: str) -> bool:
         first = self._turns("ua")
         if before == "tool":
-            message, result = self._calls(CallTurn(content=False, reasoning=False, several=False, answered=True))
-            form = self.turn_form(describe_turn(message, result))
-            first = [*self._turns("u"), *write_turn(form, message, result, HERMES)]
+            first = self._answered_call()
         elif before == "user":
             first = self._turns("u")
         pair = [*first, self._message(after)]
@@ -105,6 +105,11 @@ class Traits:
             if self._shows(history, wanted) and self._shows(history + after, wanted):
                 return form
         return None
+
+    def _answered_call(self) -> list[Message]:
+        """A conversation up to the result of a call."""
+        turn = CallTurn(content=False, reasoning=False, several=False, answered=True)
+        return self._turns("u") + write_turn(self.turn_form(turn), *self._calls(turn), HERMES)
 
     def _calls(self, turn: CallTurn) -> tuple[Message, list[Message]]:
         """A message with calls, and their results."""
