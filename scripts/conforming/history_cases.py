@@ -10,7 +10,7 @@ from scripts.conforming.openai_cases import ARGUMENTS, ASK, CHAT, TOOLS, choice_
 from scripts.conforming.other_cases import FUNCTION, MESSAGES, RESPONSES
 
 TURNS = 10
-CALLING_TURNS, CUT_TURN = (1, 4, 7), 4
+CALLING_TURNS, CUT_TURN = (1, 4), 4
 LENGTH = 100  # tokens of a call, at most
 SAYING_LENGTH = 6
 RESULT = "sunny"
@@ -73,12 +73,12 @@ async def responses_history(api: Api) -> None:
 
 async def ollama_history(api: Api) -> None:
     messages: list[dict[str, Any]] = [*ASK]
-    for number, _, length in turns():
-        asked = {"stream": False, "options": {"temperature": 0, "num_predict": length}, "tools": TOOLS}
+    for number, calls, _ in turns():
+        asked = {"stream": False, "options": {"temperature": 0, "num_predict": SAYING_LENGTH}, "tools": TOOLS}
         message = (await api.post("/api/chat", messages=messages, **asked)).json["message"]
         has(message, {"role": str, "content": str}, "the message")
         messages.append(message)
-        if number in CALLING_TURNS:  # the API cannot ask for a call
+        if calls:  # the API cannot ask for one
             call = {"function": {"name": "weather", "arguments": {"city": "Rome", "unit": "C"}}}
             messages += [
                 {"role": "assistant", "content": "", "tool_calls": [call, call]},
