@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -154,7 +155,7 @@ def test_a_conversation_that_grows_keeps_its_prefix(name: str, messages: list[Me
     texts = [rendered(end) for end in (*asked, len(messages))]
     if name == "system first":  # tools stand at its end
         texts = [text.removesuffix(json.dumps(tools)) for text in texts]
-    for earlier, later in zip(texts, texts[1:], strict=False):
+    for earlier, later in pairwise(texts):
         assert later.startswith(earlier)
 
 

@@ -34,7 +34,8 @@ THINKING = """\
     {%- if m.role == 'assistant' %}
         {%- set text = m.content.split('</think>')[-1] if '</think>' in m.content else m.content %}
         {%- if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ text.strip() }}
-        {%- for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}
+        {%- for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}
+            {{- c.function.arguments | tojson }}{% endfor %}
     {%- else %}{{ m.content }}{% endif %}
 {% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"""
 
@@ -74,7 +75,7 @@ ALTERNATING = """\
     {%- elif m.role == 'assistant' %}
         {%- if not m.content %}{{ raise_exception('content or calls') }}{% endif %} {{ m.content }}</s>
     {%- elif m.role == 'tool' %}
-        {%- if m.tool_call_id is undefined or m.tool_call_id | length != 9 %}{{ raise_exception('nine letters') }}{% endif %}
+        {%- if m.tool_call_id | default('') | length != 9 %}{{ raise_exception('nine letters') }}{% endif %}
         {{- '[TOOL_RESULTS]' + m.content + m.tool_call_id }}
     {%- else %}{{ raise_exception('unknown role') }}
     {%- endif %}

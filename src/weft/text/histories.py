@@ -170,14 +170,19 @@ def write_turn(turn: TurnForm | None, message: Message, results: Sequence[Messag
     if turn is None:
         return _write_as_text(message, results, form)
     calls = [_shape_call(call, turn, number) for number, call in enumerate(message["tool_calls"])]
-    results = _identify(message["tool_calls"], calls, results)
+    owners = _find_owners(message["tool_calls"], results)
+    if turn.short:
+        results = [
+            {**result, "tool_call_id": calls[owner]["id"]} for result, owner in zip(results, owners, strict=True)
+        ]
     content = message["content"] or None
     if not turn.split:
         return [{**message, "content": content or turn.null, "tool_calls": calls}, *results]
     made: list[Message] = [{"role": "assistant", "content": content}] if content else []
     reasoning = {key: value for key, value in message.items() if key not in ("content", "tool_calls")}
-    for number, (call, own) in enumerate(zip(calls, _divide(calls, results), strict=True)):
+    for number, call in enumerate(calls):
         head = reasoning if number == 0 else {"role": "assistant"}
+        own = [result for result, owner in zip(results, owners, strict=True) if owner == number]
         made += [{**head, "content": turn.null, "tool_calls": [call]}, *own]
     return made
 
@@ -189,13 +194,12 @@ def _write_as_text(message: Message, results: Iterable[Message], form: CallForm)
     return [{**rest, "content": "\n".join(texts)}, *(_user(write_result(result["content"])) for result in results)]
 
 
-def _shape_call(call: Mapping[str, Any], turn: TurnForm, number: int) -> dict[str, Any]:
-    id = call.get("id")
-    function = call["function"]
+def _shape_call(call: dict[str, Any], turn: TurnForm, number: int) -> dict[str, Any]:
     if turn.texts:
-        function = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
-    id = id if isinstance(id, str) and id else f"call_{number}"
-    return {**call, "id": _short_id(id) if turn.short else id, "function": function}
+        function = call["function"]
+        arguments = json.dumps(function["arguments"], ensure_ascii=False)
+        call = {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "id": _short_id(str(call.get("id") or f"call_{number}"))} if turn.short else call
 
 
 def _short_id(id: str) -> str:
@@ -205,25 +209,11 @@ def _short_id(id: str) -> str:
     return blake2b(id.encode("utf-8", "surrogatepass"), digest_size=SHORT_ID).hexdigest()[:SHORT_ID]
 
 
-def _identify(
-    given: Sequence[Mapping[str, Any]], calls: Sequence[Mapping[str, Any]], results: Sequence[Message]
-) -> list[Message]:
-    """Results with the ids that their calls have now. One without an id belongs to the call in its place."""
-    ids = {str(call.get("id")): shaped["id"] for call, shaped in zip(given, calls, strict=True)}
-    in_place = [calls[min(index, len(calls) - 1)]["id"] for index in range(len(results))]
-    return [
-        {**result, "tool_call_id": ids.get(str(result.get("tool_call_id")), place)}
-        for result, place in zip(results, in_place, strict=True)
-    ]
-
-
-def _divide(calls: Sequence[Mapping[str, Any]], results: Iterable[Message]) -> list[list[Message]]:
-    """The results of each call. One of none of them is the last one's."""
-    divided: dict[str, list[Message]] = {call["id"]: [] for call in calls}
-    last = calls[-1]["id"]
-    for result in results:
-        divided[result["tool_call_id"] if result["tool_call_id"] in divided else last].append(result)
-    return [divided.pop(call["id"], []) for call in calls]
+def _find_owners(calls: Sequence[Mapping[str, Any]], results: Sequence[Message]) -> list[int]:
+    """Index of the call of each result: the one of its id, else the one in its place."""
+    places = {str(call["id"]): place for place, call in enumerate(calls) if call.get("id")}
+    last = len(calls) - 1
+    return [places.get(str(result.get("tool_call_id")), min(place, last)) for place, result in enumerate(results)]
 
 
 def _join_pairs(messages: Sequence[Message], traits: HistoryTraits) -> list[Message]:
