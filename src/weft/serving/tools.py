@@ -114,7 +114,7 @@ def _wrong_choice(message: str) -> RequestError:
 
 def call_form(tools: ToolFormat) -> CallForm:
     """Return how calls that the parser `tools` reads stand in a text."""
-    return MISTRAL_NAMED if tool_formats.MISTRAL_ARGS in tools.signs else CALL_FORMS[tools.name]
+    return MISTRAL_NAMED if tool_formats.MISTRAL_ARGS in tools.signs else CALL_FORMS.get(tools.name, HERMES)
 
 
 def add_tools_message(

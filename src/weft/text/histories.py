@@ -13,9 +13,8 @@ from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
 
 from weft.text.call_forms import CallForm, write_result
-from weft.text.messages import INSTRUCTIONS, Message
+from weft.text.messages import INSTRUCTIONS, SEPARATOR, Message
 
-SEPARATOR = "\n\n"  # between texts that become one message
 SHORT_ID = 9  # letters and digits of a call's id in Mistral's templates
 
 
@@ -84,13 +83,20 @@ class GivenTraits:
         return TurnForm()
 
 
-class PlainTraits:
-    """Traits of a template that shows a user and an assistant in turn, and begins as `known` says."""
+GIVEN = GivenTraits()
 
-    def __init__(self, known: HistoryTraits) -> None:
-        self.empty_text = known.empty_text
-        self.shows_lone_result = False
-        self.shows_leading = known.shows_leading
+
+class PlainTraits:
+    """Traits of a template that shows a user and an assistant in turn; without `known` it has no system message."""
+
+    shows_lone_result = False
+
+    def __init__(self, empty_text: str, known: HistoryTraits | None) -> None:
+        self.empty_text = empty_text
+        self._known = known
+
+    def shows_leading(self, roles: tuple[str, ...], result_last: bool) -> bool:
+        return self._known is not None and self._known.shows_leading(roles, result_last)
 
     def shows_later(self, role: str) -> bool:
         return False
@@ -100,6 +106,13 @@ class PlainTraits:
 
     def turn_form(self, turn: CallTurn) -> TurnForm | None:
         return None
+
+
+def list_attempts(traits: HistoryTraits) -> list[HistoryTraits]:
+    """Return the traits by which a conversation is tried, the nearest to what was sent first."""
+    if traits is GIVEN:
+        return [traits]
+    return [traits, PlainTraits(traits.empty_text, traits), PlainTraits(traits.empty_text, None)]
 
 
 def adapt_history(messages: Sequence[Message], traits: HistoryTraits, form: CallForm) -> list[Message]:
@@ -121,7 +134,7 @@ def _place_instructions(messages: Sequence[Message], traits: HistoryTraits) -> l
     if len(leading) > 1 and traits.shows_leading(("system",), result_last):
         return [{**leading[0], "role": "system", "content": text}, *rest]
     if rest and rest[0]["role"] == "user":
-        return [_joined(_user(text), rest[0]), *rest[1:]]
+        return [_joined([_user(text), rest[0]]), *rest[1:]]
     return [_user(text), *rest]
 
 
@@ -180,10 +193,12 @@ def write_turn(turn: TurnForm | None, message: Message, results: Sequence[Messag
         return [{**message, "content": content or turn.null, "tool_calls": calls}, *results]
     made: list[Message] = [{"role": "assistant", "content": content}] if content else []
     reasoning = {key: value for key, value in message.items() if key not in ("content", "tool_calls")}
+    own: list[list[Message]] = [[] for _ in calls]
+    for result, owner in zip(results, owners, strict=True):
+        own[owner].append(result)
     for number, call in enumerate(calls):
         head = reasoning if number == 0 else {"role": "assistant"}
-        own = [result for result, owner in zip(results, owners, strict=True) if owner == number]
-        made += [{**head, "content": turn.null, "tool_calls": [call]}, *own]
+        made += [{**head, "content": turn.null, "tool_calls": [call]}, *own[number]]
     return made
 
 
@@ -218,14 +233,14 @@ def _find_owners(calls: Sequence[Mapping[str, Any]], results: Sequence[Message])
 
 def _join_pairs(messages: Sequence[Message], traits: HistoryTraits) -> list[Message]:
     """Messages of which none follows one that it cannot follow: those become one."""
-    made: list[Message] = []
+    runs: list[list[Message]] = []
     for message in messages:
-        pair = (made[-1]["role"], message["role"]) if made else None
-        if pair in JOINED and _has_text(made[-1], message) and not traits.shows_pair(*pair):
-            made[-1] = _joined(made[-1], message)
+        pair = (runs[-1][0]["role"], message["role"]) if runs else None
+        if pair in JOINED and _has_text(runs[-1][0], message) and not traits.shows_pair(*pair):
+            runs[-1].append(message)
         else:
-            made.append(message)
-    return made
+            runs.append([message])
+    return [run[0] if len(run) == 1 else _joined(run) for run in runs]
 
 
 # Roles of messages that can become one message of the first role.
@@ -236,7 +251,9 @@ def _has_text(before: Message, after: Message) -> bool:
     return "tool_calls" not in before and "tool_calls" not in after
 
 
-def _joined(before: Message, after: Message) -> Message:
-    """One message of two, with the fields of both."""
-    texts = [text for text in (before["content"], after["content"]) if text]
-    return {**after, **before, "content": SEPARATOR.join(texts)}
+def _joined(messages: Sequence[Message]) -> Message:
+    """One message of several, with the fields of all."""
+    fields: Message = {}
+    for message in reversed(messages):
+        fields |= message
+    return {**fields, "content": SEPARATOR.join(message["content"] for message in messages if message["content"])}

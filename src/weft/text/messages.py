@@ -17,6 +17,8 @@ REASONING = (
 )  # names of a message's reasoning; templates read the first two
 INVALID = "invalid_arguments"  # name of the one argument of a call whose arguments are no object
 
+SEPARATOR = "\n\n"  # between texts that become one message
+
 Message = dict[str, Any]
 
 
@@ -31,14 +33,17 @@ def normalize_messages(messages: object, *, developer: bool) -> list[Message]:
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise _wrong("messages must be a list of at least one message", code="messages-not-list")
     normalized: list[Message] = []
+    joined: dict[int, list[str]] = {}  # further texts of a message, by its index
     for index, message in enumerate(messages):
         copy = _message(message, f"messages[{index}]")
         if copy["role"] == "developer" and not developer:
             copy["role"] = "system"
             if normalized and normalized[-1]["role"] == "system":
-                normalized[-1]["content"] += "\n\n" + copy["content"]
+                joined.setdefault(len(normalized) - 1, []).append(copy["content"])
                 continue
         normalized.append(copy)
+    for index, texts in joined.items():
+        normalized[index]["content"] = SEPARATOR.join([normalized[index]["content"], *texts])
     return normalized
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weft.errors import RequestError
 from weft.text.budget import BudgetExceeded, run_within_budget
 from weft.text.call_forms import CallForm
-from weft.text.histories import GivenTraits, HistoryTraits, PlainTraits, adapt_history
+from weft.text.histories import GIVEN, HistoryTraits, adapt_history, list_attempts
 from weft.text.messages import Message, normalize_messages
 from weft.text.tool_schemas import complete_tools, drop_nulls
 from weft.text.traits import TOOL, WORD, Traits
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 # A template that handles this role contains its name.
 DEVELOPER = re.compile("""['"]developer['"]""")
 MARK = WORD + "end"  # behind the text of a message that the answer continues
+PLACED = re.compile(rf"{WORD}\d+x")
+NEAR = 4096  # characters between two messages, mostly
 SIMPLE: list[Message] = [{"role": "user", "content": "Hello."}]
 
 
@@ -74,21 +76,22 @@ class Renderer:
         )
 
     def _render_history(self, checked: list[Message], variables: Mapping[str, Any], form: CallForm) -> str:
-        """Render with the traits of the template; if that refuses or hides a message, as plain as can be."""
+        """Render with the traits of the template; if that refuses or hides a message, plainer ones."""
         traits = self._traits(bool(variables["tools"]))
-        history = adapt_history(checked, traits, form)
-        text, refusal = self._run_template(history, variables)
-        if refusal is not None and isinstance(variables["tools"], list):
-            variables = self._complete(variables, refusal)
-            text, refusal = self._run_template(history, variables)
-        chats = not isinstance(traits, GivenTraits)
-        hidden = self._hidden(history, text, variables) if text is not None and chats else None
-        if text is not None and hidden is None:
-            return text
-        plain = adapt_history(checked, PlainTraits(traits), form)
-        other = self._run_template(plain, variables).text
-        if other is not None and self._hidden(plain, other, variables) is None:
-            return other
+        refusal: Exception | None = None
+        hidden: Message | None = None
+        for attempt in list_attempts(traits):
+            history = adapt_history(checked, attempt, form)
+            text, error = self._run_template(history, variables)
+            if error is not None and refusal is None and isinstance(variables["tools"], list):
+                variables = self._complete(variables, error)
+                text, error = self._run_template(history, variables)
+            if text is not None:
+                missing = None if attempt is GIVEN else self._hidden(history, text, variables)
+                if missing is None:
+                    return text
+                hidden = hidden or missing
+            refusal = refusal or error
         if refusal is not None:
             raise _refused(refusal, "messages")
         assert hidden is not None
@@ -122,11 +125,12 @@ class Renderer:
         """The traits of the template; it gets messages as they are if it does not even show a user and an assistant."""
         variables = {**self._defaults, "tools": [TOOL] if tools else None, "add_generation_prompt": False}
         traits = Traits(lambda messages: self._run_template(messages, variables).text)
-        return traits if traits.shows_turns else GivenTraits()
+        return traits if traits.shows_turns else GIVEN
 
     def _hidden(self, history: Sequence[Message], text: str, variables: Mapping[str, Any]) -> Message | None:
         """The first message of which the template shows nothing."""
-        suspects = list(_find_suspects(history, text))
+        first = _find_suspect(history, text)
+        suspects = [index for index in range(first, len(history)) if _has_words(history[index])]
         if not suspects:
             return None
         words = {index: f"{WORD}{index}x" for index in suspects}
@@ -134,32 +138,40 @@ class Renderer:
         shown = self._run_template(replaced, variables).text
         if shown is None:
             return None
-        return next((history[index] for index, word in words.items() if word not in shown), None)
+        found = set(PLACED.findall(shown))
+        return next((history[index] for index, word in words.items() if word not in found), None)
 
 
-def _find_suspects(history: Sequence[Message], text: str) -> Iterator[int]:
-    """Indices of messages that `text` does not have in their order, as they are or as JSON writes them."""
+def _has_words(message: Message) -> bool:
+    return bool((message["content"] or "").strip() or message.get("tool_calls"))
+
+
+def _find_suspect(history: Sequence[Message], text: str) -> int:
+    """Index of the first message that is not in `text` behind those before it, as it is or as JSON writes it.
+
+    If there is none, it is the number of messages.
+    """
     at = 0
     for index, message in enumerate(history):
-        content = (message["content"] or "").strip()
-        end = _end_of(content, text, at)
+        at = _end_of((message["content"] or "").strip(), text, at)
         for call in message.get("tool_calls", ()):
-            end = -1 if end < 0 else _end_of(call["function"]["name"], text, end)
-        if end < 0:
-            yield index
-        else:
-            at = end
+            at = at if at < 0 else _end_of(call["function"]["name"], text, at)
+        if at < 0:
+            return index
+    return len(history)
 
 
 def _end_of(part: str, text: str, at: int) -> int:
     """The place behind `part` in a text from `at`; -1 without it."""
     if not part:
         return at
-    start = text.find(part, at)
-    if start < 0:
-        part = json.dumps(part, ensure_ascii=False)[1:-1]
-        start = text.find(part, at)
-    return start + len(part) if start >= 0 else -1
+    forms = [part] if part.isalnum() else [part, json.dumps(part, ensure_ascii=False)[1:-1]]
+    for reach in (NEAR, len(text)):  # near first: a form that the template does not have is looked for in vain
+        for form in forms:
+            start = text.find(form, at, at + len(form) + reach)
+            if start >= 0:
+                return start + len(form)
+    return -1
 
 
 def _replace(message: Message, word: str | None) -> Message:

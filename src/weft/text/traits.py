@@ -48,7 +48,7 @@ class Traits:
     def __init__(self, render: Render) -> None:
         self._render = render
         self._words = (f"{WORD}{number}x" for number in count())
-        self.shows_leading = cache(self._shows_leading)
+        self._try_leading = cache(self._shows_leading)
         self.shows_later = cache(self._shows_later)
         self.shows_pair = cache(self._shows_pair)
         self.turn_form = cache(self._turn_form)
@@ -71,9 +71,10 @@ class Traits:
         alone = [*self._turns("u"), self._result(None)]
         return self._shows(alone) and self._shows([*alone, *self._turns("au")])
 
+    def shows_leading(self, roles: tuple[str, ...], result_last: bool) -> bool:
+        return len(roles) <= MOST_LEADING and self._try_leading(roles, result_last)
+
     def _shows_leading(self, roles: tuple[str, ...], result_last: bool) -> bool:
-        if len(roles) > MOST_LEADING:
-            return False
         leading = [self._message(role) for role in roles]
         if result_last:
             return self._shows([*leading, *self._answered_call()])
