@@ -25,6 +25,7 @@ from weft.sandbox.isolated import Isolated, Result, advance, run_blocking
 from weft.sandbox.limits import Limits
 from weft.sandbox.pool import SandboxBusyError
 from weft.text import rendering
+from weft.text.rendering import Settings
 from weft.text.template import ChatTemplate
 
 # A loop of ten billion turns, and texts of 28 MB each: within the budgets of a template, not within the limits below.
@@ -51,7 +52,7 @@ def isolated(source: str = ENDLESS, limits: Limits = QUICK, **changes: Any) -> I
 
 
 def job(content: str) -> bytes:
-    return rendering.encode_rendering([{"role": "user", "content": content}], True, {})
+    return rendering.encode_rendering([{"role": "user", "content": content}], Settings(opens=True))
 
 
 async def finish(work: Any) -> bytes:
@@ -186,15 +187,15 @@ def is_running(pid: int) -> bool:
 
 def test_data_that_is_none_is_refused() -> None:
     with refuses(RequestError, "messages-not-data"):
-        rendering.encode_rendering([{"role": "user", "content": object()}], True, {})
+        rendering.encode_rendering([{"role": "user", "content": object()}], Settings(opens=True))
     deep: Any = []
     for _ in range(100_000):
         deep = [deep]
     with refuses(RequestError, "messages-not-data"):
-        rendering.encode_rendering([{"role": "user", "content": deep}], True, {})
+        rendering.encode_rendering([{"role": "user", "content": deep}], Settings(opens=True))
     while deep:  # Python would free it by recursion
         deep = deep[0]
-    assert json.loads(rendering.encode_rendering(({"role": "a", "content": "\ud800"},), True, {}))[0] == [
+    assert json.loads(rendering.encode_rendering(({"role": "a", "content": "\ud800"},), Settings(opens=True)))[0] == [
         {"role": "a", "content": "\ud800"}
     ]
 

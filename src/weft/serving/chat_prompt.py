@@ -24,7 +24,7 @@ from weft.serving.prefix_debug import PrefixReport
 from weft.serving.sampling import sampling_fields
 from weft.serving.service import Service
 from weft.serving.structured import wanted_output
-from weft.serving.tools import ToolUse, add_tools_message, read_tools
+from weft.serving.tools import ToolUse, add_tools_message, call_form, read_tools
 from weft.text.limits import LIMITS
 
 
@@ -142,12 +142,23 @@ def _template_input(
     variables: dict[str, Any] = arguments["template_variables"]
     variables |= {**_effort(body.reasoning_effort), **(body.chat_template_kwargs or {})}
     messages = functions_called(body.messages)
+    arguments["call_form"] = form = call_form(answer_format.tools)
     if not use.tools:
         return messages, arguments
     if answer_format.in_prompt:
         variables["tools"] = use.tools
         return messages, arguments
-    return add_tools_message(messages, use.tools), arguments
+    return add_tools_message(messages, use.tools, form), arguments
+
+
+def continue_last(body: ChatRequest) -> None:
+    """Let the answer go on where the last message ends, if the assistant says it and calls no tool.
+
+    So do Anthropic's and Ollama's APIs, which have no field for it.
+    """
+    last = body.messages[-1] if body.messages else None
+    if isinstance(last, Mapping) and last.get("role") == "assistant" and not last.get("tool_calls"):
+        body.continue_final_message, body.add_generation_prompt = True, False
 
 
 def _effort(effort: str | None) -> dict[str, Any]:

@@ -171,7 +171,9 @@ class Service:
         self._threads_by_large = {False: WorkThreads(LIMITS.small_threads), True: WorkThreads(LIMITS.large_threads)}
         self._loop_gate = LoopGate(time.monotonic)
         self.prefix_debug = PrefixDebug() if options.enable_prefix_debug else None
-        self.answer_format = choose_format(frontend.template_source, options.tool_call_parser, options.reasoning_parser)
+        self.answer_format = choose_format(
+            frontend.tool_template_source, options.tool_call_parser, options.reasoning_parser
+        )
 
     @property
     def checkpoints(self) -> tuple[str, ...]:
@@ -271,6 +273,13 @@ class Service:
 
     def template_arguments(self, body: TemplateRequest) -> dict[str, Any]:
         """Keyword arguments of `Frontend.render_chat` for a request: its own fields over the server's defaults."""
+        if body.add_generation_prompt and body.continue_final_message:
+            raise RequestError(
+                "add_generation_prompt and continue_final_message cannot both be true: the answer either begins after "
+                "the last message or continues it; leave one out",
+                param="continue_final_message",
+                code="contradictory-fields",
+            )
         return {
             "add_generation_prompt": body.add_generation_prompt is not False,
             "continue_final_message": bool(body.continue_final_message),

@@ -9,13 +9,16 @@ from typing import Any, Literal, TypeVar
 
 from weft.errors import RequestError
 from weft.serving.client_tools import SHELL, ClientTools, ToolForm
+from weft.serving.parsers import tool_formats
+from weft.serving.parsers.choose import ToolFormat
+from weft.text.call_forms import CALL_FORMS, HERMES, MISTRAL_NAMED, CallForm
 from weft.text.limits import LIMITS
 
 T = TypeVar("T")
 
 Choice = Literal["auto", "required", "none"]
 
-HERMES_TOOLS = """\
+INSTRUCTIONS = """\
 # Tools
 
 You may call one or more functions to assist with the user query.
@@ -25,10 +28,13 @@ You are provided with function signatures within <tools></tools> XML tags:
 {tools}
 </tools>
 
-For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
-<tool_call>
-{{"name": <function-name>, "arguments": <args-json-object>}}
-</tool_call>"""
+{how}
+{example}"""
+HOW_IN_JSON = (
+    "For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML "
+    "tags:"
+)
+HOW = "To call a function, write exactly this, with its name and its arguments:"
 
 
 @dataclass(frozen=True)
@@ -149,43 +155,21 @@ def _wrong_choice(message: str) -> RequestError:
     return RequestError(message, param="tool_choice", code="invalid-tool-choice")
 
 
+def call_form(tools: ToolFormat) -> CallForm:
+    """Return how calls that the parser `tools` reads stand in a text."""
+    return MISTRAL_NAMED if tool_formats.MISTRAL_ARGS in tools.signs else CALL_FORMS.get(tools.name, HERMES)
+
+
 def add_tools_message(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], form: CallForm
 ) -> list[Mapping[str, Any]]:
-    """Messages for a template that knows no tools: hermes' instructions in the system message, calls as text."""
-    text = HERMES_TOOLS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-    plain = [_plain_message(message) for message in messages]
-    if plain and plain[0].get("role") == "system" and isinstance(content := plain[0].get("content"), str):
-        return [{**plain[0], "content": f"{content}\n\n{text}"}, *plain[1:]]
-    return [{"role": "system", "content": text}, *plain]
-
-
-def _plain_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message without tool calls or the role "tool", which a template without tools would not show."""
-    if message.get("role") == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{_content(message)}\n</tool_response>"}
-    calls = message.get("tool_calls")
-    if message.get("role") != "assistant" or not isinstance(calls, list) or not calls:
-        return message
-    texts = [text for text in [_content(message), *map(_call_text, calls)] if text]
-    return {"role": "assistant", "content": "\n".join(texts)}
-
-
-def _content(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
+    """Messages for a template that knows no tools: the system message lists them and asks for calls of this form."""
+    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    text = INSTRUCTIONS.format(tools=listed, how=HOW_IN_JSON if form is HERMES else HOW, example=form.example())
+    first = messages[0] if messages else None
+    if not isinstance(first, Mapping) or first.get("role") not in ("system", "developer"):
+        return [{"role": "system", "content": text}, *messages]
+    content = first.get("content")
     if isinstance(content, list):
-        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
-    return content if isinstance(content, str) else ""
-
-
-def _call_text(call: object) -> str:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping):
-        raise RequestError(
-            "tool_calls must be a list of objects with a function", param="messages", code="tool-calls-not-objects"
-        )
-    arguments = function.get("arguments") or "{}"
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    name = json.dumps(function.get("name"), ensure_ascii=False)
-    return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
+        return [{**first, "content": [*content, {"type": "text", "text": f"\n{text}"}]}, *messages[1:]]
+    return [{**first, "content": f"{content}\n\n{text}" if isinstance(content, str) else content}, *messages[1:]]

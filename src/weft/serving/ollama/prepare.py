@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from weft.errors import RequestError
 from weft.serving.answer_ids import check_state
-from weft.serving.chat_prompt import PreparedChat, prepare_chat
+from weft.serving.chat_prompt import PreparedChat, continue_last, prepare_chat
 from weft.serving.continuation import answered_ids
 from weft.serving.ollama.names import requested_name, resolve_served
 from weft.serving.ollama.types import AnswerRequest, GenerateRequest, OllamaChatRequest, OllamaMessage, OllamaOptions
@@ -20,6 +20,7 @@ from weft.serving.sampling import check_lengths, sampling_fields
 from weft.serving.service import Service
 from weft.serving.structured import wanted_output
 from weft.serving.tools import ToolUse
+from weft.text.messages import name_part
 
 # Parameters of a model by Ollama's names, and the sampling fields that they are.
 OPTIONS = {
@@ -57,6 +58,7 @@ async def prepare_ollama_chat(service: Service, content: bytes) -> Prepared:
         return Prepared(name, body, None, shows_reasoning=False)
     common.messages = [_message(message) for message in body.messages]
     common.tools = body.tools or None
+    continue_last(common)
     chat = await prepare_chat(service, common, body.stream_state, clips=True)
     return Prepared(name, body, chat, shows_reasoning=body.think is not False)
 
@@ -147,8 +149,11 @@ def response_format(given: str | dict[str, Any] | None) -> dict[str, Any] | None
 
 def _message(message: OllamaMessage) -> dict[str, Any]:
     """A message as all chats have it."""
-    _refuse(message.images, "images", "this model reads text only")
     common: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    if message.images and message.role == "tool":
+        common["content"] = "\n".join(text for text in (common["content"], name_part("image")) if text)
+    else:
+        _refuse(message.images, "images", "this model reads text only")
     if message.thinking:
         common["reasoning_content"] = message.thinking
     if message.tool_calls:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec.structs import asdict
 
 from weft.errors import RequestError
 from weft.serving.body import Notes
@@ -15,6 +16,7 @@ from weft.serving.client_tools import SHELL, SHELL_PARAMETERS, ClientTools, enco
 from weft.serving.openai_types import ChatRequest
 from weft.serving.responses.types import InputItem, InputPart, ResponsesRequest, TextFormat
 from weft.serving.service import Service
+from weft.text.messages import result_text
 
 LOGPROBS = "message.output_text.logprobs"
 # Items that a client may ask to include. None of the second kind exist here, and their absence changes no text.
@@ -141,8 +143,7 @@ class _InputReader:
             case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
                 self.end_turn()
                 id = _required(item.call_id or item.id, f"{place}.call_id")
-                text = _text(item.output, f"{place}.output")
-                self.messages.append({"role": "tool", "tool_call_id": id, "content": text})
+                self.messages.append({"role": "tool", "tool_call_id": id, "content": _output_text(item.output)})
             case "additional_tools":
                 pass  # `prepare_response` has read them
             case kind:
@@ -163,17 +164,15 @@ class _InputReader:
         """Add reasoning as the model wrote it; that which only OpenAI's servers can read is left out."""
         if self._turn:
             self.end_turn()
-        content = item.content if isinstance(item.content, list) else []
-        text = "\n".join(part.text or "" for part in content)
+        parts = item.content if isinstance(item.content, list) and item.content else item.summary or ()
+        text = "\n".join(part.text or "" for part in parts)
         if text:
             self._turn["reasoning_content"] = text
 
 
-def _text(content: str | Sequence[InputPart] | Mapping[str, Any] | None, place: str) -> str:
+def _text(content: str | Sequence[InputPart] | None, place: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    if isinstance(content, Mapping):
-        return msgspec.json.encode(content).decode()
     texts = []
     for number, part in enumerate(content):
         text = part.refusal if part.type == "refusal" else part.text
@@ -185,6 +184,13 @@ def _text(content: str | Sequence[InputPart] | Mapping[str, Any] | None, place: 
             )
         texts.append(text)
     return "\n".join(texts)
+
+
+def _output_text(output: str | Sequence[InputPart] | Mapping[str, Any] | None) -> str:
+    """The text of a tool's result; of another tool's than a function's, such as a computer's, its JSON."""
+    if isinstance(output, Mapping):
+        return msgspec.json.encode(output).decode()
+    return result_text(output if output is None or isinstance(output, str) else [asdict(part) for part in output])
 
 
 def _required(value: str | None, place: str) -> str:
