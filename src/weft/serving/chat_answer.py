@@ -102,14 +102,14 @@ class ChoiceReader:
         self._named = prepared.named_tool
         self._calls = 0  # that have begun; those over the limit are left out
 
-    def read_text(self, text: str, *, last: bool) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
-        """Content, reasoning and calls of new text; `last`: nothing follows."""
+    def read_text(self, text: str, *, last: bool, cut: bool = False) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
+        """Content, reasoning and calls of new text; `last`: nothing follows, and with `cut` the model would go on."""
         if self._parser is None:
             self.choice.content += text
             return text, "", ()
         events = self._parser.push(text) if text else []
         if last:
-            events += self._parser.finish()
+            events += self._parser.finish(cut=cut)
         return self._add(events)
 
     def _add(self, events: Iterable[Event]) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
@@ -191,7 +191,7 @@ class ChatAnswers:
     async def finish(self) -> None:
         """Wait until every choice has ended."""
         async for _, delta in self.stream:
-            self._choices[delta.index].read_text(delta.text, last=delta.finish_reason is not None)
+            self.read_delta(delta)
 
     def whole(self) -> list[AnswerChoice]:
         """The choices up to now, by index."""
@@ -224,7 +224,9 @@ class ChatAnswers:
     def read_delta(self, delta: Delta) -> AnswerDelta:
         """Read the next delta of `stream`, for a caller that iterates over that itself."""
         reader = self._choices[delta.index]
-        content, reasoning, calls = reader.read_text(delta.text, last=delta.finish_reason is not None)
+        reason = delta.finish_reason
+        cut = reason != "stop" or isinstance(delta.stop_reason, str)  # by a limit, or by a text that the caller gave
+        content, reasoning, calls = reader.read_text(delta.text, last=reason is not None, cut=cut)
         return AnswerDelta(
             index=delta.index,
             content=content,
@@ -232,7 +234,7 @@ class ChatAnswers:
             tool_calls=calls,
             logprobs=delta.logprobs,
             token_ids=delta.token_ids,
-            finish_reason=reader.finish_reason(delta.finish_reason),
+            finish_reason=reader.finish_reason(reason),
             stop_reason=delta.stop_reason,
         )
 

@@ -64,8 +64,12 @@ class Rules:
 
 
 def schema_of(tool: Tool) -> Mapping[str, Any]:
-    """The schema of a tool's arguments."""
+    """The schema of a tool's arguments; a tool without parameters gets none."""
     schema = tool["function"].get("parameters") or {}
+    if not schema or (
+        schema.get("properties") == {} and schema.keys() <= {"type", "properties", "required", "$schema"}
+    ):
+        return {**schema, "type": "object", "properties": {}, "additionalProperties": False}
     return {"type": "object", **schema} if "type" not in schema else schema
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from weft.serving.parsers import text_formats
+from weft.serving.parsers import tagged_formats
 from weft.serving.parsers.alternatives import Plain, alternatives, checked, choices_of, refused
 from weft.serving.parsers.arguments import dumped, object_of, parts_of, row, separated
 from weft.serving.parsers.rules import Rules, is_token, json_rule
@@ -23,7 +23,7 @@ BOUNDS = frozenset(("minLength", "maxLength", "pattern", "format", "anyOf", "one
 def qwen3_coder(rules: Rules, name: str, schema: Any) -> str:
     schema = checked(schema)
     begin, end = rules.mark("<tool_call>"), rules.mark("</tool_call>")
-    closing = f"\n{text_formats.PARAMETER_END}\n"
+    closing = f"\n{tagged_formats.PARAMETER_END}\n"
     parts, needed = parts_of(object_of(schema))
     items = {
         key: f"{quoted(f'<parameter={key}>' + chr(10))} {_plain_value(rules, schema, part, closing)}"
@@ -35,12 +35,12 @@ def qwen3_coder(rules: Rules, name: str, schema: Any) -> str:
 
 def glm45(rules: Rules, name: str, schema: Any) -> str:
     schema = checked(schema)
-    begin, key_begin, key_end = map(rules.mark, ("<tool_call>", text_formats.KEY, text_formats.KEY_END))
-    value_begin = rules.mark(text_formats.VALUE)
+    begin, key_begin, key_end = map(rules.mark, ("<tool_call>", tagged_formats.KEY, tagged_formats.KEY_END))
+    value_begin = rules.mark(tagged_formats.VALUE)
     parts, needed = parts_of(object_of(schema))
     items = {
         key: f'{key_begin} {quoted(key)} {key_end} "\\n" {value_begin} '
-        f'{_plain_value(rules, schema, part, text_formats.VALUE_END)} "\\n"'
+        f'{_plain_value(rules, schema, part, tagged_formats.VALUE_END)} "\\n"'
         for key, part in parts.items()
     }
     return rules.add(f"{begin} {quoted(name + chr(10))} {row(items, needed)} {rules.mark('</tool_call>')}")
