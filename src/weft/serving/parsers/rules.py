@@ -75,7 +75,7 @@ def schema_of(tool: Tool) -> Mapping[str, Any]:
 
 def json_rule(schema: Any) -> str:
     """Lark for JSON of a schema. Keywords that the compiler does not know are left out of account."""
-    return "%json " + json.dumps(with_options(schema, lenient=True), ensure_ascii=False)
+    return "%json " + json.dumps(with_options(schema, param="tools", lenient=True), ensure_ascii=False)
 
 
 def is_token(lark: str) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.serving.parsers.json_text import from_json, from_python, to_json
+from weft.structured.references import steps_of
 
 TYPES = frozenset(("string", "number", "integer", "boolean", "null", "array", "object"))
 MAX_REFERENCES = 16  # references in a row, each only to the next
@@ -19,8 +20,7 @@ def resolve(schema: Any, root: Any) -> Any:
         if not isinstance(reference, str) or not reference.startswith("#/"):
             return resolved
         target = root
-        for step in reference.removeprefix("#/").split("/"):
-            name = step.replace("~1", "/").replace("~0", "~")
+        for name in steps_of(reference):
             target = target.get(name) if isinstance(target, Mapping) else None
         if not isinstance(target, Mapping):
             return resolved

@@ -15,6 +15,7 @@ from weft.serving.parsers.rules import Rules, is_token, json_rule
 from weft.serving.parsers.schemas import resolve, schema_types
 from weft.serving.parsers.text_values import text_until
 from weft.structured.grammar import quoted
+from weft.structured.references import steps_of
 
 # Keywords by which a text is not any text.
 BOUNDS = frozenset(("minLength", "maxLength", "pattern", "format", "anyOf", "oneOf", "allOf", "enum", "const", "not"))
@@ -103,10 +104,10 @@ def _json(root: Any, part: Any) -> str:
         elif isinstance(item, Mapping):
             waiting += item.values()
             reference = item.get("$ref")
-            steps = reference.split("/") if isinstance(reference, str) else []
-            name = steps[2].replace("~1", "/").replace("~0", "~") if len(steps) > 2 else ""
-            held = root.get(steps[1]) if len(steps) > 2 and steps[1] in ("$defs", "definitions") else None
-            if isinstance(held, Mapping) and name in held and name not in reached.setdefault(steps[1], {}):
-                reached[steps[1]][name] = held[name]
+            steps = steps_of(reference) if isinstance(reference, str) else []
+            place, name, *_ = [*steps, "", ""]
+            held = root.get(place) if place in ("$defs", "definitions") else None
+            if isinstance(held, Mapping) and name in held and name not in reached.setdefault(place, {}):
+                reached[place][name] = held[name]
                 waiting.append(held[name])
     return json_rule({**reached, **part})
