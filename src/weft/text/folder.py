@@ -30,6 +30,7 @@ PATTERNS = "tokenizer.json, tiktoken.model, tokenizer.model, vocab.json, *.tikto
 KIMI_FILE = "tiktoken.model"
 MERGES = "merges.txt"  # beside vocab.json, in GPT-2's form
 MAX_WARNINGS = 10  # about tokens that are left out
+NOT_LEGACY = ("LlamaTokenizer", "LlamaTokenizerFast")
 TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -39,6 +40,10 @@ def read_folder(path: Path) -> tuple[Tokenizer, TokenizerSettings]:
     file = _vocabulary_file(path)
     hf_tokenizer, settings = _vocabulary(file)
     config = _json(folder / "tokenizer_config.json")
+    if file.name != "tokenizer.json":  # which has its own
+        config = _with_added_tokens(folder, config)
+    if file.suffix == ".model" and not _is_legacy(config):
+        spm.prefix_first_only(hf_tokenizer)
     if file.name == KIMI_FILE:
         tiktoken_file.reserve_tokens(hf_tokenizer, _listed_names(config))
     _add_tokens(hf_tokenizer, config)
@@ -51,7 +56,7 @@ def read_folder(path: Path) -> tuple[Tokenizer, TokenizerSettings]:
         tokens=tokens,
         add_bos=_flag(config, "add_bos_token", settings.add_bos),
         add_eos=_flag(config, "add_eos_token", settings.add_eos),
-        end_ids=settings.end_ids or (() if eos is None else (eos,)),
+        end_ids=tuple(dict.fromkeys((*settings.end_ids, *(() if eos is None else (eos,))))),
         chat_template=_chat_template(folder, config) or settings.chat_template,
     )
 
@@ -111,6 +116,25 @@ def _vocabulary_file(path: Path) -> Path:
         f"{path} has no tokenizer (looked for {PATTERNS}); give another's folder with --tokenizer",
         code="no-tokenizer-in-folder",
     )
+
+
+def _with_added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with the tokens that only added_tokens.json lists, as older folders have it."""
+    listed = _listed_tokens(config)
+    names = set(_listed_names(config).values())
+    for text, id in _json(folder / "added_tokens.json").items():
+        if isinstance(id, int) and id not in listed and text not in names:
+            listed[id] = {"content": text}  # special only if another file names it
+    return {**config, "added_tokens_decoder": {str(id): token for id, token in listed.items()}}
+
+
+def _is_legacy(config: Mapping[str, Any]) -> bool:
+    """Return True unless Transformers puts a space only before the beginning of a text.
+
+    Its class for Llama does so unless it is told otherwise, the others if they are told.
+    """
+    flag = _flag(config, "legacy", None)
+    return flag if flag is not None else config.get("tokenizer_class") not in NOT_LEGACY
 
 
 def _add_tokens(hf_tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
