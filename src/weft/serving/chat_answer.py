@@ -224,9 +224,8 @@ class ChatAnswers:
     def read_delta(self, delta: Delta) -> AnswerDelta:
         """Read the next delta of `stream`, for a caller that iterates over that itself."""
         reader = self._choices[delta.index]
-        reason = delta.finish_reason
-        cut = reason != "stop" or isinstance(delta.stop_reason, str)  # by a limit, or by a text that the caller gave
-        content, reasoning, calls = reader.read_text(delta.text, last=reason is not None, cut=cut)
+        last = delta.finish_reason is not None
+        content, reasoning, calls = reader.read_text(delta.text, last=last, cut=delta.interrupted)
         return AnswerDelta(
             index=delta.index,
             content=content,
@@ -234,7 +233,7 @@ class ChatAnswers:
             tool_calls=calls,
             logprobs=delta.logprobs,
             token_ids=delta.token_ids,
-            finish_reason=reader.finish_reason(reason),
+            finish_reason=reader.finish_reason(delta.finish_reason),
             stop_reason=delta.stop_reason,
         )
 

@@ -119,13 +119,14 @@ def _vocabulary_file(path: Path) -> Path:
 
 
 def _with_added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with the tokens that only added_tokens.json lists, as older folders have it."""
+    """The settings with what only added_tokens.json and special_tokens_map.json list, as in older folders."""
     listed = _listed_tokens(config)
     names = set(_listed_names(config).values())
     for text, id in _json(folder / "added_tokens.json").items():
         if isinstance(id, int) and id not in listed and text not in names:
             listed[id] = {"content": text}  # special only if another file names it
-    return {**config, "added_tokens_decoder": {str(id): token for id, token in listed.items()}}
+    named = _json(folder / "special_tokens_map.json")
+    return {**named, **config, "added_tokens_decoder": {str(id): token for id, token in listed.items()}}
 
 
 def _is_legacy(config: Mapping[str, Any]) -> bool:

@@ -17,7 +17,7 @@ RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 FIRST_WORD = re.compile(r"[A-Za-z]+")
 # All that belongs to a header; the rest of one without an end is a text.
 HEADER = re.compile(
-    rf"\s*(?:{re.escape(START)})?\s*(?:assistant)?\s*(?:to=\S*?)?\s*"
+    rf"\s*(?:{re.escape(START)})?\s*(?:assistant)?\s*(?:to=[^\s<]*)?\s*"
     rf"(?:{re.escape(CHANNEL)}\s*[A-Za-z]*\s*(?:to=[^\s<]*)?\s*(?:{re.escape(CONSTRAIN)})?\s*(?:json)?)?\s*"
 )
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from weft.serving.parsers.reader import SPACES, Reader, Steps
 
+MAX_END = 64  # characters of the end of a value in which an odd end is looked for
+
 
 @dataclass(frozen=True)
 class ValueForm:
@@ -46,6 +48,7 @@ class ValueReader:
         self._reader, self._form = reader, form
         self._may_follow = may_follow  # True for a key that may be the next
         self._parts: list[str] = []
+        self._has_lines, self._at_line_start = False, True
 
     def read_value(self) -> Steps[str | None]:
         """The value; None if the answer is cut within it."""
@@ -56,7 +59,7 @@ class ValueReader:
         reader, form = self._reader, self._form
         quoted_from: int | None = None  # index of the part that begins the first call within the text
         while True:
-            mark = yield from reader.until(form.marks, self._parts.append)
+            mark = yield from reader.until(form.marks, self._add)
             if mark is None:
                 return self._ended(quoted_from)
             if mark == form.end and (yield from reader.ahead(self._goes_on())):
@@ -72,7 +75,7 @@ class ValueReader:
             if mark != form.end and self._may_end_here() and (yield from reader.ahead(self._is_end(mark))):
                 reader.unread(mark)
                 return self._without_end()
-            self._parts.append(mark)
+            self._add(mark)
 
     def _ended(self, quoted_from: int | None) -> str | None:
         """The value at the end of the answer: up to the first call within it, as nothing has ended the value."""
@@ -85,24 +88,26 @@ class ValueReader:
 
     def _without_end(self) -> str:
         """The value without the odd end that it may have."""
-        return self._form.odd_end.sub("", "".join(self._parts))
+        text = "".join(self._parts)
+        return text[:-MAX_END] + self._form.odd_end.sub("", text[-MAX_END:])
+
+    def _add(self, text: str) -> None:
+        """Add a part of the text."""
+        self._parts.append(text)
+        _, line_break, rest = text.rpartition("\n")
+        self._has_lines = self._has_lines or line_break != ""
+        self._at_line_start = (self._at_line_start or line_break != "") and not rest.strip()
 
     def _may_end_here(self) -> bool:
         """Return True at the beginning of a line, or if the value has one line only."""
-        for part in reversed(self._parts):
-            _, line_break, rest = part.rpartition("\n")
-            if rest.strip():
-                return not line_break and not any("\n" in part for part in self._parts)
-            if line_break:
-                return True
-        return True
+        return self._at_line_start or not self._has_lines
 
     def _read_quoted(self, mark: str) -> Steps[None]:
         """Read a call within the text, up to the mark that ends it."""
-        self._parts.append(mark)
+        self._add(mark)
         closing = self._form.closings[self._form.openings.index(mark)]
-        end = yield from self._reader.until((closing,), self._parts.append)
-        self._parts.append(end or "")
+        end = yield from self._reader.until((closing,), self._add)
+        self._add(end or "")
 
     def _goes_on(self) -> Steps[bool]:
         """Return True if the call goes on or ends behind the mark of a value's end."""

@@ -21,7 +21,6 @@ KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</ar
 NAME = re.compile(r"[^\s<>{}\[\](),:]+")
 KEY_TEXT = re.compile(r"[^<>\n]+")
 AROUND_NAMES = " \t\r\"'"
-ENDS_OF_NAME = "> \t\r\n<"
 
 
 class ArgumentWriter:
@@ -60,10 +59,11 @@ def _qwen_head(reader: Reader, mark: str) -> Steps[str | None]:
         if (yield from reader.accept(FUNCTION)) is None:
             return None
     name = (yield from reader.skip(NAME)).strip(AROUND_NAMES)
-    ahead = yield from reader.peek(1)
-    if ahead == ">":
-        yield from reader.take(1)
-    return name if ahead and ahead in ENDS_OF_NAME else None
+    spaces = yield from reader.skip()
+    has_end = (yield from reader.accept(">")) is not None
+    if has_end or (yield from reader.peek(1)) == "<":
+        return name
+    return name if spaces and not (yield from reader.ends()) else None
 
 
 def _glm_key(reader: Reader) -> Steps[str | None]:
