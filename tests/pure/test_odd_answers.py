@@ -78,6 +78,21 @@ QWEN: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
         {"text": "as\n<tool_call>\nend"},
     ),
     (
+        "marks that are indented",
+        (
+            "<parameter=text>",
+            "<a>",
+            "  <parameter=path>",
+            " </function>",
+            "</a>",
+            "</parameter>",
+            "<parameter=path>",
+            "a",
+            *ENDS,
+        ),
+        {"text": "<a>\n  <parameter=path>\n </function>\n</a>"},
+    ),
+    (
         "an end of a function within a text",
         ("<parameter=text>", "<function>", "</function>", "end", "</parameter>", "<parameter=path>", "a", *ENDS),
         {"text": "<function>\n</function>\nend"},
@@ -105,6 +120,8 @@ ODD = [
     ),
     Odd("qwen3_coder", "no end of the name", "<tool_call>\n<function=now\n</function>\n</tool_call>", NOW),
     Odd("qwen3_coder", "JSON within the tag", f"<tool_call>\n{JSON_SAVE}\n</tool_call>", SAVED),
+    Odd("qwen3_coder", "JSON within the function", qwen('{"path": "a"}', *ENDS[1:]), SAVED),
+    Odd("glm45", "JSON behind the name", '<tool_call>save\n{"path": "a"}\n</tool_call>', SAVED),
     Odd("qwen3_coder", "a function that is no tool", "I use <function=foo> here", [], "I use <function=foo> here"),
     Odd("qwen3_coder", "text behind the call", f"{QWEN_NOW}\nDone.", NOW, "Done."),
     Odd(

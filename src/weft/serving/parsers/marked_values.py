@@ -41,7 +41,7 @@ class ValueReader:
     A mark ends it only if the call goes on or ends behind that. Another mark, as in a file that is about such marks,
     belongs to the text. An end may be missing: the next key, the end of the call or of the
     answer end a value too, at the beginning of a line unless the value has one line only. A whole call within a text
-    is text, if an end of the value follows.
+    is text, if an end of the value follows, and so is a mark that is indented.
     """
 
     def __init__(self, reader: Reader, form: ValueForm, may_follow: Callable[[str], bool]) -> None:
@@ -96,7 +96,7 @@ class ValueReader:
         self._parts.append(text)
         _, line_break, rest = text.rpartition("\n")
         self._has_lines = self._has_lines or line_break != ""
-        self._at_line_start = (self._at_line_start or line_break != "") and not rest.strip()
+        self._at_line_start = (self._at_line_start or line_break != "") and rest == ""
 
     def _may_end_here(self) -> bool:
         """Return True at the beginning of a line, or if the value has one line only."""

@@ -9,7 +9,7 @@ import re
 from functools import partial
 
 from weft.serving.parsers.between import Between
-from weft.serving.parsers.json_calls import CALL, CALL_END, read_calls
+from weft.serving.parsers.json_calls import CALL, CALL_END, read_arguments, read_calls
 from weft.serving.parsers.json_text import to_json
 from weft.serving.parsers.marked_values import ValueForm, ValueReader
 from weft.serving.parsers.reader import Reader, Steps
@@ -77,11 +77,11 @@ def _glm_key(reader: Reader) -> Steps[str | None]:
 
 
 def _glm_head(reader: Reader, mark: str) -> Steps[str | None]:
-    """Read the tool's name, if a key or the end of the call follows."""
+    """Read the tool's name, if a key, JSON or the end of the call follows."""
     yield from reader.skip()
     name = yield from reader.skip(NAME)
     yield from reader.skip()
-    follows = yield from reader.ahead(reader.accept(KEY, CALL_END, CALL))
+    follows = yield from reader.ahead(reader.accept(KEY, CALL_END, CALL, "{"))
     is_last = follows is None and not reader.cut and (yield from reader.ends())
     return name if follows is not None or is_last else None
 
@@ -153,6 +153,9 @@ def _tagged_call(reader: Reader, tools: ToolSchemas, between: Between, mark: str
         between.say(mark + reader.recorded())
         return False
     between.call()
+    yield from reader.skip()
+    if (yield from read_arguments(reader, partial(reader.begin_call, name))):
+        return True
     between.say((yield from _tagged_arguments(reader, ArgumentWriter(reader, tools, name), form)))
     return True
 
