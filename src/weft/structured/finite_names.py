@@ -6,8 +6,8 @@ from collections.abc import Set
 from itertools import product
 
 # Bounds of the work for one pattern, of which a schema may have thousands: real ones list a few names.
-MAX_NAMES = 256
-MAX_LETTERS = 16_384  # of all texts that a part of the pattern matches
+MAX_NAMES = 128
+MAX_JOINS = 256  # texts that are joined of two parts, all together
 MAX_PATTERN = 128  # letters of the pattern
 MAX_DEPTH = 16  # groups inside each other
 SPECIAL = frozenset(".^$*+?{}[]()|\\")
@@ -35,6 +35,7 @@ class _PatternReader:
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
         self.at = 0
+        self._joins = 0
 
     def read_alternatives(self, depth: int) -> tuple[Set[str], bool]:
         """The texts of all alternatives, and True if each has an anchor at both ends."""
@@ -60,7 +61,7 @@ class _PatternReader:
             parts += 1
             if inner and (begins or parts > 1):
                 raise _NotFinite
-            texts = _joined(texts, part)
+            texts = self._joined(texts, part)
         if inner and ends:
             raise _NotFinite
         if begins != ends:
@@ -76,7 +77,7 @@ class _PatternReader:
         repeated: Set[str] = frozenset([""])
         reached: Set[str] = repeated if least == 0 else frozenset()
         for count in range(1, most + 1):
-            repeated = _joined(repeated, texts)
+            repeated = self._joined(repeated, texts)
             if count >= least:
                 reached = _checked(reached | repeated)
         return reached, anchored
@@ -141,6 +142,13 @@ class _PatternReader:
             raise _NotFinite
         return least, most
 
+    def _joined(self, firsts: Set[str], seconds: Set[str]) -> Set[str]:
+        count = len(firsts) * len(seconds)
+        self._joins += count
+        if count > MAX_NAMES or self._joins > MAX_JOINS:
+            raise _NotFinite
+        return frozenset(map("".join, product(firsts, seconds)))
+
     def _accept(self, letter: str) -> bool:
         accepted = self._pattern.startswith(letter, self.at)
         self.at += accepted
@@ -153,13 +161,6 @@ class _PatternReader:
     def _take(self) -> str:
         self.at += 1
         return self._pattern[self.at - 1]
-
-
-def _joined(firsts: Set[str], seconds: Set[str]) -> Set[str]:
-    count, longest = len(firsts) * len(seconds), max(map(len, firsts), default=0) + max(map(len, seconds), default=0)
-    if count > MAX_NAMES or count * longest > MAX_LETTERS:
-        raise _NotFinite
-    return frozenset(map("".join, product(firsts, seconds)))
 
 
 def _checked(texts: Set[str]) -> Set[str]:
