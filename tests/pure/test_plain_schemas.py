@@ -183,9 +183,10 @@ def test_bounds() -> None:
         "exclusiveMaximum": MAX_BOUND,
         "minimum": -MAX_BOUND,
     }
-    with pytest.raises(RequestError) as caught:
-        grammar_of({"type": "number", "minimum": 1e20})
-    assert caught.value.code == "invalid-grammar"
+    for beyond in (1e20, 10**400):
+        with pytest.raises(RequestError) as caught:
+            grammar_of({"type": "number", "minimum": beyond})
+        assert caught.value.code == "invalid-grammar"
 
 
 @pytest.mark.parametrize(
@@ -212,7 +213,7 @@ def test_bounds() -> None:
         ("^a$b", None),
         ("^" + "(" * 50 + "a" + ")" * 50 + "$", None),
         ("^" + "a?" * 60 + "$", None),
-        ("^" + "a?" * 20 + "$", {"a" * count for count in range(21)}),
+        ("^" + "a?" * 8 + "$", {"a" * count for count in range(9)}),
     ],
 )
 def test_names_of_patterns(pattern: str, names: set[str] | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -121,7 +120,7 @@ def _bound_numbers(schema: Schema) -> None:
             value = schema.get(key)
             if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) <= MAX_BOUND:
                 continue
-            if math.copysign(1, value) != sign:
+            if (value > 0) != (sign > 0):
                 raise RequestError(
                     f"{key} {value!r:.40} leaves only numbers that are too large; the limit is {MAX_BOUND:,}",
                     code="invalid-grammar",
