@@ -36,6 +36,7 @@ from weft.formats.tensor_index import (
     rename_tensors,
     select_tensors,
 )
+from weft.formats.tied_heads import with_own_head
 from weft.logs import event_fields
 
 logger = logging.getLogger("weft")
@@ -148,7 +149,8 @@ def _read_directory(path: Path, model_impl: str, *, dummy: bool) -> _Contents:
     index = {} if dummy else safetensors.read_directory(path)
     shape = config_json.read_shape(path, main_dtype(index), model_impl=model_impl)
     generation = config_json.recommended_sampling(path)
-    return _Contents(shape, generation, rename_tensors(index, shape), None)
+    tensors = rename_tensors(index, shape)
+    return _Contents(with_own_head(shape, tensors, str(path)), generation, tensors, None)
 
 
 def _with_pooling(

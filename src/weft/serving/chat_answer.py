@@ -113,14 +113,14 @@ class ChoiceReader:
         self._held: ToolCallDelta | None = None  # the call of such a tool, until it is whole
         self._calls = 0  # that have begun; those over the limit are left out
 
-    def read_text(self, text: str, *, last: bool) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
-        """Content, reasoning and calls of new text; `last`: nothing follows."""
+    def read_text(self, text: str, *, last: bool, cut: bool = False) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
+        """Content, reasoning and calls of new text; `last`: nothing follows, and with `cut` the model would go on."""
         if self._parser is None:
             self.choice.content += text
             return text, "", ()
         events = self._parser.push(text) if text else []
         if last:
-            events += self._parser.finish()
+            events += self._parser.finish(cut=cut)
         return self._add(events, last=last)
 
     def _add(self, events: Iterable[Event], *, last: bool) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
@@ -219,7 +219,7 @@ class ChatAnswers:
     async def finish(self) -> None:
         """Wait until every choice has ended."""
         async for _, delta in self.stream:
-            self._choices[delta.index].read_text(delta.text, last=delta.finish_reason is not None)
+            self.read_delta(delta)
 
     def whole(self) -> list[AnswerChoice]:
         """The choices up to now, by index."""
@@ -252,7 +252,8 @@ class ChatAnswers:
     def read_delta(self, delta: Delta) -> AnswerDelta:
         """Read the next delta of `stream`, for a caller that iterates over that itself."""
         reader = self._choices[delta.index]
-        content, reasoning, calls = reader.read_text(delta.text, last=delta.finish_reason is not None)
+        last = delta.finish_reason is not None
+        content, reasoning, calls = reader.read_text(delta.text, last=last, cut=delta.interrupted)
         return AnswerDelta(
             index=delta.index,
             content=content,
