@@ -21,7 +21,7 @@ from weft.formats.precision import canonical
 from weft.formats.schemes import ONLINE_QUANTIZATIONS
 from weft.formatting import join_commas
 from weft.hardware import hardware_file
-from weft.hardware.cluster import Cluster, parse_gpus, parse_nodes
+from weft.hardware.cluster import Cluster, is_several_nodes, parse_gpus, parse_nodes
 from weft.hardware.cpus import typical_cpu
 from weft.hardware.gpus import BF16_CAPABILITY
 from weft.plan.determinism import ON_GPUS, against_model, not_deterministic
@@ -308,6 +308,8 @@ def described_cluster(given: dict[str, Any]) -> Cluster:
         return measured_cluster(given)
     if gpus is not None and nodes is not None:
         raise UsageError("--gpus and --nodes both describe the hardware; give one of them", code="gpus-and-nodes")
+    if nodes is None and gpus is not None and is_several_nodes(gpus):
+        nodes = gpus
     if nodes is not None:
         return parse_nodes(nodes, network)
     if network is not None:
