@@ -27,7 +27,7 @@ from weft.hardware.gpus import BF16_CAPABILITY
 from weft.plan.determinism import ON_GPUS, against_model, not_deterministic
 from weft.plan.plan import DraftModel, Speculation
 from weft.plan.speculation import resolve_speculation
-from weft.planner.deployment import Workload, default_lengths
+from weft.planner.deployment import Workload, check_length, default_lengths
 from weft.planner.question import Question
 from weft.planner.search import search
 from weft.probes import machine
@@ -240,11 +240,8 @@ def compared_precisions(names: str | None, model: Model, cluster: Cluster) -> tu
 def planned_workload(given: dict[str, Any], model: Model) -> Workload:
     """The workload of the flags, with the usual lengths if they give none. Raises UsageError and ConfigError."""
     longest, length = model.shape.longest, given.get("max_model_len")
-    if length is not None and length > longest:
-        raise ConfigError(
-            f"max_model_len is {length}; {model.name} goes up to {longest:,} tokens: give that or less",
-            code="max-model-len-above-model",
-        )
+    if length is not None:
+        check_length(length, model.name, longest)
     most = length or longest
     input_len, output_len = default_lengths(given.get("input_len"), given.get("output_len"), most)
     if length is not None and input_len + output_len > max(length, 2):

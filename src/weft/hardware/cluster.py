@@ -51,9 +51,9 @@ class GpuPosition(NamedTuple):
 
 
 class Cluster(msgspec.Struct, frozen=True, dict=True):
-    """Nodes and their network: `network_Bps` is bytes per second from one node to another, `network_s` the time of
-    a small message, one way, as measured or that of Ethernet; None for RDMA's of the table. `price` is dollars for one GPU and hour, None if
-    unknown. `cpu` is the CPU of a single node with GPUs, if layers may run on it beside them."""
+    """Nodes and their network: `network_Bps` is bytes per second from one node to another, `network_s` the time of a
+    small message, one way, as measured or that of Ethernet; None for RDMA's of the table. `price` is dollars for one
+    GPU and hour, None if unknown. `cpu` is the CPU of a single node with GPUs, if layers may run on it beside them."""
 
     nodes: tuple[Node, ...]
     network_Bps: float

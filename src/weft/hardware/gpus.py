@@ -38,8 +38,8 @@ HALF_RATE = ((8, 6), (8, 9), (12, 0))
 # A size of memory in a name. Other makers' consumer cards, none of which Weft has kernels for.
 _SIZE = r"[1-9]\d{0,3}(?:\.\d+)?\s*gi?b(?:\s*vram)?"
 _OTHER_MAKERS = {
-    "a consumer card of AMD": r"(amd\s*)?(radeon\s*)?(rx\s*\d{3,4}\s*\w*|vega\s*\w*|vii|(ai\s*)?(pro\s*)?[wr][5-9]\d00\w*"
-    r"|(5[5-7]|6[4-9]|7[6-9]|90)\d0\s*(xtx?|gre|m|s)?)(\s*\d+\s*gb)?",
+    "a consumer card of AMD": r"(amd\s*)?(radeon\s*)?(rx\s*\d{3,4}\s*\w*|vega\s*\w*|vii|"
+    r"(ai\s*)?(pro\s*)?[wr][5-9]\d00\w*|(5[5-7]|6[4-9]|7[6-9]|90)\d0\s*(xtx?|gre|m|s)?)(\s*\d+\s*gb)?",
     "a GPU of Apple": r"(apple\s*)?m[1-9]([\s-]*(pro|max|ultra))?(\s*\d+\s*gb)?",
     "a GPU of Intel": r"(intel\s*)?((arc\s*)(pro\s*)?\w*|[ab]([357]\d0|60)m?)(\s*\d+\s*gb)?",
 }
@@ -186,8 +186,8 @@ def find_gpu(name: str) -> GpuSpec:
 def _unknown_gpu(name: str) -> ConfigError:
     """The error for a name that no card of the catalogue has, with what was probably meant."""
     if re.fullmatch(_SIZE, name.strip(), re.IGNORECASE):
-        alike = [spec.name for spec in known_gpus() if not spec.gfx and _has_size(spec, name)]
-        hint = f"cards with it: {', '.join(alike)}" if alike else "no card of the catalogue has it"
+        with_size = [spec.name for spec in known_gpus() if not spec.gfx and _has_size(spec, name)]
+        hint = f"cards with it: {', '.join(with_size)}" if with_size else "no card of the catalogue has it"
         return ConfigError(
             f"GPUs {name!r} is a size of memory, and the speed depends on the card; {hint}; describe another card in "
             'a YAML file (docs/hardware.md), or ask if a model fits: weft plan --check "Qwen3-8B int4 on 24GB"',
