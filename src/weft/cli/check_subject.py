@@ -1,4 +1,4 @@
-"""What a claim is about: its model and its hardware, or the nearest ones that exist, with a remark that says so."""
+"""The subject of a claim: its model and its hardware, or the nearest ones that exist, with a remark that says so."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Subject:
         alike = (
             near for near in catalogue.nearest(name) if size and size == {*map(str.lower, _PARAMETERS.findall(near))}
         )
-        found = next(alike, None)
-        return catalogue.find(found) if found else None
+        nearest = next(alike, None)
+        return catalogue.find(nearest) if nearest else None
 
     def find_cluster(self, gpus: str) -> Cluster:
         """The cluster of a description in which a card may be a size of memory. Raises ConfigError."""

@@ -88,7 +88,7 @@ ALIASES = gguf_types.ALIASES | {
     "8-bit": "int8",
     "mxfp4/fp8": "mxfp4",
 }
-# What a number of bits alone may mean.
+# Meanings of a number of bits alone.
 OF_BITS = {"q4": ("q4_k_m", "int4"), "q8": ("q8_0", "int8")}
 LAYER = re.compile(r"\.(\d+)\.")  # a layer's number in the name of a tensor
 

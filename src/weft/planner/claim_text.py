@@ -93,9 +93,9 @@ def parse_claim(text: str) -> Claim | LinkClaim | GainClaim:
     """Parse a claim in one of FORMS. Raises ConfigError for a text that is none."""
     plain = _plain(text)
     if match := _GAIN.fullmatch(plain):
-        said = match["after"] or match["before"]
+        run = match["after"] or match["before"]
         low, high = _ends(match)
-        return GainClaim(low=low / 100, high=high / 100, run=_parse_run(said, text) if said else None)
+        return GainClaim(low=low / 100, high=high / 100, run=_parse_run(run, text) if run else None)
     if match := _LINK.fullmatch(plain):
         speed = match["speed"]
         return LinkClaim(gpu=match["gpu"], links=match["links"], link_Bps=float(speed) * 1e9 if speed else None)
