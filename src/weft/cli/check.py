@@ -35,7 +35,7 @@ from weft.planner.search import search
 
 # Flags for what the claim contains.
 IN_CLAIM = ("model", "gpus", "nodes", "network", "precision", "quantization")
-# What a gain by NVLink is judged for, if the claim does not say: the guides speak of 70B models.
+# The model and the cards of a gain by NVLink, if the claim names none: the guides speak of 70B models.
 SERVED = Claim(model="Llama-3.3-70B-Instruct", precision="bf16", gpus="4xA100")
 Predicted = tuple[DeploymentLayout, Prediction] | str | None
 
