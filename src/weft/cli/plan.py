@@ -66,13 +66,25 @@ def _answer_other_question(arguments: Namespace) -> int | None:
         models = set_file.read_model_set(arguments.config)
         if models is not None:
             return plan_set.main(arguments, models)
-    if not getattr(arguments, "model", "") and not hasattr(arguments, "infernet_config"):
+    if hasattr(arguments, "emit"):
+        return _emit(arguments)
+    if hasattr(arguments, "infernet_config"):
+        from weft.cli import emit_set
+
+        return emit_set.plan_configured(arguments)
+    if not getattr(arguments, "model", ""):
         from weft.cli import plan_models
 
         return plan_models.main(arguments)
-    if hasattr(arguments, "emit"):
-        return emit.main(arguments)
     return None
+
+
+def _emit(arguments: Namespace) -> int:
+    if not getattr(arguments, "model", "") and not hasattr(arguments, "infernet_config"):
+        from weft.cli import plan_models
+
+        plan_models.check_model_flags(arguments)  # raises
+    return emit.main(arguments)
 
 
 def _plan_model(arguments: Namespace, *, promised: bool) -> int:
@@ -154,7 +166,9 @@ def repeated_flags(given: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         value = given.get(flag.dest)
         if value in (None, False, flag.default) or flag.name in NOT_REPEATED:
             continue
-        if isinstance(value, dict):
+        if flag.name == "max-memory":
+            yield flag.long, ",".join(f"{device}={limit}" for device, limit in value.items())
+        elif isinstance(value, dict):
             yield flag.long, json.dumps(value)
         elif flag.parse is None:
             yield (flag.long,)
