@@ -6,9 +6,9 @@ from pathlib import Path
 
 from weft.cli import glossary
 from weft.cli.commands import COMMANDS, Command
-from weft.cli.dispatch import ABOUT
 from weft.cli.flags import ENGINE, Flag
 from weft.cli.parser import default_text
+from weft.cli.short_help import ABOUT
 from weft.client.vllm import VLLMArgument, vllm_arguments
 
 PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
