@@ -185,6 +185,8 @@ def add_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
         details["choices"] = flag.choices
     else:
         details["metavar"] = flag.metavar or flag.name.rpartition("-")[2].upper()
+    if flag.bare is not None:
+        details.update(nargs="?", const=flag.bare)
     if flag.several:
         details.update(nargs="+", action="extend")
     elif flag.repeated:
