@@ -18,6 +18,9 @@ COMMANDS = (
     WrongLine("bench latenzy m", 2, "subcommand-missing", "latency throughput"),
     WrongLine("pull m", 1, "unknown-tag", "'m' hf.co/OWNER/REPO:QUANT"),
     WrongLine("list m", 2, "unknown-command", "'list' ls?"),
+    WrongLine("show m", 2, "unknown-command", "'show' plan"),
+    WrongLine("update", 2, "unknown-command", "scripts/setup"),
+    WrongLine("uninstall", 2, "unknown-command", "~/.cache/weft"),
 )
 
 SERVE = (

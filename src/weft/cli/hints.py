@@ -18,6 +18,16 @@ ALIASES = {
 }
 # Other names of commands: Ollama's and those of package managers.
 COMMAND_ALIASES = {"list": "ls", "rmi": "rm", "remove": "rm", "download": "pull", "up": "serve", "start": "serve"}
+# Words that are no commands, and what does the same.
+NO_COMMANDS = {
+    "update": "git pull in the checkout, then scripts/setup",
+    "upgrade": "git pull in the checkout, then scripts/setup",
+    "uninstall": "delete the checkout's .venv, ~/.cache/weft and the models that weft ls shows",
+    "show": "weft plan NAME describes a model, weft ls lists those here",
+    "info": "weft plan NAME describes a model, weft hardware this machine",
+    "logs": "weft serve writes its log to standard error",
+    "create": "a name for a model: weft serve MODEL --served-model-name NAME",
+}
 
 # Weft's flag for names of other programs: llama.cpp (short ones too), Ollama, SGLang, TGI, Transformers.
 OTHER_NAMES = {
@@ -93,6 +103,8 @@ def unknown_command(word: str, commands: Iterable[str]) -> str:
     """Text after "unknown command 'x'"."""
     known = list(commands)
     alias = COMMAND_ALIASES.get(word)
+    if word in NO_COMMANDS:
+        return f"; {NO_COMMANDS[word]}"
     hint = f"did you mean {alias}?" if alias else did_you_mean(word, known)
     return f"; {hint}{' commands' if hint else 'commands'}: {', '.join(known)}"
 

@@ -19,6 +19,7 @@ from weft.formatting import format_bytes, weft_command
 from weft.hardware.cluster import Cluster
 from weft.planner.advice import WEFT_SCHEMES
 from weft.planner.overview import (
+    CONTEXT,
     FETCHED,
     for_one_person,
     is_comfortable,
@@ -156,8 +157,14 @@ def advice_json(arguments: Namespace, cluster: Cluster, rows: Sequence[dict[str,
 
 
 def best_first(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows, those first that one person is glad of, and of these the largest model first."""
-    return sorted(rows, key=lambda row: (not (row["fits"] and is_comfortable(*_speed(row))), -row["params"]))
+    """The rows: the largest model first of those that one person is glad of, then the fastest of the others."""
+
+    def order(row: dict[str, Any]) -> tuple[int, float]:
+        if not row["fits"]:
+            return 2, -row["params"]
+        return (0, -row["params"]) if is_comfortable(*_speed(row)) else (1, -_speed(row)[0])
+
+    return sorted(rows, key=order)
 
 
 def _speed(row: dict[str, Any]) -> tuple[float, int]:
@@ -214,7 +221,7 @@ def print_overview(overview: dict[str, Any]) -> None:
     if fitting:
         ranged = console.width >= RANGED
         console.print(models_table(overview, fitting, ranged=ranged))
-        band = f"Ranges (+-{100 * fitting[0]['predicted']['error_band']:.0f} %) " if ranged else ""
+        band = f"Ranges (±{100 * fitting[0]['predicted']['error_band']:.0f} %) " if ranged else ""
         band += "should hold 8 of 10 measurements. " if ranged else ""
         lines.append(f"{band}Context: tokens of all requests together")
     lines += [*not_fitting(overview["models"]), next_step(overview, fitting)]
@@ -225,6 +232,11 @@ def advice_lines(overview: dict[str, Any]) -> Iterator[str]:
     """The model for one person, with the command that plans it, and a faster one."""
     advice = overview["advice"]
     if advice is None:
+        fitting = best_first([row for row in overview["models"] if row["fits"] and row["runs"]])
+        if fitting and not is_comfortable(*_speed(fitting[0])):
+            row = fitting[0]
+            fastest = f"{short_name(row)}, {precision_name(row['precision'])}, {rate(_speed(row)[0])} tok/s"
+            yield f"for one person: none is fast with {CONTEXT:,} tokens of room; the fastest is {fastest}"
         return
     name, speed = short_name({"name": advice["model"]}), rate(advice["single_tok_s"])
     yield f"for one person: {name}, {advice['format']}, {speed} tok/s"

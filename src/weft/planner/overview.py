@@ -18,7 +18,7 @@ ROOMY = 4  # requests of full length that a precision leaves room for if it fits
 MADE_BY_WEFT = (ONLINE_QUANTIZATIONS["int8"], ONLINE_QUANTIZATIONS["int4"])
 GGUF = ("q8_0", "q4_k_m")
 PUBLISHED = ("fp8", "int4")
-# What people fetch, by the names of files and repositories: the first one that suits is taken.
+# Formats that people fetch, by the words in the names of files and repositories.
 FETCHED = {"q4_k_m": "Q4_K_M", "int4": "AWQ", "fp8": "FP8", "mxfp4": "MXFP4", "q8_0": "Q8_0", "bf16": "16 bits"}
 FETCHED_BY = {"weft": ("q4_k_m", "int4", "fp8"), "llama.cpp": ("q4_k_m",)}
 READING = 20.0  # tokens per second that one person is glad of: about three times as fast as one reads
@@ -57,8 +57,8 @@ def for_one_person(questions: Sequence[Question]) -> tuple[Question, Candidate] 
         own = question.precisions[0]
         unquantised = own in OF_DTYPE.values()
         for precision in (*FETCHED_BY.get(question.engine, PUBLISHED), own) if unquantised else (own,):
-            asked = msgspec.structs.replace(question, precisions=(precision,), objective="latency")
-            if best := search(asked).best:
+            in_format = msgspec.structs.replace(question, precisions=(precision,), objective="latency")
+            if best := search(in_format).best:
                 candidates.append(best)
         comfortable = [one for one in candidates if is_comfortable(one.predicted.single_tok_s, one.memory.kv_tokens)]
         if comfortable:
