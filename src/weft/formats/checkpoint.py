@@ -229,6 +229,8 @@ def _locate(model: str, revision: str | None, token: str | None, folder: str | N
         return path
     reference = gguf_reference.parse_address(model)
     if reference is not None:
+        if hub.cached_gguf(reference, folder) is None:
+            model_names.check_runs(reference)
         return hub.fetch_gguf(reference, revision=revision, token=token, folder=folder)
     if not hub.is_name(model):
         raise ModelError(f"there is no file or directory {model}; {hub.ways_out(model)}", code="no-such-model")

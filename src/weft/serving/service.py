@@ -24,6 +24,7 @@ from weft.core.commands import Command, Replies, ResetPrefixCache
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request, Stats
 from weft.errors import EngineError, ModelError, RequestError
+from weft.formats import model_names
 from weft.sandbox.isolated import Call, Outcome, Result, advance
 from weft.sandbox.pool import SandboxBusyError
 from weft.serving.answer_bytes import AnswerBytes
@@ -139,7 +140,7 @@ class Service:
         self.clients = Clients(options)
         self.model = model
         self.plan = engine.replicas[0].plan  # of one replica: all of them run the same checkpoint
-        self.names = options.served_model_name or (model,)
+        self.names = options.served_model_name or model_names.served_names(model)
         self.pooler = Pooler(frontend, self.names[0])
         self.capacity = capacity
         self.created = int(time.time())
