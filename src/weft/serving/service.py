@@ -43,6 +43,7 @@ from weft.serving.profiling import LastProfile
 from weft.serving.progress import Progress
 from weft.serving.sampling import ACCEPTED_FIELDS, check_lengths, check_supported
 from weft.serving.threads import LoopGate, WorkSteps, WorkThreads, too_slow_error
+from weft.serving.unloading import Unloading
 from weft.text.limits import LIMITS
 
 if TYPE_CHECKING:
@@ -155,6 +156,7 @@ class Service:
         self.answer_bytes = AnswerBytes()
         self.streams: set[OpenStream] = set()  # open now
         self.downloads: set[object] = set()  # that clients have asked for, and that run
+        self.unloading = Unloading(self)
         self.idle = asyncio.Event()
         self.idle.set()
         self.spans: RequestSpans | None = None  # with --otlp-traces-endpoint
@@ -337,7 +339,8 @@ class Service:
         """Raise HttpError 503 if no new request may begin."""
         if self.draining:
             raise shutting_down_error()
-        if self.options.refuse_while_asleep and self.engine.stats.sleep_level:
+        wakes = self.unloading.load()
+        if self.options.refuse_while_asleep and self.engine.stats.sleep_level and not wakes:
             raise HttpError(503, "the engine sleeps; POST /wake_up wakes it", code="asleep", retry_after_s=1)
 
     def prefix_report(
