@@ -16,9 +16,11 @@ def test_a_second_signal_ends_it_without_a_traceback(monkeypatch: pytest.MonkeyP
         raise KeyboardInterrupt
 
     front, own = socket.socketpair()
-    with front:
+    made = socket.socket(fileno=own.detach())
+    with front, made:
         front.sendall(b'["demo"]\n')
-        monkeypatch.setattr(member.sys, "argv", ["member", str(own.detach()), "demo"])  # type: ignore[attr-defined]
+        monkeypatch.setattr("sys.argv", ["member", str(made.fileno()), "demo"])
+        monkeypatch.setattr("weft.cli.member.socket.socket", lambda fileno: made)  # which closes it
         monkeypatch.setattr(member, "die_with", lambda fd: None)
         monkeypatch.setattr(member, "serve_model", serve)
         assert member.main() == 130

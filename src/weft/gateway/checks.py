@@ -72,9 +72,11 @@ async def read_models(replica: Replica, timeouts: Timeouts) -> bool:
                 await _read_speed(replica, timeouts)
     except (UpstreamError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         log.debug("no models of %s: %s", replica.name, error)
-        return not isinstance(error, UpstreamError)
+        if isinstance(error, UpstreamError):
+            return False
     finally:
         attempt.close()
+    replica.asked = True
     return True
 
 
