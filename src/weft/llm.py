@@ -33,7 +33,7 @@ from weft.client.progress import Bar, Progress
 from weft.client.prompt import Prompt, PromptLike
 from weft.client.running import RunningReplica
 from weft.client.traces import END, OpenTraces
-from weft.client.turns import SYSTEM, History, copy_history, turn_messages, turn_params
+from weft.client.turns import SYSTEM, History, copy_history, read_turn, turn_messages, turn_params
 from weft.cluster.assembly import assemble
 from weft.core.commands import RankStats, ResetPrefixCache, Sleep, Wake
 from weft.core.params import SamplingParams
@@ -174,11 +174,12 @@ class LLM:
         """Return the answers to one conversation or several, as `generate` does, through the model's chat template.
 
         With a text instead of messages, or `query=`, return the text of the answer to it, and a new list of all turns:
-        `history`, pairs of query and response, and this one. `sampling` are fields of SamplingParams;
-        `generation_config` has Transformers' names of them.
+        `history`, pairs of query and response, and this one. A tokenizer before the text, as Transformers' guides have
+        it, is left aside for the engine's own. `sampling` are fields of SamplingParams; `generation_config` has
+        Transformers' names of them.
         """
-        if "query" in options or (arguments and isinstance(arguments[0], str)):
-            return self._answer_turn(*arguments, **options)
+        if (turn := read_turn(arguments, options)) is not None:
+            return self._answer_turn(*turn[0], **turn[1])
         return self._answer_messages(*arguments, **options)
 
     def _answer_turn(

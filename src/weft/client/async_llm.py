@@ -23,7 +23,7 @@ from weft.client.prompt import Prompt, PromptLike
 from weft.client.remote import AsyncEngine
 from weft.client.replicas import ReplicaSet, start_engine
 from weft.client.traces import END, OpenTraces
-from weft.client.turns import SYSTEM, History, copy_history, turn_messages, turn_params
+from weft.client.turns import SYSTEM, History, copy_history, read_turn, turn_messages, turn_params
 from weft.cluster.assembly import assemble
 from weft.config import EngineConfig
 from weft.core.commands import Command, RankStats, Replies, ResetPrefixCache, Sleep, Wake
@@ -150,8 +150,8 @@ class AsyncLLM:
         With a text instead of messages, or `query=`, await the text of the answer to it and a new list of all turns, as
         `LLM.chat` returns them.
         """
-        if "query" in options or (arguments and isinstance(arguments[0], str)):
-            return self._answer_turn(*arguments, **options)
+        if (turn := read_turn(arguments, options)) is not None:
+            return self._answer_turn(*turn[0], **turn[1])
         return self._answer_messages(*arguments, **options)
 
     async def _answer_turn(

@@ -19,7 +19,7 @@ LEVEL = 1  # of sleep: the weights stay in the host's memory, so that the next r
 
 
 class Unloading:
-    """Whether the engine sleeps by the wish of a client. An administrator's /sleep is none: nobody else ends it."""
+    """State of an engine that clients may send to sleep. An administrator's /sleep is left alone: only he ends it."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -51,11 +51,11 @@ class Unloading:
 
     def _call(self, command: Command) -> None:
         """Have the engine run a command behind those that it has: Sleep and Wake keep their order."""
-        task = asyncio.create_task(self._run(command))
+        task = asyncio.create_task(self._run_command(command))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, command: Command) -> None:
+    async def _run_command(self, command: Command) -> None:
         try:
             await self._service.engine.call(command)
         except WeftError as error:  # an administrator was faster, or the engine has died, which others report
