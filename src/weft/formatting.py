@@ -46,6 +46,13 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+def still_running(requests: int) -> str:
+    """Number of running requests as the clause of a sentence."""
+    if not requests:
+        return "no request runs"
+    return f"{counted(requests, 'request')} still run{'s' if requests == 1 else ''}"
+
+
 def format_counts(names: Iterable[str]) -> str:
     """Return repeated names as "8 x H100-SXM" or "2 x RTX 4090 + 1 x RTX 3090"."""
     return " + ".join(f"{number:,} x {name}" for name, number in Counter(names).items())

@@ -32,7 +32,7 @@ from weft.serving.clients import Clients, current
 from weft.serving.device_metrics import DeviceMetrics
 from weft.serving.engine_stream import EngineStream
 from weft.serving.errors import HttpError, shutting_down_error
-from weft.serving.metrics import Metrics
+from weft.serving.metrics import CacheConfig, Metrics
 from weft.serving.monitoring import ServerMonitor
 from weft.serving.openai_types import TemplateRequest
 from weft.serving.options import ServeOptions
@@ -145,6 +145,8 @@ class Service:
         self.capacity = capacity
         self.created = int(time.time())
         self.metrics = Metrics(self.names[0], frontend.max_model_len, lambda: engine.replica_stats)
+        cache = {"block_size": str(self.plan.block_size), "cache_dtype": self.plan.kv_cache_dtype}
+        self.metrics.registry.register(CacheConfig(self.names[0], cache, lambda: engine.replica_stats))
         self.devices = DeviceMetrics([replica.plan for replica in engine.replicas], engine.call_each)
         self.metrics.registry.register(self.devices)
         self.monitor = ServerMonitor(
