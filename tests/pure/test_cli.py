@@ -493,3 +493,9 @@ def test_logging_level(monkeypatch: pytest.MonkeyPatch, said: str, level: str) -
 
 def test_the_page_is_what_the_parser_says() -> None:
     assert docs.PAGE.read_text(encoding="utf-8") == docs.page(), "run python -m weft.cli.docs"
+
+
+def test_a_model_of_blanks_is_shown_in_quotes() -> None:
+    """A line that ends with a backslash, a blank and a comment, as guides have it, makes such a word."""
+    refused_line(["serve", "--model", "demo", "--tensor-parallel-size", "8", " "], 2, "blank-model", "' ' --model demo")
+    refused_line(["serve", " "], 2, "blank-model", "' '")

@@ -229,6 +229,7 @@ def test_servers_are_listed_and_stopped(tmp_path: Path, monkeypatch: pytest.Monk
         assert process.stdout and process.stdout.readline() == b"up\n"
         (row,) = json.loads(weft("ps", "--json")[1])["servers"]
         assert (row["models"], row["url"], row["pid"]) == (["tiny", "other"], "http://127.0.0.1:9", process.pid)
+        assert {state["state"] for state in row["states"]} == {"no answer"}
         assert "tiny, other" in weft("ps")[1]
         assert weft("stop", "other:latest")[0] == 0
         assert process.wait(60) != 0

@@ -328,8 +328,8 @@ COMMANDS = {
         ),
         Command(
             name="ps",
-            summary="List the servers that run on this machine.",
-            module="weft.cli.local_models",
+            summary="List the servers that run on this machine, and the state, size and devices of their models.",
+            module="weft.cli.ps",
             groups=(("servers", (AS_JSON,)),),
             argument="",
             needs_model=False,

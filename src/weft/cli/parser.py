@@ -109,6 +109,7 @@ def refuse_unknown_flags(command: Command, words: Sequence[str]) -> None:
 def set_model(command: Command, arguments: argparse.Namespace) -> None:
     """Set `arguments.model` from the argument or the plan file. Raises UsageError if the command needs one."""
     if arguments.argument is not None:
+        _check_argument(arguments)
         arguments.model = arguments.argument
     if hasattr(arguments, "plan") and not getattr(arguments, "model", ""):
         from weft.planner import plan_file
@@ -118,6 +119,17 @@ def set_model(command: Command, arguments: argparse.Namespace) -> None:
     named_elsewhere = hasattr(arguments, "check") or hasattr(arguments, "infernet_config")
     if command.needs_model and not named_elsewhere and not getattr(arguments, "model", ""):
         raise UsageError(f"which model? For example: {command.example}", code="model-missing")
+
+
+def _check_argument(arguments: argparse.Namespace) -> None:
+    """Raise UsageError for a model of blanks."""
+    named = getattr(arguments, "model", "")
+    if not arguments.argument.strip():
+        raise UsageError(
+            f"the model is {arguments.argument!r}{f' beside --model {named}' * bool(named)}: in a shell, a backslash "
+            "before a blank makes such a word; end the line with the backslash, and put comments on lines of their own",
+            code="blank-model",
+        )
 
 
 def set_prompt(arguments: argparse.Namespace, extra: list[str]) -> None:

@@ -10,8 +10,8 @@ from weft.cli.flags import ENGINE, SERVER, Flag, engine_config
 from weft.cli.parser import Parser, UsageError, add_flag, full_spelling, read_config_file, typed_words
 from weft.config import EngineConfig
 from weft.errors import ConfigError, nearest_name
-from weft.hosting.keep_alive import parse_keep_alive
 from weft.hosting.model_set import ModelEntry, ModelSet, check_model_set
+from weft.serving.ollama.keep_alive import parse_keep_alive
 
 if TYPE_CHECKING:
     from weft.export.infernet_config import NodeConfig

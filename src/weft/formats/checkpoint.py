@@ -142,6 +142,8 @@ def _read_gguf(path: Path, model_impl: str) -> _Contents:
         )
     header = gguf.read_gguf(path)
     shape, generation = gguf_shape.shape_from_gguf(header), gguf_shape.recommended_sampling(header)
+    if not generation and path.name == demo.FILE:
+        generation = dict(demo.GENERATION)
     return _Contents(shape, generation, rename_gguf_tensors(header, shape), header.metadata)
 
 

@@ -33,7 +33,7 @@ from weft.serving.clients import Clients, current
 from weft.serving.device_metrics import DeviceMetrics
 from weft.serving.engine_stream import EngineStream
 from weft.serving.errors import HttpError, shutting_down_error
-from weft.serving.metrics import Metrics
+from weft.serving.metrics import CacheConfig, Metrics
 from weft.serving.monitoring import ServerMonitor
 from weft.serving.openai_types import TemplateRequest
 from weft.serving.options import ServeOptions
@@ -44,6 +44,7 @@ from weft.serving.profiling import LastProfile
 from weft.serving.progress import Progress
 from weft.serving.sampling import ACCEPTED_FIELDS, check_lengths, check_supported
 from weft.serving.threads import LoopGate, WorkSteps, WorkThreads, too_slow_error
+from weft.serving.unloading import Unloading
 from weft.text.limits import LIMITS
 
 if TYPE_CHECKING:
@@ -145,6 +146,8 @@ class Service:
         self.capacity = capacity
         self.created = int(time.time())
         self.metrics = Metrics(self.names[0], frontend.max_model_len, lambda: engine.replica_stats)
+        cache = {"block_size": str(self.plan.block_size), "cache_dtype": self.plan.kv_cache_dtype}
+        self.metrics.registry.register(CacheConfig(self.names[0], cache, lambda: engine.replica_stats))
         self.devices = DeviceMetrics([replica.plan for replica in engine.replicas], engine.call_each)
         self.metrics.registry.register(self.devices)
         self.monitor = ServerMonitor(
@@ -156,6 +159,7 @@ class Service:
         self.answer_bytes = AnswerBytes()
         self.streams: set[OpenStream] = set()  # open now
         self.downloads: set[object] = set()  # that clients have asked for, and that run
+        self.unloading = Unloading(self)
         self.idle = asyncio.Event()
         self.idle.set()
         self.spans: RequestSpans | None = None  # with --otlp-traces-endpoint
@@ -374,7 +378,8 @@ class Service:
         """Raise HttpError 503 if no new request may begin."""
         if self.draining:
             raise shutting_down_error()
-        if self.options.refuse_while_asleep and self.engine.stats.sleep_level:
+        wakes = self.unloading.load()
+        if self.options.refuse_while_asleep and self.engine.stats.sleep_level and not wakes:
             raise HttpError(503, "the engine sleeps; POST /wake_up wakes it", code="asleep", retry_after_s=1)
 
     def prefix_report(

@@ -51,9 +51,10 @@ async def tags(request: Request) -> Response:
 
 
 async def running(request: Request) -> Response:
-    """/api/ps: the served model."""
+    """/api/ps: the served model, while it is awake."""
     service: Service = request.app.state.service
-    return JsonResponse(RunningList([details.running_row(service, name) for name in service.listed_names]))
+    names = () if service.unloading.sleeps else service.listed_names
+    return JsonResponse(RunningList([details.running_row(service, name) for name in names]))
 
 
 async def show(request: Request) -> Response:

@@ -178,7 +178,7 @@ def choose_format(template: str | None, tools: str | None = None, reasoning: str
     source = template or ""
     in_prompt = SHOWS_TOOLS.search(source) is not None
     if tools is None:
-        tool_format = _tools_of(source, in_prompt=in_prompt)
+        tool_format = _tools_of(source)
     else:
         name = _check_known(TOOL_ALIASES.get(tools, tools), TOOL_FORMATS, "--tool-call-parser")
         named = [item for item in FORMATS if item.name == name]
@@ -194,10 +194,9 @@ def _has_signs(source: str, item: ToolFormat) -> bool:
     return all(sign in source for sign in item.signs)
 
 
-def _tools_of(source: str, *, in_prompt: bool) -> ToolFormat:
-    """The form of a template's calls; hermes' if the template shows calls, but no tools: it is the one asked for."""
-    chosen = next((item for item in FORMATS if _has_signs(source, item)), HERMES)
-    return chosen if in_prompt or chosen.name == "openai" else HERMES
+def _tools_of(source: str) -> ToolFormat:
+    """The form of a template's calls. One that shows calls, but no tools, is asked for calls of this form too."""
+    return next((item for item in FORMATS if _has_signs(source, item)), HERMES)
 
 
 def _reasoning_of(source: str, tools: ToolFormat) -> ReasoningFormat | None:
