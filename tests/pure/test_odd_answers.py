@@ -73,6 +73,24 @@ QWEN: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
         {"text": f"as in\n{QUOTED}\nend"},
     ),
     (
+        "calls of another form within a text",
+        (
+            "<parameter=text>",
+            "as",
+            *["<tool_call>", "{}", "</tool_call>"] * 2,
+            "end",
+            "</parameter>",
+            "<parameter=path>a",
+            *ENDS,
+        ),
+        {"text": "as" + "\n<tool_call>\n{}\n</tool_call>" * 2 + "\nend"},
+    ),
+    (
+        "an outer end alone within a text",
+        ("<parameter=text>", "as", "</tool_call>", "end", "</parameter>", "<parameter=path>a", *ENDS),
+        {"text": "as\n</tool_call>\nend"},
+    ),
+    (
         "an opening mark alone within a text",
         ("<parameter=text>", "as", "<tool_call>", "end", "</parameter>", "<parameter=path>", "a", *ENDS),
         {"text": "as\n<tool_call>\nend"},
