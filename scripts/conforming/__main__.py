@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from scripts.conforming import openai_cases, other_cases
+from scripts.conforming import history_cases, openai_cases, other_cases
 from scripts.conforming.case import Api, Case, Failed
 from scripts.conforming.golden_cases import FAMILIES, golden_cases
 
@@ -48,7 +48,7 @@ async def run_cases(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         if not models:
             raise Failed("it lists no models")
         api.model = api.model or models[0]["id"]
-        cases = [*openai_cases.CASES, *other_cases.CASES]
+        cases = [*openai_cases.CASES, *other_cases.CASES, *history_cases.CASES]
         if any(row.get("owned_by") == "weft" for row in models):
             cases += golden_cases(arguments.family)
         return [await judge(api, case) for case in cases if arguments.only in case.name]

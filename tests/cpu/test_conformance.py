@@ -16,6 +16,7 @@ from tests.pure.gateways import answer_status, upstream
 # What a cache has changes the last bits of the rest, and so at times a greedy answer.
 WORDS = ("--port", "0", "--max-model-len", "2048", "--max-num-seqs", "8", "--no-enable-prefix-caching")
 GROUPS = ["chat", "schema", "tools", "errors", "models", "completions", "responses", "messages", "ollama", "parser"]
+GROUPS.append("history")
 
 
 def check_conformance(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,7 +110,7 @@ def test_a_conversation_has_its_variables_and_its_own_template() -> None:
     with refuses(RequestError, "unknown-role"):
         rendered([{"role": "robot", "content": "hi"}])
     with refuses(RequestError, "nothing-to-continue"):
-        rendered([{"role": "user", "content": ""}], continue_final_message=True)
+        rendered(chat_template="{{ 1 }}", continue_final_message=True)
     with refuses(RequestError, "messages-not-data"):
         rendered(template_variables={"tools": print})
 

@@ -19,8 +19,8 @@ from tests.pure.gateways import gateway
 from tests.pure.hubs import Fault, Hub, running_hub
 from tests.pure.servers import weft_server
 from tests.pure.worlds import Wire, World, error_codes
-from weft import __version__
 from weft.formats import demo, local_models
+from weft.serving.ollama.models import API_VERSION
 from weft.serving.run_files import announced
 
 REPOSITORY = "owner/tiny_gguf"
@@ -66,7 +66,7 @@ async def test_the_root_and_the_version() -> None:
         answer = await world.client.request(method, "/")
         assert (answer.status_code, answer.text) == (200, "Ollama is running" if method == "GET" else "")
     answer = await world.client.get("/api/version", headers={"Authorization": "Bearer secret"})
-    assert answer.json() == {"version": __version__}
+    assert answer.json() == {"version": API_VERSION}
 
 
 async def test_a_wrong_key_is_refused_in_ollama_s_shape() -> None:

@@ -181,14 +181,6 @@ async def test_a_tokenizer_that_panics_is_an_error_of_the_api(caplog: pytest.Log
     assert len(caplog.records) == 1
 
 
-async def test_arguments_nested_too_deeply_are_a_400() -> None:
-    call = {"function": {"name": "f", "arguments": "[" * 100_000}}
-    with error_codes() as codes:
-        response = await World().chat(messages=[{"role": "assistant", "tool_calls": [call]}])
-    assert codes == ["json-nested-too-deeply"]
-    refused(response, param="messages")
-
-
 class Core:
     """The engine of an OutputStream, whose aborts are noted."""
 

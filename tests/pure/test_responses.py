@@ -120,8 +120,9 @@ async def test_a_conversation_with_calls_and_reasoning() -> None:
         {"role": "user", "content": "and?"},
     ]
     await asked(world, input=history, tools=[TOOL])
-    prompt = prompt_of(world)[prompt_of(world).index("rules") :]
-    order = ["rules", "first", "calling", '{"a": 1}', '{"a": 2}', "one", "two", "and?"]
+    assert "rules" in prompt_of(world)
+    prompt = prompt_of(world)[prompt_of(world).index("first") :]
+    order = ["first", "calling", '{"a": 1}', '{"a": 2}', "one", "two", "and?"]
     places = [prompt.find(text) for text in order]
     assert -1 not in places and places == sorted(places), prompt
     assert prompt.count("assistant:") == 2  # one turn of the model, and the answer
@@ -183,11 +184,9 @@ async def test_logprobs() -> None:
         ({"conversation": "conv_1"}, "conversation"),
         ({"background": True}, "background"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "first"}, "truncation"),
         ({"include": ["web_search_call.results"]}, "include"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input"),
         ({"input": []}, "messages"),

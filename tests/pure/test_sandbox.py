@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.pure.test_tools import world_saying
+from tests.pure.worlds import refused
 from tests.refusals import refuses
 from weft.errors import RequestError
 from weft.sandbox import zygote
@@ -23,6 +25,7 @@ from weft.sandbox.isolated import Isolated, Result, advance, run_blocking
 from weft.sandbox.limits import Limits
 from weft.sandbox.pool import SandboxBusyError
 from weft.text import rendering
+from weft.text.rendering import Settings
 from weft.text.template import ChatTemplate
 
 # A loop of ten billion turns, and texts of 28 MB each: within the budgets of a template, not within the limits below.
@@ -49,14 +52,14 @@ def isolated(source: str = ENDLESS, limits: Limits = QUICK, **changes: Any) -> I
 
 
 def job(content: str) -> bytes:
-    return rendering.encode_rendering([{"role": "user", "content": content}], True, {})
+    return rendering.encode_rendering([{"role": "user", "content": content}], Settings(opens=True))
 
 
 async def finish(work: Any) -> bytes:
     """Run a coroutine to its end in the event loop."""
-    outcome = None
-    while not isinstance(step := advance(work, outcome), Result):
-        outcome = await step.function.pool.call(step.data)
+    arrived: list[Any] = []
+    while not isinstance(step := advance(work, arrived), Result):
+        arrived.append(await step.function.pool.call(step.data))
     return step.value
 
 
@@ -184,15 +187,15 @@ def is_running(pid: int) -> bool:
 
 def test_data_that_is_none_is_refused() -> None:
     with refuses(RequestError, "messages-not-data"):
-        rendering.encode_rendering([{"role": "user", "content": object()}], True, {})
+        rendering.encode_rendering([{"role": "user", "content": object()}], Settings(opens=True))
     deep: Any = []
     for _ in range(100_000):
         deep = [deep]
     with refuses(RequestError, "messages-not-data"):
-        rendering.encode_rendering([{"role": "user", "content": deep}], True, {})
+        rendering.encode_rendering([{"role": "user", "content": deep}], Settings(opens=True))
     while deep:  # Python would free it by recursion
         deep = deep[0]
-    assert json.loads(rendering.encode_rendering(({"role": "a", "content": "\ud800"},), True, {}))[0] == [
+    assert json.loads(rendering.encode_rendering(({"role": "a", "content": "\ud800"},), Settings(opens=True)))[0] == [
         {"role": "a", "content": "\ud800"}
     ]
 
@@ -230,3 +233,21 @@ def test_a_blocking_caller_notices_that_its_worker_has_ended_meanwhile() -> None
         os.kill(int(pid), signal.SIGKILL)
     time.sleep(0.2)
     assert run_blocking(function.call(job("hi"))) == b"hi"
+
+
+async def test_a_refused_request_is_gone_with_its_answer() -> None:
+    """An error keeps the frames that it passed; in a circle with them it would keep each request's body for minutes."""
+    world = world_saying("", "{{ raise_exception('no ' ~ messages[0].content) }}")
+    grammar = {"structured_outputs": {"grammar": "start: a"}}
+    refused(await world.complete(**grammar))
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            refused(await world.chat())
+            refused(await world.complete(**grammar))
+        await asyncio.sleep(0.1)  # the last thread lets go of its future
+        left = [one for one in gc.get_objects() if isinstance(one, RequestError)]
+    finally:
+        gc.enable()
+    assert not [one for one in left if one.__traceback__ is not None]

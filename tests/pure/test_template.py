@@ -183,8 +183,7 @@ def test_what_the_harmony_format_asks_of_a_template() -> None:
     assert 'weather(city?: "Ulm" | "Bonn", days?: integer | null[])' in text
     assert '<|channel|>analysisLook.<|start|>assistant to=functions.weather<|message|>{"city": "Ulm"}<|call|>' in text
     assert text.endswith('<|start|>functions.weather<|message|>"sunny"<|end|><|start|>assistant')
-    with refuses(RequestError, "chat-template-refused", "no call before this"):
-        template.render(told[2:])
+    assert "<|message|><tool_response>\nsunny\n</tool_response><|end|>" in template.render(told[2:])
 
 
 def test_a_template_that_refuses_says_why() -> None:
@@ -347,7 +346,7 @@ def test_chatml_goes_on_with_an_unfinished_message() -> None:
     chat = [USER, {"role": "assistant", "content": "Well, \n"}]
     _, ids = ChatML(tokenizer, 100).encode(chat, 1000, opens=False, unfinished=True)
     assert tokenizer.decode(ids, skip_special_tokens=False) == (
-        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nWell,"
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nWell, \n"
     )
 
 
@@ -409,16 +408,11 @@ BAD_MESSAGES: list[tuple[Any, str, tuple[str, ...]]] = [
     ([{"role": ["user"], "content": "hi"}], "unknown-role", ()),
     ([{"role": "user"}], "content-not-text", ("messages[0].content", "None")),
     ([{"role": "user", "content": 5}], "content-not-text", ("5",)),
-    ([{"role": "assistant", "content": None}], "content-not-text", ("None",)),
     ([{"role": "user", "content": [{"type": "image_url"}]}], "content-part-not-text", ("content[0]", "'image_url'")),
     ([{"role": "user", "content": [{"type": "text"}]}], "text-of-part-not-text", ("content[0].text",)),
     ([{"role": "user", "content": ["hi"]}], "content-part-not-text", ("content[0]", "'str'")),
     ([{"role": "assistant", "tool_calls": [1]}], "tool-calls-not-objects", ("tool_calls",)),
-    (
-        [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}],
-        "tool-arguments-not-json",
-        ("arguments",),
-    ),
+    ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], "tool-calls-not-objects", ("[0]",)),
 ]
 
 

@@ -165,23 +165,31 @@ def test_truncation_of_the_training_is_not_ours(tmp_path: Path) -> None:
 
 
 TOOL_USE = {"name": "tool_use", "template": "t"}
+DEFAULT = {"name": "default", "template": "d"}
 
 
 @pytest.mark.parametrize(
-    ("files", "expected"),
+    ("files", "expected", "with_tools"),
     [
-        ({"tokenizer_config.json": {"chat_template": "one"}}, "one"),
-        ({"tokenizer_config.json": {"chat_template": "one"}, "chat_template.jinja": "file"}, "file"),
-        ({"chat_template.json": {"chat_template": "processor"}}, "processor"),
-        ({"tokenizer_config.json": {"chat_template": [TOOL_USE, {"name": "default", "template": "d"}]}}, "d"),
-        ({"tokenizer_config.json": {"chat_template": [TOOL_USE]}}, "t"),
-        ({}, None),
+        ({"tokenizer_config.json": {"chat_template": "one"}}, "one", None),
+        ({"tokenizer_config.json": {"chat_template": "one"}, "chat_template.jinja": "file"}, "file", None),
+        ({"chat_template.json": {"chat_template": "processor"}}, "processor", None),
+        ({"tokenizer_config.json": {"chat_template": [TOOL_USE, DEFAULT]}}, "d", "t"),
+        ({"tokenizer_config.json": {"chat_template": [TOOL_USE]}}, "t", "t"),
+        ({"chat_template.jinja": "file", "additional_chat_templates/tool_use.jinja": "more"}, "file", "more"),
+        ({"additional_chat_templates/tool_use.jinja": "more"}, "more", "more"),
+        ({"chat_template.jinja": "file", "additional_chat_templates/rag.jinja": "more"}, "file", None),
+        ({}, None, None),
     ],
 )
-def test_chat_template_of_a_folder(folder: Path, files: dict[str, Any], expected: str | None) -> None:
+def test_chat_templates_of_a_folder(
+    folder: Path, files: dict[str, Any], expected: str | None, with_tools: str | None
+) -> None:
     for name, value in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(value if isinstance(value, str) else json.dumps(value))
-    assert load_tokenizer(str(folder)).chat_template == expected
+    loaded = load_tokenizer(str(folder))
+    assert (loaded.chat_template, loaded.tool_template) == (expected, with_tools)
 
 
 def test_missing_and_damaged_files_are_told_in_one_line(tmp_path: Path, folder: Path) -> None:
@@ -555,6 +563,12 @@ def test_a_damaged_cache_is_made_again(gguf_file: Path, tmp_path: Path, name: st
     assert load_tokenizer(str(gguf_file)).chat_template == "{{ 1 }}"
     assert kept.read_bytes() == whole
     assert sorted(path.name for path in kept.parent.iterdir()) == ["settings.json", "tokenizer.json"]
+
+
+def test_chat_templates_of_a_gguf_file(tmp_path: Path) -> None:
+    fields = byte_level_fields(byte_level(), "gpt-2") | {"chat_template": "d", "chat_template.tool_use": "t"}
+    loaded = load_tokenizer(str(write_gguf(tmp_path / "m.gguf", **fields)))
+    assert (loaded.chat_template, loaded.tool_template) == ("d", "t")
 
 
 def test_without_a_place_for_the_cache(gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

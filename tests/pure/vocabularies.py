@@ -98,12 +98,12 @@ def write_tiktoken(path: Path, hf_tokenizer: Tokenizer) -> dict[bytes, int]:
 
 
 def write_gguf(path: Path, **fields: Any) -> Path:
-    """A GGUF file of one tensor with `tokenizer.ggml.<name>` fields (and chat_template) as given."""
+    """A GGUF file of one tensor with `tokenizer.ggml.<name>` fields (and chat_template...) as given."""
     import numpy as np
 
     writer = gguf.GGUFWriter(path, "llama")
     for name, value in fields.items():
-        key = "tokenizer.chat_template" if name == "chat_template" else f"tokenizer.ggml.{name}"
+        key = f"tokenizer.{name}" if name.startswith("chat_template") else f"tokenizer.ggml.{name}"
         if isinstance(value, bool):
             writer.add_bool(key, value)
         elif isinstance(value, int):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import count
@@ -17,13 +18,15 @@ from weft.client.prompt import Prompt, PromptLike, identity_of, list_ids
 from weft.client.text_tools import Rendering, TextTools
 from weft.config import EngineConfig
 from weft.core.params import SamplingParams
-from weft.core.request import Request
+from weft.core.request import Request, prompt_too_long_error
 from weft.core.step import Pooling
 from weft.core.token_ids import TokenIds
 from weft.errors import RequestError
 from weft.formats.checkpoint import Checkpoint
 from weft.formats.pooling import PoolingSettings
 from weft.structured.grammar import body_of, grammar_text
+from weft.text.call_forms import HERMES, CallForm
+from weft.text.rendering import Settings
 from weft.text.template import ChatML
 from weft.text.tokenizer import Tokenizer
 
@@ -100,6 +103,12 @@ class Frontend:
         """The text of the model's chat template; None without one."""
         return self._text_tools.template.source if self._text_tools.template else None
 
+    @property
+    def tool_template_source(self) -> str | None:
+        """The text of the chat template of requests with tools; None without one."""
+        template = self._text_tools.template
+        return (template.tool_source or template.source) if template else None
+
     def close(self) -> None:
         """End the sandboxed processes that it has."""
         self._text_tools.close()
@@ -153,12 +162,7 @@ class Frontend:
         if not ids:
             raise RequestError("the prompt is empty; give at least one token", param=param, code="empty-prompt")
         if len(ids) > self.max_model_len - answers:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens and this model's maximum context length is "
-                f"{self.max_model_len}{', answer included' * answers}; send at most {self.max_model_len - answers}",
-                param=param,
-                code="prompt-too-long",
-            )
+            raise prompt_too_long_error(len(ids), self.max_model_len, param=param, answers=answers)
         self._check_ids(ids, param)
         return TokenIds.pack(ids)
 
@@ -166,27 +170,12 @@ class Frontend:
         """Return a text's token ids, without a limit on their number."""
         return self.require_tokenizer("a text", param).encode(text, add_special_tokens=special)
 
-    async def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        template_variables: Mapping[str, Any] | None = None,
-    ) -> str:
+    async def render_chat(self, messages: Sequence[Mapping[str, Any]], **keywords: Any) -> str:
         """Return a conversation as the text of a prompt, with BOS if the model wants it.
 
-        `chat_template`, a file or the text itself, replaces the model's template; `template_variables` are passed to
-        the template. With `continue_final_message`, the text ends where the last message ends.
+        `keywords` are those of `_rendering`.
         """
-        rendering = self._rendering(
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template=chat_template,
-            template_variables=template_variables,
-        )
-        return await rendering.text(messages)
+        return await self._rendering(**keywords).text(messages)
 
     def _rendering(
         self,
@@ -195,33 +184,44 @@ class Frontend:
         continue_final_message: bool = False,
         chat_template: str | None = None,
         template_variables: Mapping[str, Any] | None = None,
+        call_form: CallForm = HERMES,
     ) -> Rendering:
-        """Return the template and its settings for the keywords of `render_chat`."""
+        """Return the rendering of a conversation.
+
+        `chat_template`, a file or the text itself, replaces the model's template; `template_variables` are passed to
+        the template. With `continue_final_message`, the text ends where the last message ends. Calls of tools that the
+        template does not show become text of `call_form`.
+        """
         self.require_tokenizer("a conversation", "messages")
         template, isolated = self._text_tools.renderer(chat_template)
         variables = dict(template_variables or {})
         opens = bool(variables.pop("add_generation_prompt", add_generation_prompt)) and not continue_final_message
-        return Rendering(template, isolated, opens, continue_final_message, variables)
+        return Rendering(template, isolated, Settings(opens, continue_final_message, call_form, variables))
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, least: int = 0, **keywords: Any
     ) -> tuple[str, list[int]]:
         """Return a conversation as the text of a prompt and as its token ids, without a limit on their number.
 
-        `keywords` are those of `render_chat`, `least` is that of `check_text`.
+        `keywords` are those of `_rendering`, `least` is that of `check_text`.
         """
         rendering = self._rendering(**keywords)
         text = await rendering.text(messages)
         self.check_text(text, param="messages", least=least)
         if not isinstance(rendering.template, ChatML):
             return text, self.encode(text, special=False, param="messages")
+        settings = rendering.settings
         kept, ids = rendering.template.encode(
-            messages, self.max_model_len - 1, opens=rendering.opens, unfinished=rendering.unfinished
+            messages,
+            self.max_model_len - 1,
+            opens=settings.opens,
+            unfinished=settings.unfinished,
+            call_form=settings.call_form,
         )
         return text if len(kept) == len(messages) else await rendering.text(kept), ids
 
     async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **rendering: Any) -> Prompt:
-        """Return the prompt for a conversation; `rendering` are the keywords of `render_chat`."""
+        """Return the prompt for a conversation; `rendering` are the keywords of `_rendering`."""
         text, ids = await self.encode_chat(messages, **rendering)
         return Prompt(self.pack_prompt(ids, param="messages"), text)
 
@@ -369,11 +369,9 @@ class Frontend:
         longest_token = self.require_tokenizer("a text", param).longest_token
         most = max(least, (self.max_model_len - answers) * longest_token)
         if len(text) > most:
-            raise RequestError(
-                f"the prompt has {len(text):,} characters and this model's maximum context length is "
-                f"{self.max_model_len} tokens{', answer included' * answers}; send at most {most:,} characters",
-                param=param,
-                code="prompt-too-long",
+            least_tokens = math.ceil(len(text) / longest_token)
+            raise prompt_too_long_error(
+                least_tokens, self.max_model_len, param=param, answers=answers, characters=len(text)
             )
 
     def _check_ids(self, ids: Sequence[int], param: str) -> None:

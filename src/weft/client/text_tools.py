@@ -146,33 +146,12 @@ def render_isolated(template: ChatTemplate) -> Isolated:
 
 
 class Rendering(NamedTuple):
-    """A chat template and the settings of one rendering.
-
-    `opens` begins the answer after the last message, `unfinished` ends the text where the last message ends, and
-    `variables` are passed to the template.
-    """
+    """A chat template and the settings of one rendering."""
 
     template: ChatTemplate
     isolated: Isolated
-    opens: bool
-    unfinished: bool
-    variables: Mapping[str, Any]
+    settings: rendering.Settings
 
     async def text(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return a conversation as text."""
-        job = rendering.encode_rendering(messages, self.opens, self.variables)
-        text = rendering.decode_text(await self.isolated.call(job))
-        return _cut_after(text, messages[-1].get("content")) if self.unfinished else text
-
-
-def _cut_after(text: str, content: object) -> str:
-    """Return a rendered conversation up to the end of its last message's content."""
-    last = content.strip() if isinstance(content, str) else ""
-    at = text.rfind(last) if last else -1
-    if at < 0:
-        raise RequestError(
-            "continue_final_message needs a last message whose content is a text that the template shows",
-            param="messages",
-            code="nothing-to-continue",
-        )
-    return text[: at + len(last)]
+        return rendering.decode_text(await self.isolated.call(rendering.encode_rendering(messages, self.settings)))

@@ -56,7 +56,9 @@ async def list_models(proxy: Proxy, request: Request) -> Response:
 
 
 async def get_model(proxy: Proxy, request: Request) -> Response:
-    """/v1/models/NAME."""
+    """/v1/models/NAME, and the list behind a slash alone."""
+    if not request.path_params["name"]:
+        return await list_models(proxy, request)
     client, name = proxy.keys.identify(request.scope), request.path_params["name"]
     for row in proxy.fleet.model_rows():
         if row["id"] == name and client.may_use(name):

@@ -31,10 +31,10 @@ def answer_grammar(
     if not use.forced and wanted is None:
         return ""
     rules = Rules(mark_of(tokenizer))
-    calls_free = bool(use.tools) and not use.forced  # the answer is a call, or what is wanted
+    calls_free = bool(use.callable) and not use.forced  # the answer is a call, or what is wanted
     ways = []
     if use.forced or calls_free:
-        ways.append(answer_format.tools.calls.rule(rules, use.forced or use.tools, several=several))
+        ways.append(answer_format.tools.calls.rule(rules, use.forced or use.callable, several=several))
     body: Mapping[str, Any] = {"lark_grammar": 'start: ""'}
     if wanted is not None and not use.forced:
         body = body_of(wanted)

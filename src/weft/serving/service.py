@@ -27,7 +27,7 @@ from weft.errors import EngineError, ModelError, RequestError
 from weft.sandbox.isolated import Call, Outcome, Result, advance
 from weft.sandbox.pool import SandboxBusyError
 from weft.serving.answer_bytes import AnswerBytes
-from weft.serving.body import BodyReceiver, UnknownFields, check_structure, convert_object, parse_object
+from weft.serving.body import BodyReceiver, Notes, UnknownFields, check_structure, convert_object, parse_object
 from weft.serving.clients import Clients, current
 from weft.serving.device_metrics import DeviceMetrics
 from weft.serving.engine_stream import EngineStream
@@ -167,10 +167,13 @@ class Service:
         self._trimmer = Trimmer()
         self._body_receiver = BodyReceiver(self.body_bytes, self._trimmer.trim_later)
         self._unknown_fields = UnknownFields()
+        self.notes = Notes()
         self._threads_by_large = {False: WorkThreads(LIMITS.small_threads), True: WorkThreads(LIMITS.large_threads)}
         self._loop_gate = LoopGate(time.monotonic)
         self.prefix_debug = PrefixDebug() if options.enable_prefix_debug else None
-        self.answer_format = choose_format(frontend.template_source, options.tool_call_parser, options.reasoning_parser)
+        self.answer_format = choose_format(
+            frontend.tool_template_source, options.tool_call_parser, options.reasoning_parser
+        )
 
     @property
     def checkpoints(self) -> tuple[str, ...]:
@@ -206,14 +209,14 @@ class Service:
         async with self._received(request) as content:
             steps = self._steps(work, content)
             coroutine = work(self, content)
-            outcome: Outcome | None = None
+            arrived: list[Outcome] = []
+            step: Callable[[], Call | Result[Prepared]] = partial(advance, coroutine, arrived)
             try:
                 while True:
-                    step: Callable[[], Call | Result[Prepared]] = partial(advance, coroutine, outcome)
                     reached = steps.run_here(step) if steps.are_quick else await steps.run_in_thread(step)
                     if not isinstance(reached, Call):
                         return reached.value
-                    outcome = await reached.function.pool.call(reached.data)
+                    arrived.append(await reached.function.pool.call(reached.data))
             except SandboxBusyError:
                 raise too_slow_error() from None
             finally:
@@ -270,6 +273,13 @@ class Service:
 
     def template_arguments(self, body: TemplateRequest) -> dict[str, Any]:
         """Keyword arguments of `Frontend.render_chat` for a request: its own fields over the server's defaults."""
+        if body.add_generation_prompt and body.continue_final_message:
+            raise RequestError(
+                "add_generation_prompt and continue_final_message cannot both be true: the answer either begins after "
+                "the last message or continues it; leave one out",
+                param="continue_final_message",
+                code="contradictory-fields",
+            )
         return {
             "add_generation_prompt": body.add_generation_prompt is not False,
             "continue_final_message": bool(body.continue_final_message),
@@ -294,10 +304,14 @@ class Service:
         priority: int | None,
         shown: Collection[int] = (),
         grammar: str = "",
+        wanted_tokens: int | None = None,
+        clips: bool = False,
     ) -> list[Collector]:
         """Create a Collector, with its engine requests, for each prompt.
 
-        `shown` are special tokens that its text has, `grammar` constrains the answers.
+        `shown` are special tokens that its text has, `grammar` constrains the answers. `wanted_tokens` is the length of
+        an answer that the client asks for; `clips`: it may be shortened to what the context has room for, as with
+        --clip-max-tokens.
 
         Raises RequestError for more tokens or sampling ids than one HTTP request may send to the engine.
         """
@@ -306,6 +320,7 @@ class Service:
         collectors: list[Collector] = []
         tokens = ids = 0
         for prompt in prompts:
+            self._check_room(prompt, wanted_tokens, clips or self.options.clip_max_tokens)
             tokens += params.n * len(prompt.ids)
             if tokens > most_tokens:
                 raise RequestError(
@@ -327,6 +342,27 @@ class Service:
                 )
             collectors.append(collector)
         return collectors
+
+    def _check_room(self, prompt: Prompt, wanted_tokens: int | None, clips: bool) -> None:
+        """Raise RequestError for an answer that the context has no room for, as vLLM does; log it if it `clips`."""
+        context = self.frontend.max_model_len
+        room = context - len(prompt.ids)
+        if wanted_tokens is None or wanted_tokens <= room:
+            return
+        if clips:
+            self.notes.add(
+                "max_tokens",
+                f"max_tokens is {wanted_tokens}, more than the context of {context} tokens has room for; "
+                "such answers end where the context ends",
+            )
+            return
+        raise RequestError(
+            f"max_tokens is too large: {wanted_tokens}. This model's maximum context length is {context} tokens, "
+            f"and the prompt has {len(prompt.ids)}: give at most {room}, or leave it out (--clip-max-tokens "
+            "lets the server shorten such answers)",
+            param="max_tokens",
+            code="max-tokens-too-large",
+        )
 
     def open_stream(self, collectors: Sequence[Collector]) -> EngineStream:
         """Submit requests to the engine. Refusals are raised here, before the response begins."""

@@ -20,6 +20,10 @@ CONTAINERS = (list, tuple, dict)
 T = TypeVar("T")
 
 
+class BudgetExceeded(TemplateError):
+    """A template takes too much time, or makes too much text: no other messages are tried with it."""
+
+
 class Budget:
     """Remaining budget of one rendering: time until `deadline`, and characters that it may still create."""
 
@@ -30,19 +34,19 @@ class Budget:
         self.characters = LIMITS.template_work
 
     def check_time(self) -> None:
-        """Raise TemplateError after the deadline."""
+        """Raise BudgetExceeded after the deadline."""
         if time.monotonic() > self.deadline:
-            raise TemplateError(f"it has run for {LIMITS.template_s:g} s, which is the limit")
+            raise BudgetExceeded(f"it has run for {LIMITS.template_s:g} s, which is the limit")
 
     def charge(self, characters: int) -> None:
-        """Spend `characters`. Raises TemplateError for one text that is too long, and if the budget is exceeded."""
+        """Spend `characters`. Raises BudgetExceeded for one text that is too long, and if the budget is exceeded."""
         if characters > LIMITS.template_characters:
-            raise TemplateError(
+            raise BudgetExceeded(
                 f"it makes a text or list of {characters:,} characters; the limit is {LIMITS.template_characters:,}"
             )
         self.characters -= characters
         if self.characters < 0:
-            raise TemplateError(f"it makes more than {LIMITS.template_work:,} characters in all, which is the limit")
+            raise BudgetExceeded(f"it makes more than {LIMITS.template_work:,} characters in all, which is the limit")
         self.check_time()
 
 

@@ -14,7 +14,7 @@ from weft.cache import cache_path, write_cache_file
 from weft.errors import ModelError
 from weft.text.settings import TokenizerSettings
 
-FORMAT = 1  # raise it when the tokenizer created from the same file changes
+FORMAT = 2  # raise it when the tokenizer created from the same file changes
 
 
 def load_cached(

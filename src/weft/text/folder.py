@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 PATTERNS = "tokenizer.json, tiktoken.model, tokenizer.model, vocab.json, *.tiktoken, *.gguf"
 KIMI_FILE = "tiktoken.model"
 MERGES = "merges.txt"  # beside vocab.json, in GPT-2's form
+# A folder of further templates by name, and the name of that for requests with tools, as Transformers has them.
+TEMPLATES, TOOL_USE = "additional_chat_templates", "tool_use"
 MAX_WARNINGS = 10  # about tokens that are left out
 NOT_LEGACY = ("LlamaTokenizer", "LlamaTokenizerFast")
 TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -51,13 +53,15 @@ def read_folder(path: Path) -> tuple[Tokenizer, TokenizerSettings]:
     # A named token is special even if no list of added tokens says so; one without an embedding stays text.
     _make_special(hf_tokenizer, tokens.values())
     eos = hf_tokenizer.token_to_id(tokens.get("eos_token", ""))
+    templates = _chat_templates(folder, config)
     return hf_tokenizer, msgspec.structs.replace(
         settings,
         tokens=tokens,
         add_bos=_flag(config, "add_bos_token", settings.add_bos),
         add_eos=_flag(config, "add_eos_token", settings.add_eos),
         end_ids=tuple(dict.fromkeys((*settings.end_ids, *(() if eos is None else (eos,))))),
-        chat_template=_chat_template(folder, config) or settings.chat_template,
+        chat_template=templates.get("default") or next(iter(templates.values()), settings.chat_template),
+        tool_template=templates.get(TOOL_USE),
     )
 
 
@@ -219,20 +223,23 @@ def _flag(config: Mapping[str, Any], name: str, default: bool | None) -> bool | 
     return value if isinstance(value, bool) else default
 
 
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The chat template: in its own file, as one text, or one of several by name; "default" is without tools."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        data = read_model_file(file, limits.TEMPLATE_BYTES, code="cannot-read-tokenizer")
-        return data.decode(errors="replace")
+def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates by name: in files of their own, as one text, or a list; "tool_use" is that with tools."""
     source = config.get("chat_template") or _json(folder / "chat_template.json").get("chat_template")
-    if isinstance(source, list):
-        named = {entry["name"]: entry["template"] for entry in source if isinstance(entry, dict) and "name" in entry}
-        source = named.get("default") or next(iter(named.values()), None)
-    if not isinstance(source, str):
-        return None
-    limits.check_template(source, str(folder))
-    return source
+    listed = source if isinstance(source, list) else [{"name": "default", "template": source}]
+    named = {
+        entry["name"]: entry["template"]
+        for entry in listed
+        if isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
+    }
+    for text in named.values():
+        limits.check_template(text, str(folder))
+    files = {"default": folder / "chat_template.jinja", TOOL_USE: folder / TEMPLATES / f"{TOOL_USE}.jinja"}
+    for name, file in files.items():
+        if file.is_file():
+            data = read_model_file(file, limits.TEMPLATE_BYTES, code="cannot-read-tokenizer")
+            named[name] = data.decode(errors="replace")
+    return named
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -109,16 +109,23 @@ def _create_sentencepiece(header: Gguf, tokens: Sequence[str], types: Sequence[i
 def _settings(header: Gguf, tokens: Sequence[str], types: Sequence[int], add_bos: bool) -> TokenizerSettings:
     named_ids = {name: _id(header, field, len(tokens)) for name, field in NAMED.items()}
     named = {name: tokens[id] for name, id in named_ids.items() if id is not None}
-    template = header.metadata.get("tokenizer.chat_template")
-    if isinstance(template, str):
-        limits.check_template(template, header.path)
+    template, tool_template = (_template(header, name) for name in ("chat_template", "chat_template.tool_use"))
     return TokenizerSettings(
         tokens=named,
         add_bos=_flag(header, "add_bos_token", default=add_bos) and "bos_token" in named,
         add_eos=_flag(header, "add_eos_token", default=False) and "eos_token" in named,
         end_ids=_end_ids(header, tokens, types),
-        chat_template=template if isinstance(template, str) else None,
+        chat_template=template or tool_template,
+        tool_template=tool_template,
     )
+
+
+def _template(header: Gguf, name: str) -> str | None:
+    template = header.metadata.get(f"tokenizer.{name}")
+    if not isinstance(template, str):
+        return None
+    limits.check_template(template, header.path)
+    return template
 
 
 def _end_ids(header: Gguf, tokens: Sequence[str], types: Sequence[int]) -> tuple[int, ...]:

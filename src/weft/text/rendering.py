@@ -10,17 +10,32 @@ from typing import Any
 import msgspec
 
 from weft.errors import ModelError, RequestError
+from weft.text.call_forms import HERMES, CallForm
 from weft.text.template import ChatTemplate
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """Settings of one rendering.
+
+    `opens` begins the answer after the last message, `unfinished` ends the text where the last message ends. Calls of
+    tools that the template does not show become text of `call_form`. `variables` are passed to the template.
+    """
+
+    opens: bool
+    unfinished: bool = False
+    call_form: CallForm = HERMES
+    variables: Mapping[str, Any] = {}
 
 
 def encode_setup(template: ChatTemplate) -> bytes:
     """Return what a handler needs to know of a template."""
-    return json.dumps([template.source, template.special_tokens]).encode()
+    return json.dumps([template.source, template.special_tokens, template.tool_source]).encode()
 
 
-def encode_rendering(messages: Sequence[Mapping[str, Any]], opens: bool, variables: Mapping[str, Any]) -> bytes:
+def encode_rendering(messages: Sequence[Mapping[str, Any]], settings: Settings) -> bytes:
     """Return a rendering as a job. Raises RequestError for what is no data."""
-    values = [messages, opens, variables]
+    form = msgspec.structs.asdict(settings.call_form)
+    values = [messages, settings.opens, settings.unfinished, form, settings.variables]
     try:
         with suppress(UnicodeEncodeError):  # of halves of surrogate pairs, which only Python's own encoder knows
             return msgspec.json.encode(values, enc_hook=_plain)
@@ -58,9 +73,10 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     template = ChatTemplate(*json.loads(setup))
 
     def render(job: bytes) -> bytes:
-        messages, opens, variables = _decode(job)
+        messages, opens, unfinished, form, variables = _decode(job)
+        settings = {"add_generation_prompt": opens, "unfinished": unfinished, "call_form": CallForm(**form)}
         try:
-            text = template.render(messages, add_generation_prompt=opens, **variables)
+            text = template.render(messages, **{**variables, **settings})
         except ModelError as error:
             raise RequestError(str(error), param="messages", code=error.code) from None
         return text.encode("utf-8", "surrogatepass")

@@ -11,6 +11,7 @@ class TokenizerSettings(msgspec.Struct, frozen=True, kw_only=True):
     `tokens`: named tokens by Transformers' names ("bos_token": "<s>"), which chat templates may use.
     `add_bos`, `add_eos`: add these tokens to a text; None leaves it to the vocabulary's own post-processor.
     `end_ids`: ids that end a completion, as far as the tokenizer knows.
+    `tool_template`: the chat template of requests with tools, if it is another than `chat_template`.
     """
 
     tokens: dict[str, str] = {}
@@ -18,3 +19,4 @@ class TokenizerSettings(msgspec.Struct, frozen=True, kw_only=True):
     add_eos: bool | None = None
     end_ids: tuple[int, ...] = ()
     chat_template: str | None = None
+    tool_template: str | None = None

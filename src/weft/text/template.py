@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -12,11 +11,15 @@ from typing import TYPE_CHECKING, Any
 from weft.errors import ConfigError, ModelError, RequestError
 from weft.formats import limits
 from weft.regular_files import read_regular_text
-from weft.text.messages import normalize_messages
+from weft.text.call_forms import HERMES, CallForm
+from weft.text.histories import adapt_history
+from weft.text.messages import Message, normalize_messages
+from weft.text.traits import Traits
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
+    from weft.text.renderer import Renderer
     from weft.text.tokenizer import Tokenizer
 
 # ChatML, for models that have its tokens but no template: the first Qwen models.
@@ -32,29 +35,39 @@ CHATML = """\
 RAW = "{{- messages[-1].content }}"
 
 
-# A template that handles this role contains its name.
-DEVELOPER = re.compile("""['"]developer['"]""")
-
-
 class ChatTemplate:
     """A chat template; `special_tokens` ("bos_token": "<s>") are names that its `source` may use.
+
+    `tool_source` is the template of conversations with tools; None if `source` is that of all.
 
     Only a sandboxed process may `render` it (`text.rendering`). It can neither reach Python nor change its arguments,
     and `LIMITS` bound its time and the length of its texts as far as Python can. Without a source every `render` raises
     RequestError. Raises ModelError for a source that is not a template.
     """
 
-    def __init__(self, source: str | None, special_tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, source: str | None, special_tokens: Mapping[str, str] | None = None, tool_source: str | None = None
+    ) -> None:
         self.special_tokens = dict(special_tokens or {})
         self.source = source
-        if source is not None:
-            _check_syntax(source)
-            self._developer = DEVELOPER.search(source) is not None
+        self.tool_source = tool_source
+        for text in (source, tool_source):
+            if text is not None:
+                _check_syntax(text)
 
     @cached_property
-    def _template(self) -> Template:
-        assert self.source is not None
-        return _compile(self.source)
+    def _renderer(self) -> Renderer:
+        return self._compile(self.source)
+
+    @cached_property
+    def _tool_renderer(self) -> Renderer:
+        return self._compile(self.tool_source)
+
+    def _compile(self, source: str | None) -> Renderer:
+        from weft.text.renderer import Renderer
+
+        assert source is not None
+        return Renderer(_compile(source), source, self.special_tokens)
 
     @classmethod
     def for_tokenizer(
@@ -68,19 +81,28 @@ class ChatTemplate:
         if given is not None:
             return cls(_read_option(given), tokenizer.special_tokens)
         if tokenizer.chat_template is not None:
-            return cls(tokenizer.chat_template, tokenizer.special_tokens)
+            return cls(tokenizer.chat_template, tokenizer.special_tokens, tokenizer.tool_template)
         if chat_format == "raw":
             return cls(RAW)
         ids = [tokenizer.id(token) for token in (CHATML_START, CHATML_END)]
         return ChatML(tokenizer, window) if None not in ids else cls(None)
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, **kwargs: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        unfinished: bool = False,
+        call_form: CallForm = HERMES,
+        **kwargs: Any,
     ) -> str:
         """Render a conversation to a prompt. `kwargs`: further variables of the template (tools, enable_thinking, ...).
 
-        The prompt contains BOS if the model wants it: encode it without special tokens. Raises RequestError for invalid
-        messages, and with the template's own message if the template refuses them.
+        A history that the template refuses or shows in part is rendered in a form that it shows, in which calls of
+        tools may become text of `call_form`. `unfinished`: the prompt ends with the text of the last message. The
+        prompt contains BOS if the model wants it: encode it without special tokens. Raises RequestError for invalid
+        messages, and with the template's own message if the template refuses them in any form.
         """
         if self.source is None:
             raise RequestError(
@@ -88,22 +110,9 @@ class ChatTemplate:
                 param="messages",
                 code="no-chat-template",
             )
-        from weft.text.budget import run_within_budget
-
-        template = self._template
-        variables = {"tools": None, "documents": None, **self.special_tokens, **kwargs}
-        variables["messages"] = normalize_messages(messages, developer=self._developer)
-        variables["add_generation_prompt"] = add_generation_prompt
-        try:
-            return run_within_budget(lambda: template.render(variables))
-        except MemoryError:
-            raise
-        except Exception as error:  # a template can raise anything that an expression can
-            raise RequestError(
-                f"the chat template refuses these messages: {error!s:.2000}",
-                param="messages",
-                code="chat-template-refused",
-            ) from error
+        variables = {**kwargs, "add_generation_prompt": add_generation_prompt}
+        renderer = self._renderer if self.tool_source is None or not kwargs.get("tools") else self._tool_renderer
+        return renderer.render(messages, variables, call_form, unfinished=unfinished)
 
 
 class ChatML(ChatTemplate):
@@ -121,15 +130,19 @@ class ChatML(ChatTemplate):
         self._newline = tokenizer.encode_literally("\n")
 
     def encode(
-        self, messages: Sequence[Mapping[str, Any]], room: int, *, opens: bool, unfinished: bool
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        room: int,
+        *,
+        opens: bool,
+        unfinished: bool,
+        call_form: CallForm = HERMES,
     ) -> tuple[list[dict[str, Any]], list[int]]:
         """The messages that a prompt of `room` tokens keeps, and its token ids.
 
         `opens`: an answer begins after the messages. `unfinished`: the last message goes on after the prompt, instead.
         """
-        checked = normalize_messages(messages, developer=False)
-        if unfinished:
-            checked[-1]["content"] = checked[-1]["content"].rstrip()
+        checked = adapt_history(normalize_messages(messages, developer=False), CHATML_TRAITS, call_form)
         system, *turns = _divide_turns(checked)
         before, last = self._encode_turn(system), self._encode_turn(turns[-1]) if turns else []
         if opens:
@@ -151,6 +164,16 @@ class ChatML(ChatTemplate):
         encode = self._tokenizer.encode_literally
         inner = [*encode(message["role"]), *self._newline, *encode(message["content"] or "")]
         return [self._start, *inner, self._end, *self._newline]
+
+
+def _chatml_text(messages: Sequence[Message]) -> str | None:
+    """The text of messages in ChatML; None for one without content, which is no text."""
+    if any(message["content"] is None for message in messages):
+        return None
+    return "".join(f"{CHATML_START}{message['role']}\n{message['content']}{CHATML_END}\n" for message in messages)
+
+
+CHATML_TRAITS = Traits(_chatml_text)
 
 
 def _divide_turns(messages: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:

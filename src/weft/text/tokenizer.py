@@ -68,6 +68,7 @@ class Tokenizer:
         self.eos_id = self.id(settings.tokens.get("eos_token", ""))
         self.end_ids = self._end_ids(settings.end_ids)
         self.chat_template = settings.chat_template
+        self.tool_template = settings.tool_template
         # Both None: the vocabulary's post-processor adds BOS and EOS.
         self._has_post_processor = settings.add_bos is None and settings.add_eos is None
         self._add_bos = bool(settings.add_bos) and self.bos_id is not None

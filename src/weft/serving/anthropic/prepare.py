@@ -20,11 +20,13 @@ from weft.serving.anthropic.types import (
     Thinking,
     ToolChoice,
 )
-from weft.serving.chat_prompt import PreparedChat, count_prompt, prepare_chat
+from weft.serving.chat_prompt import PreparedChat, continue_last, count_prompt, prepare_chat
 from weft.serving.openai_types import ChatRequest
 from weft.serving.sampling import check_lengths
 from weft.serving.service import Service
+from weft.text.messages import result_text
 
+BILLING = "x-anthropic-billing-header:"
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
 
@@ -51,7 +53,7 @@ async def prepare_messages(service: Service, content: bytes) -> PreparedMessages
     common.continue_token_ids = body.continue_token_ids
     lengths = {"stop": body.stop_sequences}
     check_lengths(lengths, vocab=service.frontend.vocab, max_model_len=service.frontend.max_model_len)
-    return PreparedMessages(body, await prepare_chat(service, common, body.stream_state))
+    return PreparedMessages(body, await prepare_chat(service, common, body.stream_state, clips=True))
 
 
 async def count_tokens(service: Service, content: bytes) -> int:
@@ -64,22 +66,28 @@ async def count_tokens(service: Service, content: bytes) -> int:
 def common_request(body: CountRequest) -> ChatRequest:
     """The request as all chats have it, with what its prompt depends on. Raises RequestError."""
     messages: list[dict[str, Any]] = []
-    if body.system:
-        messages.append({"role": "system", "content": _text(body.system, "system")})
+    system = _text(_without_billing(body.system), "system") if body.system else ""
+    if system:
+        messages.append({"role": "system", "content": system})
     for number, message in enumerate(body.messages):
         messages += _messages(message, f"messages[{number}]")
     common = ChatRequest(model=body.model, messages=messages)
-    common.tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(body.tools or ())] or None
+    common.tools = [_tool(tool) for tool in body.tools or ()] or None
     if body.tool_choice is not None:
         common.tool_choice = _tool_choice(body.tool_choice)
         common.parallel_tool_calls = not body.tool_choice.disable_parallel_tool_use
     common.chat_template_kwargs = _thinking(body.thinking)
     config = body.output_config or OutputConfig()
     _set_output(common, config.effort, config.format or body.output_format)
-    if body.messages and body.messages[-1].role == "assistant" and isinstance(messages[-1].get("content"), str):
-        # The answer goes on where the last message ends.
-        common.continue_final_message, common.add_generation_prompt = True, False
+    continue_last(common)
     return common
+
+
+def _without_billing(system: str | Sequence[Block]) -> str | Sequence[Block]:
+    """The system blocks without Claude Code's first one: it differs in each request, and no prefix would be cached."""
+    if isinstance(system, str):
+        return system
+    return [block for block in system if not (block.text or "").startswith(BILLING)]
 
 
 def _thinking(thinking: Thinking | None) -> dict[str, Any]:
@@ -147,13 +155,7 @@ def _assistant_message(blocks: Sequence[Block], place: str) -> dict[str, Any]:
 def _result_message(block: Block, place: str) -> dict[str, Any]:
     if not block.tool_use_id:
         raise RequestError(f"{place} needs a tool_use_id", param="messages", code="tool-result-without-id")
-    content = block.content or ""
-    if not isinstance(content, str):
-        try:
-            parts = msgspec.convert(content, list[Block], strict=False)
-        except msgspec.ValidationError as error:
-            raise RequestError(f"{place}.content: {error}", param="messages", code="invalid-field") from None
-        content = _text(parts, f"{place}.content")
+    content = result_text(block.content)
     text = f"Error: {content}" if block.is_error else content
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
 
@@ -175,13 +177,9 @@ def _block_text(block: Block, place: str) -> str:
     return block.text
 
 
-def _tool(tool: AnthropicTool, place: str) -> dict[str, Any]:
+def _tool(tool: AnthropicTool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        raise RequestError(
-            f"{place} is of type {tool.type!r:.80}, which Anthropic's servers run; give tools with an input_schema",
-            param="tools",
-            code="unsupported-tool",
-        )
+        return {"type": tool.type}  # Anthropic's servers run it: it is left out, as those of OpenAI's are
     function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema or {"type": "object"}}
     if tool.description is not None:
         function["description"] = tool.description

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from weft.errors import RequestError
 from weft.serving.answer_ids import check_state
-from weft.serving.chat_prompt import PreparedChat, prepare_chat
+from weft.serving.chat_prompt import PreparedChat, continue_last, prepare_chat
 from weft.serving.continuation import answered_ids
 from weft.serving.ollama.names import requested_name, resolve_served
 from weft.serving.ollama.types import AnswerRequest, GenerateRequest, OllamaChatRequest, OllamaMessage, OllamaOptions
@@ -20,6 +20,7 @@ from weft.serving.sampling import check_lengths, sampling_fields
 from weft.serving.service import Service
 from weft.serving.structured import wanted_output
 from weft.serving.tools import ToolUse
+from weft.text.messages import name_part
 
 # Parameters of a model by Ollama's names, and the sampling fields that they are.
 OPTIONS = {
@@ -36,8 +37,6 @@ OPTIONS = {
 }
 # Options that would change the answer and that Weft does not have, and the values that ask for nothing.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {"mirostat": (0,), "tfs_z": (1,), "typical_p": (0, 1)}
-
-MIN_TOP_P = 1e-6  # in place of Ollama's 0, which means the likeliest token
 
 
 @dataclass(frozen=True)
@@ -59,9 +58,9 @@ async def prepare_ollama_chat(service: Service, content: bytes) -> Prepared:
         return Prepared(name, body, None, shows_reasoning=False)
     common.messages = [_message(message) for message in body.messages]
     common.tools = body.tools or None
-    return Prepared(
-        name, body, await prepare_chat(service, common, body.stream_state), shows_reasoning=body.think is not False
-    )
+    continue_last(common)
+    chat = await prepare_chat(service, common, body.stream_state, clips=True)
+    return Prepared(name, body, chat, shows_reasoning=body.think is not False)
 
 
 async def prepare_generate(service: Service, content: bytes) -> Prepared:
@@ -79,9 +78,8 @@ async def prepare_generate(service: Service, content: bytes) -> Prepared:
         return Prepared(name, body, await _prepare_raw(service, common, body), shows_reasoning=False)
     system = [{"role": "system", "content": body.system}] if body.system else []
     common.messages = [*system, {"role": "user", "content": body.prompt}]
-    return Prepared(
-        name, body, await prepare_chat(service, common, body.stream_state), shows_reasoning=body.think is not False
-    )
+    chat = await prepare_chat(service, common, body.stream_state, clips=True)
+    return Prepared(name, body, chat, shows_reasoning=body.think is not False)
 
 
 async def _prepare_raw(service: Service, common: ChatRequest, body: GenerateRequest) -> PreparedChat:
@@ -94,7 +92,9 @@ async def _prepare_raw(service: Service, common: ChatRequest, body: GenerateRequ
     prompt = service.frontend.parse_prompt(body.prompt or "")
     prompt = replace(prompt, answered=answered_ids(common, service.frontend.vocab))
     grammar = await service.frontend.answer_grammar(params)
-    collectors = service.create_collectors([prompt], params, priority=None, grammar=grammar)
+    collectors = service.create_collectors(
+        [prompt], params, priority=None, grammar=grammar, wanted_tokens=fields["max_tokens"], clips=True
+    )
     return PreparedChat(common, common.model or "", collectors, AnswerFormat(), ToolUse(), body.stream_state)
 
 
@@ -130,8 +130,6 @@ def option_fields(service: Service, options: OllamaOptions) -> dict[str, Any]:
     fields = {field: value for field, value in values.items() if value is not None}
     if fields.get("max_tokens", 1) <= 0:
         del fields["max_tokens"]  # -1 and 0: no limit, -2: until the context is full
-    if fields.get("top_p") == 0:
-        fields["top_p"] = MIN_TOP_P
     check_lengths(fields, vocab=service.frontend.vocab, max_model_len=service.frontend.max_model_len)
     return fields
 
@@ -151,8 +149,11 @@ def response_format(given: str | dict[str, Any] | None) -> dict[str, Any] | None
 
 def _message(message: OllamaMessage) -> dict[str, Any]:
     """A message as all chats have it."""
-    _refuse(message.images, "images", "this model reads text only")
     common: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    if message.images and message.role == "tool":
+        common["content"] = "\n".join(text for text in (common["content"], name_part("image")) if text)
+    else:
+        _refuse(message.images, "images", "this model reads text only")
     if message.thinking:
         common["reasoning_content"] = message.thinking
     if message.tool_calls:
