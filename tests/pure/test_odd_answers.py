@@ -73,6 +73,24 @@ QWEN: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
         {"text": f"as in\n{QUOTED}\nend"},
     ),
     (
+        "calls of another form within a text",
+        (
+            "<parameter=text>",
+            "as",
+            *["<tool_call>", "{}", "</tool_call>"] * 2,
+            "end",
+            "</parameter>",
+            "<parameter=path>a",
+            *ENDS,
+        ),
+        {"text": "as" + "\n<tool_call>\n{}\n</tool_call>" * 2 + "\nend"},
+    ),
+    (
+        "an outer end alone within a text",
+        ("<parameter=text>", "as", "</tool_call>", "end", "</parameter>", "<parameter=path>a", *ENDS),
+        {"text": "as\n</tool_call>\nend"},
+    ),
+    (
         "an opening mark alone within a text",
         ("<parameter=text>", "as", "<tool_call>", "end", "</parameter>", "<parameter=path>", "a", *ENDS),
         {"text": "as\n<tool_call>\nend"},
@@ -229,6 +247,7 @@ ODD = [
         f'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function{SEP}save\n{{"path": "a"}}<｜tool▁call▁end｜>',
         SAVED,
     ),
+    Odd("deepseek_v3", "the form of hermes", f"<tool_call>\n{JSON_SAVE}\n</tool_call>", SAVED),
     Odd(
         "deepseek_v3",
         "the form of V3.1",
@@ -396,9 +415,9 @@ def test_valid_json_is_passed_on_as_it_stands() -> None:
     assert repaired(text) == text
 
 
-def test_a_template_that_shows_calls_but_no_tools_is_asked_in_the_form_that_is_parsed() -> None:
+def test_a_template_tells_the_form_of_its_reasoning() -> None:
     chosen = choose_format("{% for c in m.tool_calls %}<｜tool▁calls▁begin｜>{{ c }}\n```json{% endfor %}</think>")
-    assert not chosen.in_prompt and chosen.tools.name == "hermes"
+    assert not chosen.in_prompt and chosen.tools.name == "deepseek_v3"
     assert chosen.reasoning is REASONING_FORMATS["qwen3"]
     assert choose_format("{{ '[/THINK]' }}").reasoning is REASONING_FORMATS["mistral"]
 

@@ -51,7 +51,8 @@ XML_MARKS = (CALL, CALL_END)
 GLM_MARKS = (*XML_MARKS, tagged_formats.KEY, tagged_formats.KEY_END, tagged_formats.VALUE, tagged_formats.VALUE_END)
 MISTRAL_CALLS = (tool_formats.MISTRAL_CALLS,)
 MISTRAL_MARKS = (*MISTRAL_CALLS, tool_formats.MISTRAL_ARGS, tool_formats.MISTRAL_ID)
-DEEPSEEK_CALLS, DEEPSEEK_MARKS = (tool_formats.DEEPSEEK_CALLS, tool_formats.DEEPSEEK_CALL), tool_formats.DEEPSEEK_MARKS
+DEEPSEEK_CALLS = (tool_formats.DEEPSEEK_CALLS, tool_formats.DEEPSEEK_CALL, CALL)
+DEEPSEEK_MARKS = (*tool_formats.DEEPSEEK_MARKS, *XML_MARKS)
 KIMI_CALLS = (tool_formats.KIMI_CALLS, tool_formats.KIMI_SECTION, tool_formats.KIMI_CALL)
 KIMI_MARKS = (*tool_formats.KIMI_MARKS, tool_formats.KIMI_SECTION, tool_formats.KIMI_SECTION_END)
 GEMMA_MARKS = gemma_format.GEMMA_MARKS
@@ -178,7 +179,7 @@ def choose_format(template: str | None, tools: str | None = None, reasoning: str
     source = template or ""
     in_prompt = SHOWS_TOOLS.search(source) is not None
     if tools is None:
-        tool_format = _tools_of(source)
+        tool_format = next((item for item in FORMATS if _has_signs(source, item)), HERMES)
     else:
         name = _check_known(TOOL_ALIASES.get(tools, tools), TOOL_FORMATS, "--tool-call-parser")
         named = [item for item in FORMATS if item.name == name]
@@ -192,11 +193,6 @@ def choose_format(template: str | None, tools: str | None = None, reasoning: str
 
 def _has_signs(source: str, item: ToolFormat) -> bool:
     return all(sign in source for sign in item.signs)
-
-
-def _tools_of(source: str) -> ToolFormat:
-    """The form of a template's calls. One that shows calls, but no tools, is asked for calls of this form too."""
-    return next((item for item in FORMATS if _has_signs(source, item)), HERMES)
 
 
 def _reasoning_of(source: str, tools: ToolFormat) -> ReasoningFormat | None:

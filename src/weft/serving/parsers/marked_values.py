@@ -39,9 +39,9 @@ class ValueReader:
     """Reads one value up to its end.
 
     A mark ends it only if the call goes on or ends behind that. Another mark, as in a file that is about such marks,
-    belongs to the text. An end may be missing: the next key, the end of the call or of the
-    answer end a value too, at the beginning of a line unless the value has one line only. A whole call within a text
-    is text, if an end of the value follows, and so is a mark that is indented.
+    belongs to the text. An end may be missing: the next key, the end of the call or of the answer end a value too, at
+    the beginning of a line unless the value has one line only. A whole call within a text is text, if an end of the
+    value follows, and so is a mark that is indented.
     """
 
     def __init__(self, reader: Reader, form: ValueForm, may_follow: Callable[[str], bool]) -> None:
@@ -49,6 +49,8 @@ class ValueReader:
         self._may_follow = may_follow  # True for a key that may be the next
         self._parts: list[str] = []
         self._has_lines, self._at_line_start = False, True
+        self._quotes = True  # calls within the value are taken for text
+        self._quoted_from: int | None = None  # index of the part that begins the first of them
 
     def read_value(self) -> Steps[str | None]:
         """The value; None if the answer is cut within it."""
@@ -57,34 +59,48 @@ class ValueReader:
 
     def _read_text(self) -> Steps[str | None]:
         reader, form = self._reader, self._form
-        quoted_from: int | None = None  # index of the part that begins the first call within the text
         while True:
             mark = yield from reader.until(form.marks, self._add)
+            if mark is None and not self._read_quoted_again():
+                return None if reader.cut else self._without_end()
             if mark is None:
-                return self._ended(quoted_from)
+                continue
             if mark == form.end and (yield from reader.ahead(self._goes_on())):
                 return "".join(self._parts)
-            if (
-                mark in form.openings
-                and self._may_end_here()
-                and (yield from reader.ahead(form.read_head(reader, mark)))
-            ):
-                quoted_from = len(self._parts) if quoted_from is None else quoted_from
-                yield from self._read_quoted(mark)
-                continue
-            if mark != form.end and self._may_end_here() and (yield from reader.ahead(self._is_end(mark))):
+            if mark in form.openings and self._may_end_here():
+                ends = yield from self._read_opening(mark)
+            else:
+                ends = mark != form.end and self._may_end_here() and (yield from reader.ahead(self._is_end(mark)))
+                if not ends:
+                    self._add(mark)
+            if ends:
                 reader.unread(mark)
                 return self._without_end()
-            self._add(mark)
 
-    def _ended(self, quoted_from: int | None) -> str | None:
-        """The value at the end of the answer: up to the first call within it, as nothing has ended the value."""
-        if self._reader.cut:
-            return None
-        if quoted_from is not None:
-            self._reader.unread("".join(self._parts[quoted_from:]))
-            del self._parts[quoted_from:]
-        return self._without_end()
+    def _read_opening(self, mark: str) -> Steps[bool]:
+        """Add the call that a mark begins to the text; returns True, and adds nothing, if it ends the value."""
+        is_call = (yield from self._reader.ahead(self._form.read_head(self._reader, mark))) is not None
+        if is_call and not self._quotes and not self._reader.cut:
+            return True
+        is_outer = mark == self._form.openings[-1] and self._has_lines  # also around calls of another form
+        index = len(self._parts)
+        self._add(mark)
+        if self._quotes and (is_call or is_outer):
+            self._quoted_from = index if self._quoted_from is None else self._quoted_from
+            closing = self._form.closings[self._form.openings.index(mark)]
+            end = yield from self._reader.until((closing,), self._add)
+            self._add(end or "")
+        return False
+
+    def _read_quoted_again(self) -> bool:
+        """Go back to the first call within the value: the answer has ended, and nothing the value behind that call."""
+        if self._quoted_from is None or not self._quotes:
+            return False
+        self._reader.unread("".join(self._parts[self._quoted_from :]))
+        del self._parts[self._quoted_from :]
+        self._has_lines, self._at_line_start = any("\n" in part for part in self._parts), True
+        self._quotes = False
+        return True
 
     def _without_end(self) -> str:
         """The value without the odd end that it may have."""
@@ -101,13 +117,6 @@ class ValueReader:
     def _may_end_here(self) -> bool:
         """Return True at the beginning of a line, or if the value has one line only."""
         return self._at_line_start or not self._has_lines
-
-    def _read_quoted(self, mark: str) -> Steps[None]:
-        """Read a call within the text, up to the mark that ends it."""
-        self._add(mark)
-        closing = self._form.closings[self._form.openings.index(mark)]
-        end = yield from self._reader.until((closing,), self._add)
-        self._add(end or "")
 
     def _goes_on(self) -> Steps[bool]:
         """Return True if the call goes on or ends behind the mark of a value's end."""
@@ -134,8 +143,6 @@ class ValueReader:
         if mark == form.next:
             key = yield from form.read_key(reader)
             return key is not None and self._may_follow(key)
-        if mark == form.closings[-1]:
-            return (yield from self._is_free())
         yield from reader.skip()
-        others = (*form.closings, *form.openings)
+        others = (*form.closings[form.closings.index(mark) + 1 :], *form.openings)
         return (yield from reader.accept(*others)) is not None or (yield from reader.ends())

@@ -99,27 +99,37 @@ def _named_call(reader: Reader, tools: ToolSchemas) -> Steps[bool]:
 def deepseek(reader: Reader, tools: ToolSchemas) -> Steps[None]:
     """Calls between DeepSeek's marks.
 
-    Since V3.1, a call is a name and JSON; in V3 it is a type, and then a name and a ```json block.
+    Since V3.1, a call is a name and JSON; in V3 it is a type, and then a name and a ```json block. Distills of R1 also
+    write calls as hermes does.
     """
-    yield from _marked_calls(reader, DEEPSEEK_MARKS, partial(_deepseek_call, reader, tools))
+    yield from _marked_calls(reader, tools, DEEPSEEK_MARKS, partial(_deepseek_call, reader, tools), (CALL,))
 
 
 def kimi_k2(reader: Reader, tools: ToolSchemas) -> Steps[None]:
     """An id as functions.NAME:INDEX and JSON in each call, between Kimi's marks."""
     around = (KIMI_SECTION, KIMI_SECTION_END)
-    yield from _marked_calls(reader, KIMI_MARKS, partial(_kimi_call, reader, tools), around)
+    yield from _marked_calls(reader, tools, KIMI_MARKS, partial(_kimi_call, reader, tools), around)
 
 
 def _marked_calls(
-    reader: Reader, marks: CallMarks, read_call: Callable[[str], Steps[bool]], around: tuple[str, ...] = ()
+    reader: Reader,
+    tools: ToolSchemas,
+    marks: CallMarks,
+    read_call: Callable[[str], Steps[bool]],
+    others: tuple[str, ...],
 ) -> Steps[None]:
     """Read calls between marks. `read_call` gets the text before a call's separator, and reads the rest.
 
-    The marks around a list of calls, and those at the ends of calls, say nothing: any of them may lack.
+    The marks around a list of calls, and those at the ends of calls, say nothing: any of them may lack. `others` are
+    further marks, CALL among them of calls in JSON.
     """
     between = Between(reader)
     ends = (marks.call, marks.call_end, marks.calls_end)
-    while (mark := (yield from reader.until((*ends, marks.calls, *around), between.say))) is not None:
+    while (mark := (yield from reader.until((*ends, marks.calls, *others), between.say))) is not None:
+        if mark == CALL:
+            if (yield from read_calls(reader, tools, between, mark)):
+                yield from reader.accept(CALL_END)
+            continue
         between.call()
         if mark != marks.call:
             continue
