@@ -160,6 +160,9 @@ def test_different_gpus_are_filled_by_their_size() -> None:
             Claim(model="m", precision="fp8", gpus="2x8xH100", tokens=4096, tok_s=1200.5),
         ),
         ("m on 1xH100", Claim(model="m", gpus="1xH100")),
+        ("m (BF16) on two A100, 10 t/s", Claim(model="m", precision="BF16", gpus="2x A100", tok_s=10.0)),
+        ("m Q4: 26 GB", Claim(model="m", precision="Q4", memory_bytes=26 * 10**9)),
+        ("m needs 26 GB in Q4", Claim(model="m", precision="Q4", memory_bytes=26 * 10**9)),
         ("m fp16 on 1xH100, about 5 tok/s", Claim(model="m", precision="fp16", gpus="1xH100", tok_s=5.0)),
         (
             "m 70B Q4 on 2 x 4090 at 8k tokens, 30–45 tok/s",

@@ -125,8 +125,11 @@ def _judge_run(claim: Claim, subject: Subject, engine: str) -> Judged:
     model = subject.find_model(claim.model)
     tokens = claimed_tokens(model.shape, claim.tokens)
     check_length(tokens, model.name, model.shape.longest)
-    precisions = meant_precisions(claim.precision or model.precision)
     cluster = subject.find_cluster(claim.gpus) if claim.gpus else None
+    if claim.precision or cluster is None:
+        precisions = meant_precisions(claim.precision or model.precision)
+    else:
+        precisions = plan.compared_precisions(None, model, cluster)
     judged = Judged()
     if cluster is not None:
         _judge_hardware(claim, model, precisions, cluster, engine, judged)

@@ -23,7 +23,7 @@ SEVERAL = 2  # GPUs of "8GB each", if their number is not told
 _NUMBER = r"\d[\d,_.]*"
 _TO = r"\s*(?:-|to)\s*"
 _LOW_HIGH = rf"(?P<low>{_NUMBER})(?:{_TO}(?P<high>{_NUMBER}))?"
-_SPEED = re.compile(rf"{_LOW_HIGH}\s*(?:tok(?:en)?s?)(?:\s*/\s*s(?:ec)?|\s+per\s+second)", re.IGNORECASE)
+_SPEED = re.compile(rf"{_LOW_HIGH}\s*(?:(?:tok(?:en)?s?)(?:\s*/\s*s(?:ec)?|\s+per\s+second)|t/s|tps)", re.IGNORECASE)
 _TOKENS = re.compile(r"(?:at\s+)?(?P<tokens>\d[\d,_]*)(?P<thousands>k)?\s+tokens?", re.IGNORECASE)
 _MEMORY = re.compile(
     r"(?P<size>\d+(?:\.\d+)?\s*(?:[GT]i?B))(?:\s+(?:of\s+)?v?ram)?\s*(?P<end>each|per gpu|(?:in )?total|in all)?",
@@ -36,7 +36,9 @@ _EACH_OF = re.compile(r"(?P<count>\d{1,5})\s*x\s*(?P<memory>\d.*)", re.IGNORECAS
 _TENSOR = re.compile(r"(?:tp|tensor[ -]parallel)\s*=?\s*(?P<size>\d{1,4})", re.IGNORECASE)
 _SUBJECT = re.compile(r"(?P<subject>.+?)\s+(?P<verb>on|needs|takes|requires)\s+(?P<rest>.+)", re.IGNORECASE)
 # A comma within a number, 32,768, has no blank behind it.
-_PIECE = re.compile(r"\s+on\s+|\s+at\s+(?=\d)|,\s+|,(?!\d{3}\b)", re.IGNORECASE)
+_PIECE = re.compile(r"\s+(?:on|in)\s+|\s+at\s+(?=\d)|,\s+|,(?!\d{3}\b)", re.IGNORECASE)
+_ROW = re.compile(r"(?P<subject>[^:]+):\s*(?P<rest>\d[\d.]*\s*[GT]i?B\b.*)", re.IGNORECASE)  # as in a table: 38 GB
+_COUNTS = {"one": 1, "single": 1, "two": 2, "dual": 2, "three": 3, "four": 4, "six": 6, "eight": 8}
 _GAIN = re.compile(
     rf"(?:(?P<before>.+?)\s*[:,]\s*)?nvlink\s*[:,]?\s*(?:is\s+)?\+?{_LOW_HIGH}\s*%"
     r"(?:\s+(?:higher|more|faster|better)\b[a-z ]*?)?"
@@ -103,10 +105,19 @@ def parse_claim(text: str) -> Claim | LinkClaim | GainClaim:
 
 
 def _plain(text: str) -> str:
-    """The text with one kind of blank and dash, without remarks in brackets and words for "about"."""
+    """The text with one kind of blank and dash, without remarks in brackets and words for "about", and with numbers for
+    "one" to "eight" cards."""
     text = re.sub(r"[‐-―−]", "-", text.replace("×", "x")).replace("≈", "~")
-    text = re.sub(r"\([^()]*\)|~|\b(?:about|around|approximately|roughly|up to)\b", " ", text, flags=re.IGNORECASE)
-    return re.sub(r"\s+(?=,)", "", " ".join(text.split()))
+    text = re.sub(r"\(([^()]*)\)", lambda match: f" {match[1]} " if is_precision(match[1]) else " ", text)
+    text = re.sub(r"~|\b(?:about|around|approximately|roughly|up to)\b", " ", text, flags=re.IGNORECASE)
+    text = re.sub(
+        rf"\b(on|needs) (?:a )?({'|'.join(_COUNTS)}) (?=\w)",
+        lambda match: f"{match[1]} {_COUNTS[match[2].lower()]}x ",
+        " ".join(text.split()),
+        flags=re.IGNORECASE,
+    )
+    row = _ROW.fullmatch(text)
+    return re.sub(r"\s+(?=,)", "", f"{row['subject']} needs {row['rest']}" if row else text)
 
 
 def _ends(match: re.Match[str]) -> tuple[float, float]:
@@ -130,7 +141,7 @@ def _parse_run(plain: str, text: str) -> Claim:
     fields["model"], tensor = _without_tensor(fields["model"])
     if tensor:
         fields["tensor"] = tensor
-    if any(re.search(r"\btok(ens?|s)?\b", piece, re.IGNORECASE) for piece in hardware):
+    if any(re.search(r"\btok(ens?|s)?\b|/s\b", piece, re.IGNORECASE) for piece in hardware):
         raise _no_claim(text)
     claim = msgspec.convert(
         fields | {"gpus": ",".join(hardware), "fewest": needs and "memory_bytes" not in fields}, Claim
