@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
 # Starts a container with Ray on this machine, as a part of a cluster; the same command on each machine, the head first.
 #
-#   run_cluster.sh [--profile] IMAGE HEAD_ADDRESS --head|--worker HF_HOME [ARGUMENT OF DOCKER ...]
+#   run_cluster.sh [--profile] IMAGE HEAD_ADDRESS --head|--worker HF_HOME [-e VLLM_HOST_IP=ADDRESS] [MORE OF DOCKER ...]
 #
 #   IMAGE         Weft's image, see docs/containers.md
 #   HEAD_ADDRESS  address of the head on the private network that joins the machines
 #   HF_HOME       this machine's cache of models, the same models on each machine
 #   --profile     lets the container read the GPUs' performance counters (CAP_SYS_ADMIN): only to profile or trace
 #
-# VLLM_HOST_IP is this machine's own address on that network; it differs on each machine and must be set. RUNTIME is the
-# program that runs containers: docker unless it is set. Closing the shell ends the container.
+# VLLM_HOST_IP is this machine's own address on that network; it differs on each machine and must be set, in the
+# environment or, as vLLM's script of this name has it, by -e among the arguments of docker, which counts more. RUNTIME is
+# the program that runs containers: docker unless it is set. Closing the shell ends the container.
 set -euo pipefail
 
 usage() {
-    sed -n '2,12s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,13s/^# \{0,1\}//p' "$0" >&2
     exit 2
 }
 
@@ -25,6 +26,14 @@ fi
 [ "$#" -ge 4 ] || usage
 image=$1 head=$2 role=$3 cache=$4
 shift 4
+before=
+for word in "$@"; do
+    case $before$word in
+        --env=VLLM_HOST_IP=* | -eVLLM_HOST_IP=* | --envVLLM_HOST_IP=*) VLLM_HOST_IP=${word#*VLLM_HOST_IP=} ;;
+    esac
+    before=
+    case $word in -e | --env) before=$word ;; esac
+done
 : "${VLLM_HOST_IP:?set it to the address of this machine on the private network}"
 
 case $role in

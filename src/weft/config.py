@@ -174,6 +174,12 @@ class LayoutOptions(Options):
     plan: str | None = option(
         None, metavar="FILE", help="run the plan that weft plan MODEL --json printed; MODEL may be left out"
     )
+    objective: str = option(
+        "throughput",
+        choices=("throughput", "latency"),
+        help="what the planner makes of the GPUs: most tokens per second for all requests together, or the fastest "
+        "answer to one user, which is the default of weft run and chat",
+    )
     tensor_parallel_size: int | None = option(
         None, minimum=1, short="-tp", help="number of ranks that share each layer"
     )

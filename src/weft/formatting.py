@@ -41,6 +41,18 @@ def join_commas(figures: Iterable[float]) -> str:
     return ",".join(f"{figure:g}" for figure in figures)
 
 
+def counted(count: int, noun: str) -> str:
+    """A number with its noun, as in "1 step" and "2 steps"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def still_running(requests: int) -> str:
+    """Number of running requests as the clause of a sentence."""
+    if not requests:
+        return "no request runs"
+    return f"{counted(requests, 'request')} still run{'s' if requests == 1 else ''}"
+
+
 def format_counts(names: Iterable[str]) -> str:
     """Return repeated names as "8 x H100-SXM" or "2 x RTX 4090 + 1 x RTX 3090"."""
     return " + ".join(f"{number:,} x {name}" for name, number in Counter(names).items())

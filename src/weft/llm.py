@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast, overload
 
 from weft.client.answer_stream import AnswerStream
 from weft.client.arguments import engine_config
 from weft.client.collector import Collector
-from weft.client.control import memory_rows, profile_command, stat_rows, swap_command, trace_paths
+from weft.client.control import memory_rows, profile_command, stat_rows, swap_command
 from weft.client.engine_nodes import EngineNodes
 from weft.client.frontend import Frontend
 from weft.client.local import LocalEngine
@@ -31,12 +32,13 @@ from weft.client.pooling import Pooler
 from weft.client.progress import Bar, Progress
 from weft.client.prompt import Prompt, PromptLike
 from weft.client.running import RunningReplica
-from weft.client.turns import SYSTEM, History, copy_history, turn_messages, turn_params
+from weft.client.traces import END, OpenTraces
+from weft.client.turns import SYSTEM, History, copy_history, read_turn, turn_messages, turn_params
 from weft.cluster.assembly import assemble
 from weft.core.commands import RankStats, ResetPrefixCache, Sleep, Wake
 from weft.core.params import SamplingParams
 from weft.core.request import Stats
-from weft.errors import ConfigError, RequestError
+from weft.errors import ConfigError, EngineError, RequestError
 from weft.hardware.host import probe_host
 from weft.plan.memory import Capacity
 from weft.plan.plan import Plan
@@ -89,7 +91,8 @@ class LLM:
         nodes = EngineNodes(self.config, checkpoint, assembly, planned) if assembly else None
         self._engine = start_replicas(planned, self.config, nodes, grammars)
         # When this object is collected, or else at exit, before the interpreter takes its modules apart.
-        self._finalizer = weakref.finalize(self, self._engine.close)
+        self._traces = OpenTraces(elsewhere=nodes is not None)
+        self._finalizer = weakref.finalize(self, close_engine, self._engine, self._traces)
         self._frontend = Frontend.for_engine(self.config, checkpoint, text_tools, self._engine.plan.max_model_len)
         self._pooler = Pooler(self._frontend, self.config.model)
 
@@ -171,11 +174,12 @@ class LLM:
         """Return the answers to one conversation or several, as `generate` does, through the model's chat template.
 
         With a text instead of messages, or `query=`, return the text of the answer to it, and a new list of all turns:
-        `history`, pairs of query and response, and this one. `sampling` are fields of SamplingParams;
-        `generation_config` has Transformers' names of them.
+        `history`, pairs of query and response, and this one. A tokenizer before the text, as Transformers' guides have
+        it, is left aside for the engine's own. `sampling` are fields of SamplingParams; `generation_config` has
+        Transformers' names of them.
         """
-        if "query" in options or (arguments and isinstance(arguments[0], str)):
-            return self._answer_turn(*arguments, **options)
+        if (turn := read_turn(arguments, options)) is not None:
+            return self._answer_turn(*turn[0], **turn[1])
         return self._answer_messages(*arguments, **options)
 
     def _answer_turn(
@@ -335,11 +339,12 @@ class LLM:
     def profile(self, steps: int, directory: str | os.PathLike[str]) -> list[str]:
         """Trace the next `steps` steps of all ranks; return at once the files that are written when these are over.
 
-        A file is there once it is complete, some time after its last step; an engine that closes before may leave none.
-        There is one file per process; chrome://tracing and Perfetto open it. A trace that runs ends before; `steps` 0
-        only ends it. Raises RequestError if nothing can be written into `directory`.
+        A file is there once it is complete, some time after its last step; an engine that is shut down before ends the
+        trace, waits for its files, and logs how many steps they have. There is one file per process; chrome://tracing
+        and Perfetto open it. A trace that runs ends before; `steps` 0 only ends it. Raises RequestError if nothing can
+        be written into `directory`.
         """
-        return trace_paths(self._running.call(profile_command(steps, directory)))
+        return self._traces.begin(steps, self._running.call(profile_command(steps, directory)))
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises RequestError with skip_tokenizer_init."""
@@ -427,6 +432,15 @@ class LLM:
                 if delta.cut:
                     submission.abort([output.id])
                 yield collector
+
+
+def close_engine(engine: LocalEngine | ReplicaThread, traces: OpenTraces) -> None:
+    """End an engine, after the trace that it writes. The garbage collector may call this from the engine's own thread,
+    which cannot wait for itself: a trace is lost then."""
+    if traces and threading.current_thread() is threading.main_thread():
+        with suppress(EngineError):  # it has died
+            traces.end(engine.call(END))
+    engine.close()
 
 
 def start_replicas(

@@ -58,6 +58,17 @@ class JsonLines(logging.Formatter):
         return json.dumps(row | getattr(record, "fields", {}), default=str)
 
 
+class StandardError(logging.StreamHandler[Any]):
+    """Handler that writes to what sys.stderr is now: a progress bar takes its place, and shows lines above itself."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+
 def use_format(name: str) -> None:
     """Log as "text" or "json" from now on, in the processes that we start too."""
     os.environ[FORMAT_VARIABLE] = name
@@ -81,7 +92,7 @@ def configure(level: str = "WARNING") -> None:
     if level_name == _our_level or level_name not in logging.getLevelNamesMapping():
         level_name = _our_level = level
     logger = logging.getLogger("weft")
-    handler = logging.StreamHandler(sys.stderr)
+    handler = StandardError()
     handler.setFormatter(_formatter())
     logger.handlers = [handler]
     logger.setLevel(level_name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -104,7 +105,11 @@ def test_python(server: Server, folder: Path, page: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(weft, "LLM", lambda model, **settings: small(str(folder / "tiny"), **settings))
     monkeypatch.chdir(folder)
     (program,) = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    before = {*folder.glob("traces/*")}
     exec(compile(program, page, "exec"), {})
+    if page == "profiling.md":
+        (trace,) = {*folder.glob("traces/*")} - before
+        assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
 
 
 def run(words: list[str], folder: Path) -> str:

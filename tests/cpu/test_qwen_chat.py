@@ -7,6 +7,7 @@ import re
 from base64 import b64decode
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,6 +124,18 @@ def test_a_turn_returns_the_answer_and_a_new_history(llm: LLM, folder: Path) -> 
     assert response.startswith(short) and len(short) < len(response)
     assert llm.chat("what?", history, "Be kind.", max_tokens=2)[0] == short
     assert llm.chat("what?")[1][0][0] == "what?"
+
+
+def test_the_guide_s_line_with_a_tokenizer(llm: LLM) -> None:
+    """`model.chat(tokenizer, "Hello!", history=None)` of Transformers: four blocks of the guide have it."""
+    first, history = llm.chat("你好", history=None)
+    transformers = SimpleNamespace(encode=str.encode, decode=bytes.decode)  # as far as anybody can tell
+    for tokenizer in (llm.get_tokenizer(), transformers):
+        assert llm.chat(tokenizer, "你好", history=None) == (first, history)  # type: ignore[call-overload]
+        assert llm.chat("你好", history=None, tokenizer=tokenizer) == (first, history)
+        assert llm.chat(query="你好", history=None, tokenizer=None) == (first, history)
+    second, turns = llm.chat(llm.get_tokenizer(), "你好", history, max_new_tokens=2)  # type: ignore[call-overload]
+    assert turns == [*history, ("你好", second)]
 
 
 @pytest.mark.parametrize("history", ["a", [("a",)], [("a", 1)], ["ab"], 3])

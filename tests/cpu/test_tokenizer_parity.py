@@ -81,6 +81,39 @@ def test_gguf_sentencepiece(tmp_path: Path) -> None:
         assert this.decode(oracle.encode(text)) == oracle.decode(oracle.encode(text), skip_special_tokens=True)
 
 
+ADDED = ("<|im_start|>", "<|im_end|>")
+
+
+@pytest.mark.parametrize("listed", ["added_tokens.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("legacy", [None, True, False])
+@pytest.mark.parametrize("kind", ["LlamaTokenizer", "PreTrainedTokenizerFast"])
+def test_a_folder_with_a_sentencepiece_model(tmp_path: Path, kind: str, legacy: bool | None, listed: str) -> None:
+    """Its added tokens, its ends, and the spaces after special tokens."""
+    model = sentencepiece_model()
+    ids = dict(zip(ADDED, (500, 501), strict=True))
+    config: dict[str, Any] = {
+        "tokenizer_class": kind,
+        "bos_token": "<s>",
+        "eos_token": "<|im_end|>",
+        "unk_token": "<unk>",
+    }
+    config |= {"add_bos_token": True} | ({} if legacy is None else {"legacy": legacy})
+    if listed == "added_tokens.json":
+        (tmp_path / listed).write_text(json.dumps(ids))
+    else:
+        config["added_tokens_decoder"] = {str(id): {"content": text, "special": True} for text, id in ids.items()}
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    this, oracle = load_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
+    assert this.end_ids == (2, 501) and (this.id(ADDED[0]), this.vocab_size) == (500, 502)
+    for text in (*TEXTS, f"{ADDED[0]}user\nhello{ADDED[1]}and", f"a{ADDED[1]}"):
+        if text.startswith(" ") and legacy is not False and (legacy or kind != "LlamaTokenizer"):
+            continue  # Transformers puts no second space before it, SentencePiece does
+        expected = oracle.encode(text, add_special_tokens=False)
+        assert this.encode(text, add_special_tokens=False) == expected, text
+
+
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "Why is the sky <blue>?"}],

@@ -30,7 +30,7 @@ class Stored:
 
 
 def write(path: Path, arch: str, metadata: Mapping[str, Any], tensors: Mapping[str, np.ndarray | Stored]) -> Path:
-    """Ints become uint32, floats float32; lists keep what their elements are."""
+    """Ints become uint32 (NumPy's int32 stay so), floats float32; lists keep what their elements are."""
     writer = gguf.GGUFWriter(path, arch)
     for key, value in metadata.items():
         match value:
@@ -42,6 +42,8 @@ def write(path: Path, arch: str, metadata: Mapping[str, Any], tensors: Mapping[s
                 writer.add_float32(key, value)
             case str():
                 writer.add_string(key, value)
+            case np.int32():
+                writer.add_int32(key, int(value))
             case _:
                 writer.add_array(key, value)
     for name, value in tensors.items():

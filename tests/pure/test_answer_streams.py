@@ -152,7 +152,8 @@ def hear(family: str, case: Case, stream: Stream) -> tuple[Heard, str | None]:
         delta = collector.add(output, 0.0)
         assert (delta is None) == (reason is not None)
         if delta is not None:
-            heard.add(reader.read_text(delta.text, last=delta.finish_reason is not None))
+            last = delta.finish_reason is not None
+            heard.add(reader.read_text(delta.text, last=last, cut=delta.interrupted))
             reason = reader.finish_reason(delta.finish_reason)
     whole = reader.choice
     calls = [[call.name, call.arguments] for call in whole.tool_calls]
@@ -164,15 +165,15 @@ def check_streams(family: str, case: Case, streams: Iterable[Stream]) -> None:
     """Each stream says what the parser says of the whole text, up to the stop string."""
 
     @lru_cache(maxsize=256)
-    def parsed(text: str) -> Said:
-        return parse(family, case, [text])
+    def parsed(text: str, cut: bool) -> Said:
+        return parse(family, {**case, "calls": [{"partial": ""}] if cut else []}, [text])
 
     for stream in streams:
         text = case["text"]
         at = text.find(stream.stop) if stream.stop else -1
         if stream.stop and at >= 0:
             text = text[: at + len(stream.stop) * stream.kept]
-        content, reasoning, calls = parsed(text)
+        content, reasoning, calls = parsed(text, at >= 0)
         heard, reason = hear(family, case, stream)
         assert heard.said() == (content, reasoning, [call[1:] for call in calls]), stream
         assert all(call[0] in (None, id) for call, (id, *_) in zip(calls, heard.calls, strict=True))

@@ -213,7 +213,7 @@ async def test_tokens_are_counted_as_the_prompt_has_them() -> None:
         {"messages": [{"role": "robot", "content": "hi"}]},
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
         {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]},
-        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}], "tool_choice": {"type": "any"}},
         {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}},
         {"tool_choice": {"type": "some"}},
         {"thinking": {"type": "maybe"}},

@@ -88,6 +88,18 @@ def test_a_directory(tmp_path: Path) -> None:
     fails(folder, "other-load-format", "safetensors", "gguf", load_format="gguf")
 
 
+def test_a_head_that_differs_from_the_embedding_is_not_tied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is then as in Transformers 5; the same head twice is one."""
+    tensors = weights()
+    assert resolve(str(write(tmp_path, {"tie_word_embeddings": True}))).shape.tied and not caplog.records
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] + np.float16(1)
+    write(tmp_path, {"tie_word_embeddings": True}, tensors)
+    assert not resolve(str(tmp_path)).shape.tied
+    assert len(caplog.records) == 1
+    del tensors["lm_head.weight"]
+    assert resolve(str(write(tmp_path, {"tie_word_embeddings": True}, tensors))).shape.tied
+
+
 def test_home_is_where_the_tilde_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path / "model")

@@ -10,11 +10,13 @@ from tests.refusals import refusals, refuses
 from weft.errors import ConfigError
 from weft.formats import catalogue
 from weft.hardware.cluster import parse_gpus
-from weft.planner.claims import Claim, ClaimVerdict, judge_claim, parse_claim
+from weft.planner.claim_text import Claim, GainClaim, LinkClaim, parse_claim
+from weft.planner.claims import ClaimVerdict, judge_claim
 
 
 def verdict(text: str) -> ClaimVerdict:
     claim = parse_claim(text)
+    assert isinstance(claim, Claim)
     found = catalogue.find(claim.model)
     return judge_claim(found.shape, claim.precision, parse_gpus(claim.gpus), claim.tokens, claim.tok_s)
 
@@ -157,9 +159,44 @@ def test_different_gpus_are_filled_by_their_size() -> None:
             "m fp8 ON 2x8xH100 AT 4_096 tokens , 1,200.5tok/s",
             Claim(model="m", precision="fp8", gpus="2x8xH100", tokens=4096, tok_s=1200.5),
         ),
+        ("m on 1xH100", Claim(model="m", gpus="1xH100")),
+        ("m fp16 on 1xH100, about 5 tok/s", Claim(model="m", precision="fp16", gpus="1xH100", tok_s=5.0)),
+        (
+            "m 70B Q4 on 2 x 4090 at 8k tokens, 30–45 tok/s",
+            Claim(model="m 70B", precision="Q4", gpus="2 x 4090", tokens=8000, tok_s=30.0, most_tok_s=45.0),
+        ),
+        ("m on RTX4090,RTX3090, TP=2, FP8", Claim(model="m", precision="FP8", gpus="RTX4090,RTX3090", tensor=2)),
+        ("m (236B MoE) Q4 needs ~130 GB (active)", Claim(model="m", precision="Q4", memory_bytes=130 * 10**9)),
+        (
+            "m int8 on 2x A100 80GB, ~41GB each",
+            Claim(model="m", precision="int8", gpus="2x A100 80GB", memory_bytes=41 * 10**9, each=True),
+        ),
+        (
+            "m int8 needs 41GB each on 2 GPUs",
+            Claim(model="m", precision="int8", memory_bytes=41 * 10**9, each=True, count=2),
+        ),
+        ("m int8 on 2 GPUs, 8GB each", Claim(model="m", precision="int8", gpus="2x8GB")),
+        ("m int8 on 2 GPUs of 8 GB", Claim(model="m", precision="int8", gpus="2x8GB")),
+        ("m int8 on 8GB each", Claim(model="m", precision="int8", gpus="2x8GB")),
+        ("m int8 on 16 GB", Claim(model="m", precision="int8", gpus="1x16GB")),
+        ("m needs 4x RTX 6000 Pro 96 GB", Claim(model="m", gpus="4x RTX 6000 Pro 96 GB", fewest=True)),
+        (
+            "2x RTX 5090: PCIe 4.0, 32 GB/s per GPU",
+            LinkClaim(gpu="RTX 5090", links="PCIe 4.0", link_Bps=32e9),
+        ),
+        ("L4: no NVLink", LinkClaim(gpu="L4", links="no NVLink")),
+        ("NVLink: +20-40 %", GainClaim(low=0.2, high=0.4)),
+        (
+            "m bf16 on 2xA100: NVLink is 30% faster",
+            GainClaim(low=0.3, high=0.3, run=Claim(model="m", precision="bf16", gpus="2xA100")),
+        ),
+        (
+            "NVLink: 20 to 40 % higher throughput for m on 2xA100",
+            GainClaim(low=0.2, high=0.4, run=Claim(model="m", gpus="2xA100")),
+        ),
     ],
 )
-def test_claims_are_read(text: str, claim: Claim) -> None:
+def test_claims_are_read(text: str, claim: Claim | LinkClaim | GainClaim) -> None:
     assert parse_claim(text) == claim
 
 
@@ -169,15 +206,16 @@ BAD_CLAIMS = {
     "hello": "bad-claim",
     "m fp16": "bad-claim",
     "m fp16 on": "bad-claim",
-    "m on 1xH100": "bad-claim",
     "m fp16 on 1xH100, 0 tok/s": "claim-of-zero",
     "m fp16 on 1xH100 at 0 tokens": "claim-of-zero",
     "m fp16 on 1xH100, 1.2.3 tok/s": "claim-speed-not-number",
     "m fp16 on 1xH100, -5 tok/s": "bad-claim",
     "m fp16 on 1xH100, inf tok/s": "bad-claim",
-    "m fp16 on 1xH100, about 5 tok/s": "bad-claim",
-    "m fp16 on 1xH100 at 8k tokens": "bad-claim",
-    "m fp16 on 1xH100, 5 tok/s at 100 tokens": "bad-claim",
+    "m fp16 on 1xH100, some tok/s": "bad-claim",
+    "m fp16 needs 0 GB": "claim-of-zero",
+    "m fp16 needs": "bad-claim",
+    "m fp16 on 2 GPUs": "bad-claim",
+    "m fp16 needs 1.2.3 tok/s": "claim-speed-not-number",
 }
 
 

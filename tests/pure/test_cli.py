@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from tests.pure.commands import HERE, parsed, refused_line
 from tests.pure.shapes import SMOLLM2
 from tests.refusals import refuses
 from weft import __version__, logs
-from weft.cli import docs, main, plan_table, run, values, vllm
+from weft.cli import docs, main, plan_table, run, short_help, values, vllm
 from weft.cli.commands import COMMANDS
 from weft.cli.flags import ENGINE, SAMPLING, SERVER, engine_config, sampling_options, serve_options
 from weft.cli.parser import UsageError, build_parser
@@ -308,10 +309,14 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     for said in ("--version", "-V", "-v"):
         assert main.main([said]) == 0
         assert capsys.readouterr().out == f"weft {__version__}\n"
-    assert main.main(["--help"]) == 0
+    assert main.main(["--help-all"]) == 0
     told = capsys.readouterr().out
     assert all(f"weft {name}" in told for name in COMMANDS)
-    assert main.main([]) == 2
+    for words, status in ((["--help"], 0), (["help"], 0), ([], 2)):
+        assert main.main(words) == status
+        told = capsys.readouterr().out
+        assert all(name.split()[0] in told for name in COMMANDS)
+        assert told.count("\n") <= short_help.LINES
 
 
 def test_help_for_commands_of_two_words(capsys: pytest.CaptureFixture[str]) -> None:
@@ -327,11 +332,37 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         main.main([*name.split(), "--help"])
     assert ended.value.code == 0
     told = capsys.readouterr().out
+    assert told.count("\n") <= short_help.LINES
+    assert max(map(len, told.splitlines())) <= 120
+    with pytest.raises(SystemExit) as ended:
+        main.main([*name.split(), "--help-all"])
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
     for flag in COMMANDS[name].flags:
         if flag.name != "model" or COMMANDS[name].argument == "MODEL":
             assert flag.long in told
     # Every flag given in its own words is taken.
     build_parser(COMMANDS[name])
+
+
+# Commands whose examples need neither a model's files, another machine nor a server, and take no minutes.
+LOOKING = ("plan", "cost", "ls")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_examples_of_the_help_are_right(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a fresh installation: without the packages of extras."""
+    words = shlex.split(COMMANDS[name].example)
+    assert words[0] == "weft"
+    parsed(words[1:])
+    if name not in LOOKING:
+        return
+    for package in ("genai_prices", "matplotlib", "ray", "limits"):
+        monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert main.main(words[1:]) == 0, capsys.readouterr().err
 
 
 def test_help_loads_nothing_heavy() -> None:
@@ -462,3 +493,9 @@ def test_logging_level(monkeypatch: pytest.MonkeyPatch, said: str, level: str) -
 
 def test_the_page_is_what_the_parser_says() -> None:
     assert docs.PAGE.read_text(encoding="utf-8") == docs.page(), "run python -m weft.cli.docs"
+
+
+def test_a_model_of_blanks_is_shown_in_quotes() -> None:
+    """A line that ends with a backslash, a blank and a comment, as guides have it, makes such a word."""
+    refused_line(["serve", "--model", "demo", "--tensor-parallel-size", "8", " "], 2, "blank-model", "' ' --model demo")
+    refused_line(["serve", " "], 2, "blank-model", "' '")

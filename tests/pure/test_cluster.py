@@ -32,6 +32,11 @@ def names(spec: str) -> list[str]:
         ("8xMI300X", 8, "MI300X", "nvlink"),
         ("2X L40S", 2, "L40S", "pcie"),
         ("4090", 1, "RTX 4090", "pcie"),
+        ("4090x2", 2, "RTX 4090", "pcie"),
+        ("RTX 4090 x 2", 2, "RTX 4090", "pcie"),
+        ("H100x8@pcie", 8, "H100-SXM", "pcie"),
+        ("MI300Xx4", 4, "MI300X", "nvlink"),
+        ("2x5090 32GB", 2, "RTX 5090", "pcie"),
     ],
 )
 def test_one_node(spec: str, count: int, name: str, link: str) -> None:
@@ -85,8 +90,16 @@ def test_a_rack_that_is_one_machine() -> None:
         ("H100@nvlink@pcie", "unknown-link", ("'nvlink@pcie'",)),
         ("2x8xH100", "several-machines-in-gpus", ("--nodes",)),
         ("4", "count-without-gpu", ("4",)),
-        ("1x7900XTX", "unknown-gpu", ("'7900XTX'",)),
-        ("7900XT", "unknown-gpu", ("'7900XT'",)),
+        ("1x7900XTX", "gpu-of-other-maker", ("'7900XTX'", "AMD")),
+        ("7900XT", "gpu-of-other-maker", ("'7900XT'",)),
+        ("2xRX 9070 XT", "gpu-of-other-maker", ("AMD",)),
+        ("M4Max", "gpu-of-other-maker", ("Apple",)),
+        ("Apple M2 Ultra", "gpu-of-other-maker", ("Apple",)),
+        ("Arc B580", "gpu-of-other-maker", ("Intel",)),
+        ("24GB", "memory-without-gpu", ("RTX 3090", "RTX 4090")),
+        ("2x80GB", "memory-without-gpu", ("A100-80GB-SXM", "H100-SXM")),
+        ("4xRTX 6000 Pro 48GB", "gpu-of-other-size", ("96 GB", "48GB", "RTX 6000 Ada")),
+        ("MI300X2Y", "unknown-gpu", ("'MI300X2Y'",)),
     ],
 )
 def test_bad_gpus(spec: str, code: str, values: tuple[str, ...]) -> None:
@@ -130,12 +143,35 @@ def test_several_nodes(spec: str, network: str | None, nodes: list[int], bytes_p
         ("2x8xH100", "400", "unknown-network-unit", ("''",)),
         ("2x8xH100", "400Gx", "unknown-network-unit", ("'Gx'",)),
         ("2x8xH100", "", "bad-network-speed", ()),
+        ("2x8xH100", "10Gb-wifi", "bad-network-speed", ()),
+        ("2x8xH100", "-rdma", "bad-network-speed", ()),
         ("2x8xH100", f"1{'0' * 400}Gb", "network-too-fast", ("1000TB",)),
     ],
 )
 def test_bad_nodes(spec: str, network: str | None, code: str, values: tuple[str, ...]) -> None:
     with refuses(ConfigError, code, *values):
         parse_nodes(spec, network)
+
+
+@pytest.mark.parametrize(
+    ("network", "tcp"),
+    [
+        ("1Gb", True),
+        ("10Gb", True),
+        ("25GbE", True),
+        ("100Gb", False),
+        ("400Gb", False),
+        ("100Gb-ethernet", True),
+        ("50GB-tcp", True),
+        ("10Gb-RDMA", False),
+        ("25Gb-roce", False),
+        (None, False),
+    ],
+)
+def test_slow_networks_are_ethernet(network: str | None, tcp: bool) -> None:
+    seconds = parse_nodes("2x8xH100", network).network_s
+    assert (seconds is None) != tcp
+    assert seconds is None or 20e-6 <= seconds < 100e-6
 
 
 def test_one_node_or_several() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -248,6 +249,13 @@ class TokenError(Exception):
     """Ray's AuthenticationError."""
 
 
+@contextlib.contextmanager
+def listening() -> Iterator[str]:
+    """An address at which somebody listens, as the head of a cluster does."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
 def fake_ray(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
     def init(**_: object) -> None:
         if error:
@@ -268,24 +276,24 @@ def test_a_cluster_without_a_token_gets_one_warning(
     ray_cluster._warn_without_token.cache_clear()
     monkeypatch.setenv("RAY_AUTH_MODE", mode)
     monkeypatch.setattr(logging.getLogger("weft"), "propagate", True)
-    for _ in range(2):  # a replica that starts again connects anew
-        ray_cluster.connect({"RAY_ADDRESS": "10.0.0.1:6379"})
+    with listening() as address:
+        for _ in range(2):  # a replica that starts again connects anew
+            ray_cluster.connect({"RAY_ADDRESS": address})
     warnings = [record for record in caplog.records if "RAY_AUTH_MODE=token" in record.getMessage()]
     assert len(warnings) == warned
 
 
 def test_a_cluster_that_asks_for_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_ray(monkeypatch, TokenError("no token"))
-    with refuses(ConfigError, "ray-token", "10.0.0.1:6379", "RAY_AUTH_MODE=token"):
-        ray_cluster.connect({"RAY_ADDRESS": "10.0.0.1:6379"})
+    with listening() as address, refuses(ConfigError, "ray-token", address, "RAY_AUTH_MODE=token"):
+        ray_cluster.connect({"RAY_ADDRESS": address})
 
 
 def test_a_cluster_that_refuses_without_a_word(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Ray says so of a program that has no token; nobody may start a cluster beside it instead."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    with listening() as address:
         caplog.set_level("INFO")
         monkeypatch.setattr(logging.getLogger("weft"), "propagate", True)
         fake_ray(monkeypatch, ConnectionError(f"Failed to connect to Ray cluster at {address}"))
@@ -372,7 +380,10 @@ def test_the_doctor_visits_the_nodes_of_ray(monkeypatch: pytest.MonkeyPatch) -> 
         for id, name, alive in (("a", "one", True), ("b", "two", True), ("c", "three", False))
     ]
     errors = SimpleNamespace(RayError=LostError, GetTimeoutError=TimeoutError)
-    ray = SimpleNamespace(remote=Task, nodes=lambda: rows, get=get, exceptions=errors)
+    context = SimpleNamespace(gcs_address="auto")
+    ray = SimpleNamespace(
+        remote=Task, nodes=lambda: rows, get=get, exceptions=errors, get_runtime_context=lambda: context
+    )
     monkeypatch.setattr(examination, "connect", lambda environment, may_start: ray)
     monkeypatch.setattr(examination, "subprocess", SimpleNamespace(run=run, DEVNULL=None))
     monkeypatch.setenv("RAY_ADDRESS", "auto")

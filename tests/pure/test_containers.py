@@ -177,6 +177,17 @@ def test_head_and_worker(runtime: Path, tmp_path: Path) -> None:
     assert f"{cache}:/var/lib/weft/.cache/huggingface" in worker
 
 
+@pytest.mark.parametrize("flag", [("-e", "{}"), ("--env", "{}"), ("-e{}",), ("--env={}",)], ids=str)
+@pytest.mark.parametrize("set_too", [False, True])
+def test_the_address_as_vllm_s_script_takes_it(runtime: Path, tmp_path: Path, flag: list[str], set_too: bool) -> None:
+    words = [word.format("VLLM_HOST_IP=10.0.0.2") for word in flag]
+    arguments = ("weft", "10.0.0.1", "--worker", str(tmp_path), "-e", "A=b", *words, "-v", "/x:/y")
+    status, worker, err = start(runtime, *arguments, address="10.0.0.9" if set_too else None)
+    assert status == 0 and "--node-ip-address=10.0.0.2" in worker, err
+    assert worker[: worker.index("weft")][-len(arguments[4:]) :] == list(arguments[4:])
+    assert "VLLM_HOST_IP=10.0.0.2" in worker and not any("10.0.0.9" in word for word in worker)
+
+
 def test_the_capability_is_for_profiling_only(runtime: Path, tmp_path: Path) -> None:
     status, words, err = start(runtime, "--profile", "weft", "10.0.0.1", "--head", str(tmp_path))
     assert status == 0 and words.count("--cap-add=CAP_SYS_ADMIN") == 1, err

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -447,4 +448,6 @@ def test_gains_are_said_in_percent() -> None:
     finding = Finding(code=Code.ALLREDUCE_WAIT, text="", value=0.6, limit=0.5, remedy="restart", alternative="wait")
     assert with_figure(finding, Figure(0.184, "tokens/s")) == "restart (+18% tokens/s, by the planner)"
     assert with_figure(finding, Figure(-0.5, "tokens/s")) == "wait; do not restart (-50% tokens/s, by the planner)"
+    as_pipeline = msgspec.structs.replace(finding, change=Change(as_pipeline=True))
+    assert with_figure(as_pipeline, None).startswith("wait; restart ")  # no figure: a pipeline comes second
     assert with_figure(finding, None) == "restart" and Figure(-0.001, "tokens/s").text == "+0% tokens/s"

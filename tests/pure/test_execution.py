@@ -13,9 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.pure.commands import parsed, refused_line, weft_json
+from tests.pure.commands import parsed, refused_line, weft, weft_json
 from tests.pure.machines import FOUR, H100, NOTHING, SIX, T4, THREE, checkpoint, host, rig
 from tests.refusals import has_values, refusals, refuses
+from weft.cli.flags import engine_config
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError, WeftError
 from weft.formats.schemes import ONLINE_QUANTIZATIONS
@@ -92,6 +93,36 @@ def test_the_places_are_the_search_s_own(model: str, names: Sequence[str]) -> No
     best = search(config_search.plan_question(config, there, where, host_cluster(where, NOTHING), numbers)).best
     assert best is not None
     assert run(model, where).places == best.layout.places[: best.layout.replica_size]
+
+
+def test_the_objective_chooses_the_layout() -> None:
+    where = rig(FOUR, THREE)
+    many, one = (run("Qwen3-8B", where, objective=name) for name in ("throughput", "latency"))
+    assert (many.tensor_parallel, many.stages) == (1, 2)
+    assert (one.tensor_parallel, one.stages) == (2, 1)
+    assert run("Qwen3-8B", where).places == many.places
+
+
+@pytest.mark.parametrize(
+    ("words", "objective"),
+    [
+        ("run demo hello", "latency"),
+        ("chat demo", "latency"),
+        ("run demo hello --objective throughput", "throughput"),
+    ],
+)
+def test_one_user_wants_the_fastest_answer(words: str, objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs: list[EngineConfig] = []
+
+    def refuse(config: EngineConfig) -> None:
+        configs.append(config)
+        raise ConfigError("no engine", code="no-engine")
+
+    monkeypatch.setattr("weft.llm.LLM.from_config", refuse)
+    assert weft(*words.split())[0] == 1
+    assert [config.objective for config in configs] == [objective]
+    assert engine_config(parsed("serve demo")).objective == "throughput"
+    assert engine_config(parsed("serve demo --objective latency")).objective == "latency"
 
 
 def test_uneven_gpus_get_uneven_parts() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +15,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.pure.commands import refused_line, weft
+from tests.pure.commands import parsed, refused_line, weft, weft_json
 from tests.pure.exports import emit, flags, run
 from tests.pure.fake_nvml import sliced, two_consumer_cards
 from tests.refusals import has_values
+from weft.cli import set_file
 from weft.export.infernet_config import comparable_name, model_of_tag, read_node_config, vram_tier
 from weft.export.targets import TARGETS
 from weft.formats.catalogue import entries
@@ -198,13 +201,84 @@ def test_the_book_s_json_names_the_model_and_the_port(config: Any) -> None:
 
 def test_the_matching_one_of_two_instances_is_taken(config: Any) -> None:
     path = config(TWO)
-    for model, tag, port in (("Llama-3.1-8B-Instruct", "llama3.1:8b", 8001), ("", "qwen2.5:14b", 8000)):
+    named = (("Llama-3.1-8B-Instruct", "llama3.1:8b", 8001), ("Qwen2.5-14B-Instruct", "qwen2.5:14b", 8000))
+    for model, tag, port in named:
         status, out, err = emit("infernet", f"{model} --gpus 2xRTX4090", "--infernet-config", path)
         assert status == 0 and f"--served-model-name {tag} " in out and f"--port {port}" in out
         assert f"INFERNET_ENGINE_MODEL={tag}\n" in out
         has_values(err, tag, next(one for one in TWO["served_models"] if one != tag))
     # A tag stands for the model that answers.
     assert "weft serve Qwen/Qwen2.5-14B-Instruct" in out
+
+
+def test_both_of_two_instances_are_served_at_one_address(config: Any, tmp_path: Path) -> None:
+    path, folder = config(TWO), tmp_path / "node"
+    status, out, err = emit("infernet", f"--gpus 4xRTX4090 --emit-to {folder}", "--infernet-config", path)
+    assert status == 0 and out == ""
+    has_values(err, "8001", "infernet.env", "models.yaml")
+    models = set_file.read_model_set(str(folder / "models.yaml"))
+    assert models is not None
+    assert [entry.names[0] for entry in models.entries] == TWO["served_models"]
+    assert [entry.config.device_ids for entry in models.entries] == [(0, 1), (2, 3)]
+    # The file is a whole command line of the server, and a plan of it has both.
+    served = parsed(["serve", "--config", str(folder / "models.yaml")])
+    assert (served.port, served.list_served_only, served.reset_on_error) == (8000, True, True)
+    status, plan = weft_json("plan", "--config", str(folder / "models.yaml"), "--gpus", "4xRTX4090")
+    assert status == 0 and len(plan["models"]) == 2
+    assert "INFERNET_ENGINE_MODEL=qwen2.5:14b\n" in (folder / "infernet.env").read_text()
+    assert "--config models.yaml" in (folder / "weft.sh").read_text()
+    # One of them gets more than its half if it needs more.
+    big = {"vllm_instances": [{"model": "qwen2.5:32b"}, {"model": "qwen2.5:0.5b"}]}
+    status, out, err = emit("infernet", "--gpus 4xRTX4090", "--infernet-config", config(big))
+    assert status == 0 and "device-ids: 0,1,2" in out
+    refused_line(
+        ["plan", "--infernet-config", path, "--gpus", "4xRTX4090", "--emit", "infernet", "--served-model-name", "x"],
+        2,
+        "emit-flag-beside-set",
+        "--served-model-name",
+    )
+
+
+def test_a_configuration_is_planned_without_files(config: Any) -> None:
+    assert weft_json("plan", "--infernet-config", config(BOOK), "--gpus", "8xRTX4090")[1]["best"]
+    status, plan = weft_json("plan", "--infernet-config", config(TWO), "--gpus", "2xRTX4090+2xRTX4090")
+    assert status == 0 and len(plan["models"]) == 2
+
+
+WITHOUT_ROOM = [
+    "Qwen2.5-72B-Instruct --gpus 1xRTX4090 --emit weft --port 9000 --served-model-name mine",
+    "Qwen2.5-72B-Instruct --gpus 4xRTX4090 --emit infernet --emit-to nowhere --force",
+    "Qwen2.5-72B-Instruct --gpus 2xA100 --max-memory 0=40GB,1=40GB --emit weft",
+    "Llama-3.3-70B-Instruct --gpus 4090+3090 --precision q4_k_m --emit weft",
+    "llama3.3:70b --gpus 4090+3090 --emit weft",
+    "DeepSeek-R1 --gpus 8xA100 --emit weft",
+]
+
+
+@pytest.mark.parametrize("words", WITHOUT_ROOM)
+def test_the_ways_out_of_a_refusal_work(words: str) -> None:
+    """A refused export names a plan; the plan names commands, and each of them fits."""
+    status, _, err = weft("plan", *words.split())
+    named = re.search(r"weft (plan .*) tells", err)
+    assert status == 3 and named
+    status, out, _ = weft(*shlex.split(named[1]))
+    commands = re.findall(r"try: weft (plan .*?) \(", out)
+    assert status == 3 and commands
+    for command in commands:
+        assert weft(*shlex.split(command))[0] == 0, command
+
+
+def test_what_limits_memory_may_be_left_to_the_cpu() -> None:
+    out = weft("plan", "Qwen2.5-72B-Instruct", "--gpus", "2xA100", "--max-memory", "0=40GB,1=40GB")[1]
+    assert "0=40GB,1=40GB,cpu=128GB" in out and "-q int4" in out
+
+
+def test_other_targets_are_named_for_a_model_that_one_cannot_run() -> None:
+    status, _, err = weft("plan", "Qwen/Qwen-72B-Chat", "--gpus", "2xA100", "--emit", "transformers")
+    targets = re.findall(r"--emit (\w+)", err)
+    assert status == 3 and {"weft", "vllm"} <= set(targets)
+    for target in targets:
+        assert weft("plan", "Qwen/Qwen-72B-Chat", "--gpus", "2xA100", "--emit", target)[0] == 0
 
 
 def test_flags_win_over_the_configuration(config: Any) -> None:

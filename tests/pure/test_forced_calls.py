@@ -185,6 +185,7 @@ def test_reasoning_comes_before_a_forced_call(reasoning: str) -> None:
     golden = {
         "openai_gptoss": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
         "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}<|call|>",
+        "mistral": '[THINK]Hm <b>.[/THINK]<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
     }.get(reasoning, '<think>Hm <b>.</think>\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
     matcher = begin(chosen, ToolUse(TOOLS, "required"), words)
     ids = words.tokenizer.encode(golden, add_special_tokens=False)

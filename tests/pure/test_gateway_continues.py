@@ -18,10 +18,12 @@ from tests.pure.test_continued_answers import world
 from weft.client.suspects import LOST
 from weft.gateway import dispatch
 from weft.gateway.checks import check_health, read_models
+from weft.gateway.config import UpstreamConfig
 from weft.gateway.events import EVENT_BYTES
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
 KEYS = {"id", "created"}
+BREAKS = 4  # events of an answer with tokens, after which it breaks
 PREAMBLE = 5  # events of an answer that may come before its first token
 
 
@@ -361,3 +363,55 @@ async def test_replicas_that_break_an_answer_in_vain_are_bounded(monkeypatch: py
         tries = sum(len([seen for seen in stub.seen if seen.json]) for stub in live.stubs)
         assert tries == LOST
         live.assert_idle()
+
+
+@pytest.mark.parametrize("begun", ["before", "after"])
+async def test_an_upstream_that_was_just_added_takes_the_place_of_a_drained_one(begun: str) -> None:
+    """Add, drain and kill in one breath: a stream goes on, whether it began before the newcomer came or after."""
+    answering = weft(BREAKS)
+    go_on, begun_there = asyncio.Event(), asyncio.Event()
+
+    async def old(exchange: Exchange) -> None:
+        if exchange.json is not None:
+            begun_there.set()
+            await go_on.wait()
+        await answering(exchange)
+
+    async with replicas(old) as live, upstream() as new:
+        new.answer = weft()
+
+        async def add() -> None:
+            added = (await live.client.post("/gateway/add", json={"url": new.url})).json()
+            assert added["models"] == ["tiny"], "the answer comes after its first check"
+            live.replica(new).connections += 1  # so that the old one comes first
+
+        if begun == "after":
+            await add()
+        stream = asyncio.create_task(live.client.post(PATHS[1], json=body(PATHS[1])))
+        await begun_there.wait()
+        if begun == "before":
+            await add()
+        await live.client.post("/gateway/drain", json={"url": live.stubs[0].url})
+        go_on.set()
+        text = (await stream).text
+        assert text.rstrip().endswith("[DONE]") and "error" not in text
+        live.replica(new).connections -= 1
+
+
+async def test_an_upstream_without_a_check_yet_is_waited_for() -> None:
+    async with replicas(weft(BREAKS)) as live, upstream() as new:
+        new.answer = weft()
+        newcomer = live.proxy.fleet.add(UpstreamConfig(url=new.url))  # as a file of upstreams does
+        newcomer.connections += 1
+        stream = asyncio.create_task(live.client.post(PATHS[1], json=body(PATHS[1])))
+        while not live.stubs[0].seen:
+            await asyncio.sleep(0)
+        live.replica(live.stubs[0]).draining = True
+        await read_models(newcomer, live.proxy.timeouts)
+        assert (await stream).text.rstrip().endswith("[DONE]")
+        newcomer.connections -= 1
+
+
+async def test_a_stream_of_the_only_upstream_ends_at_once_if_it_breaks() -> None:
+    async with replicas(weft(BREAKS, BREAKS)) as live:
+        assert "closed_in_response" in (await live.client.post(PATHS[1], json=body(PATHS[1]))).text

@@ -221,7 +221,8 @@ async def test_an_upstream_is_drained_added_and_removed() -> None:
         assert (await post("/gateway/drain", json={"url": one.url})).json()["draining"]
         for _ in range(4):
             assert (await live.chat()).status_code == 200
-        assert not one.seen and len(two.seen) == 4
+        assert [seen.path for seen in two.seen if seen.json is None] == ["/health", "/v1/models"], "asked when added"
+        assert not one.seen and len([seen for seen in two.seen if seen.json]) == 4
         assert not (await post("/gateway/add", json={"url": one.url})).json()["draining"]
         assert (await post("/gateway/remove", json={"url": two.url})).status_code == 200
         assert (await live.chat()).status_code == 200 and one.seen

@@ -83,6 +83,21 @@ def test_tokens(tmp_path: Path) -> None:
     assert (shape.bos, shape.eos) == (1, (2, 5))
 
 
+@pytest.mark.parametrize("none", [2**32 - 1, np.int32(-1)])
+def test_ids_of_no_token(tmp_path: Path, none: Any) -> None:
+    changes = {f"tokenizer.ggml.{key}_token_id": none for key in ("bos", "eos", "eom")}
+    shape = gguf_shape.shape_from_gguf(header(tmp_path, changes | {"tokenizer.ggml.eot_token_id": 5}))
+    assert (shape.bos, shape.eos) == (None, (5,))
+
+
+def test_fields_that_say_what_is_computed_anyway(tmp_path: Path) -> None:
+    """The same number for each layer, and factors of one."""
+    arrays = {"attention.head_count": [6, 6], "attention.head_count_kv": [2, 2], "feed_forward_length": [20, 20]}
+    factors = {"embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0, "attention.scale": 8**-0.5}
+    plain = gguf_shape.shape_from_gguf(header(tmp_path, {}))
+    assert gguf_shape.shape_from_gguf(header(tmp_path, arrays | factors)) == plain
+
+
 def test_sliding_window(tmp_path: Path) -> None:
     for window, expected in ((16, (16, 16)), (0, ())):
         shape = gguf_shape.shape_from_gguf(header(tmp_path, {"attention.sliding_window": window}))
@@ -214,6 +229,8 @@ WRONG: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
     (MIXED | {"expert_gating_func": 2}, "wrong-field-value", ("llama", "expert_gating_func", 2)),
     (MIXED | {"expert_weights_scale": 2.5}, "wrong-field-value", ("llama", "expert_weights_scale", 2.5)),
     (MIXED | {"expert_weights_norm": False}, "wrong-field-value", ("llama", "expert_weights_norm", False)),
+    ({"attention.scale": 0.5}, "gguf-feature-not-computed", ("llama.attention.scale",)),
+    ({"embedding_scale": 2.0}, "gguf-feature-not-computed", ("llama.embedding_scale",)),
     ({"logit_scale": 0.5}, "gguf-feature-not-computed", ("llama.logit_scale",)),
     ({"rope.scaling.type": "longrope"}, "wrong-field-value", ("rope.scaling.type", "'longrope'")),
     ({"rope.scaling.type": "linear"}, "missing-field", ("rope.scaling.factor",)),

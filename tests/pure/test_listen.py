@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import socket
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.log_events import logged
 from tests.refusals import refuses
 from weft.errors import ConfigError
 from weft.serving import listen
@@ -142,3 +144,17 @@ def test_work_without_a_step_is_a_stall_only_after_the_time() -> None:
     assert progress.stalled_s(1) == 0.0
     now = 122.0
     assert progress.stalled_s(1) == 11.0
+
+
+@pytest.mark.parametrize(
+    ("host", "has_keys", "warned"),
+    [("0.0.0.0", False, True), ("::", False, True), ("0.0.0.0", True, False), ("127.0.0.1", False, False)],
+)
+def test_a_server_that_everybody_may_use_says_so(
+    host: str, has_keys: bool, warned: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("weft"), "propagate", True)
+    options = replace(ANY, host=host)
+    with listen.bind(options) as listener:
+        listen.warn_without_key(listener, options, has_keys=has_keys)
+    assert bool(logged(caplog, "no-key")) == warned

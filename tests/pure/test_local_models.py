@@ -17,7 +17,17 @@ from tests.pure.commands import weft
 from tests.pure.hubs import Hub, running_hub
 from tests.refusals import refuses
 from weft.errors import ModelError
-from weft.formats import checkpoint, demo, gguf_reference, hub, local_models, model_names
+from weft.formats import (
+    catalogue,
+    checkpoint,
+    demo,
+    gguf_reference,
+    gguf_types,
+    hub,
+    local_models,
+    lookup,
+    model_names,
+)
 from weft.formats.gguf_reference import GgufReference, choose_files, listed, parse_name, short_name
 from weft.formats.pull import pull_model
 from weft.serving.run_files import announced, running_servers
@@ -53,6 +63,10 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         ("qwen2.5:latest", "Qwen/Qwen2.5-7B-Instruct-GGUF", "Q4_K_M"),
         ("Mistral", "bartowski/Mistral-7B-Instruct-v0.3-GGUF", "Q4_K_M"),
         ("gpt-oss:20b", "ggml-org/gpt-oss-20b-GGUF", "MXFP4"),
+        ("mixtral:8x22b", "MaziyarPanahi/Mixtral-8x22B-Instruct-v0.1-GGUF", "Q4_K_M"),
+        ("mixtral:8x7b-instruct-v0.1-q4_0", "TheBloke/Mixtral-8x7B-Instruct-v0.1-GGUF", "Q4_0"),
+        ("qwen3:30b-a3b-q8_0", "Qwen/Qwen3-30B-A3B-GGUF", "Q8_0"),
+        ("deepseek-r1:671b", "unsloth/DeepSeek-R1-GGUF", "Q4_K_M"),
         ("hf.co/Owner/Repo", "Owner/Repo", "Q4_K_M"),
         ("HF.co/Owner/Repo:iq4_xs", "Owner/Repo", "IQ4_XS"),
         ("huggingface.co/Owner/Repo:latest", "Owner/Repo", "Q4_K_M"),
@@ -67,6 +81,57 @@ def test_names_of_files(name: str, repository: str, quantization: str) -> None:
 )
 def test_other_names_are_no_files(name: str) -> None:
     assert parse_name(name) is None
+
+
+@pytest.mark.parametrize("row", listed(), ids=lambda row: row.tag)
+def test_every_tag_that_is_fetched_is_planned(row: gguf_reference.Listed, server: Hub) -> None:
+    model = lookup.look_up(row.tag)
+    assert model.name == model_names.full_name(row.tag) == str(parse_name(row.tag))
+    assert model.precision in gguf_types.MIXES
+    whole = model_names.whole_model(GgufReference(row.name, row.quantization))
+    assert whole and catalogue.find(whole).shape == model.shape
+    # The size in the tag is the model's; Mixtral's tells experts.
+    size = row.tag.partition(":")[2].removesuffix("b")
+    if "x" not in size:
+        millions = float(size.removesuffix("m")) * (1 if size.endswith("m") else 1000)
+        assert millions == pytest.approx(model.params / 1e6, rel=0.2)
+    assert not server.requests
+
+
+def test_an_id_without_its_owner_is_no_tag() -> None:
+    assert model_names.full_name("DeepSeek-R1") == "deepseek-ai/DeepSeek-R1"
+    assert model_names.full_name("phi-4") == "microsoft/phi-4"
+    assert model_names.full_name("phi4") == "hf.co/bartowski/phi-4-GGUF:Q4_K_M"
+
+
+@pytest.mark.parametrize("name", ["gemma2:9b", "gemma2:27b"])
+def test_what_the_engine_does_not_run_is_told_before_anything_is_fetched(name: str, server: Hub) -> None:
+    for fetch in (pull_model, checkpoint.resolve):
+        with refuses(ModelError, "architecture-not-run", name):
+            fetch(name)
+    assert not server.requests
+    assert lookup.look_up(name).precision == "q4_k_m"  # it can be planned
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen2.5vl:7b",
+        "Qwen2.5-VL-7B-Instruct",
+        "llava:7b",
+        "llama3.2-vision:11b",
+        "minicpm-v",
+        "gemma3n:e4b",
+        "nomic-embed-text",
+        "bge-m3",
+        "whisper",
+    ],
+)
+def test_kinds_of_models_that_are_not_there(name: str, server: Hub) -> None:
+    for find in (lookup.look_up, checkpoint.resolve, pull_model):
+        with refuses(ModelError, "kind-not-run", name):
+            find(name)
+    assert not server.requests
 
 
 def test_every_tag_reads_back() -> None:
@@ -114,7 +179,7 @@ def test_what_is_fetched_serves_without_the_hub(server: Hub, monkeypatch: pytest
     monkeypatch.setattr(gguf_reference, "listed", lambda: (row,))
     assert model_names.full_name("qwen3:8b") == ADDRESS
     local_models.remove_model(local_models.list_models()[0])
-    assert model_names.full_name("qwen3:8b") == "Qwen/Qwen3-8B"
+    assert model_names.full_name("qwen3:8b") == ADDRESS
 
 
 def test_the_commands(server: Hub) -> None:
@@ -164,6 +229,7 @@ def test_servers_are_listed_and_stopped(tmp_path: Path, monkeypatch: pytest.Monk
         assert process.stdout and process.stdout.readline() == b"up\n"
         (row,) = json.loads(weft("ps", "--json")[1])["servers"]
         assert (row["models"], row["url"], row["pid"]) == (["tiny", "other"], "http://127.0.0.1:9", process.pid)
+        assert {state["state"] for state in row["states"]} == {"no answer"}
         assert "tiny, other" in weft("ps")[1]
         assert weft("stop", "other:latest")[0] == 0
         assert process.wait(60) != 0

@@ -294,7 +294,7 @@ def test_a_path_and_the_cache_go_before_nicknames(hub: Hub, tmp_path: Path, monk
     snapshot = keep(tmp_path / "hub", "mistral-7b")
     assert model_names.full_name("mistral-7b") == "mistral-7b"
     assert look_up("mistral-7b").shape == look_up_config(MIXTRAL)
-    assert model_names.full_name("qwen3:8b") == "Qwen/Qwen3-8B"
+    assert model_names.full_name("qwen3:8b") == "hf.co/Qwen/Qwen3-8B-GGUF:Q4_K_M"
     (tmp_path / "qwen3:8b").symlink_to(snapshot)
     assert model_names.full_name("qwen3:8b") == "qwen3:8b"
     assert look_up("qwen3:8b").shape == look_up_config(MIXTRAL)
@@ -309,8 +309,11 @@ def test_downloaded_models_are_planned_offline(hub: Hub, tmp_path: Path, monkeyp
 
 
 def test_only_another_name_is_told() -> None:
-    notice = model_names.notice("llama3.3:70b", "meta-llama/Llama-3.3-70B-Instruct")
-    has_values(notice, "llama3.3:70b", "meta-llama/Llama-3.3-70B-Instruct")
+    notice = model_names.notice("llama3.3:70b", "hf.co/bartowski/Llama-3.3-70B-Instruct-GGUF:Q4_K_M")
+    has_values(notice, "llama3.3:70b", "hf.co/bartowski/Llama-3.3-70B-Instruct-GGUF:Q4_K_M")
+    has_values(notice, "meta-llama/Llama-3.3-70B-Instruct")
+    unknown_file = model_names.notice("gemma2:2b", "google/gemma-2-2b-it")
+    has_values(unknown_file, "google/gemma-2-2b-it", "hf.co/OWNER/REPO:QUANT")
     assert model_names.notice("qwen3-0.6b", "Qwen/Qwen3-0.6B") == model_names.notice("m", "m") == ""
 
 
@@ -351,8 +354,9 @@ def test_every_command_tells_which_model_it_took(words: str, monkeypatch: pytest
     )
     status, out, err = weft(*words.split())
     assert (status, out) == (0, "")
-    assert err == f"weft: {model_names.notice('llama3.3:70b', 'meta-llama/Llama-3.3-70B-Instruct')}\n"
-    assert taken == ["meta-llama/Llama-3.3-70B-Instruct"]
+    file = "hf.co/bartowski/Llama-3.3-70B-Instruct-GGUF:Q4_K_M"
+    assert err == f"weft: {model_names.notice('llama3.3:70b', file)}\n"
+    assert taken == [file]
 
 
 def test_a_server_knows_its_model_by_the_name_that_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,5 +369,6 @@ def test_a_server_knows_its_model_by_the_name_that_was_typed(monkeypatch: pytest
 
 
 def test_python_takes_the_same_names() -> None:
-    assert engine_config("qwen3:8b", {}).model == "Qwen/Qwen3-8B"
+    assert engine_config("qwen3:8b", {}).model == "hf.co/Qwen/Qwen3-8B-GGUF:Q4_K_M"
+    assert engine_config("Qwen3-8B", {}).model == "Qwen/Qwen3-8B"
     assert engine_config("demo", {"data_parallel_size": 1, "enable_lora": False}).model == "demo"

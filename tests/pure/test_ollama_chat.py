@@ -106,13 +106,14 @@ async def test_refusals(path: str, fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("keep_alive", "reason"), [(None, "load"), ("5m", "load"), (0, "unload")])
 async def test_nothing_asked_means_that_the_model_is_wanted(keep_alive: Any, reason: str) -> None:
     world = World()
+    world.client.base_url = httpx.URL("http://127.0.0.1:11434")  # of this machine's owner
     for answer in (
         await post(world, "/api/generate", keep_alive=keep_alive),
         await post(world, "/api/chat", messages=[], keep_alive=keep_alive),
     ):
         assert (answer.json()["done"], answer.json()["done_reason"]) == (True, reason)
     assert not world.engine.requests
-    assert (await client(world).chat("tiny", HI)).message.content == "hello"  # it stays
+    assert (await client(world).chat("tiny", HI)).message.content == "hello"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -25,7 +25,6 @@ REFUSED: list[tuple[str, Any]] = [
     ("temperature", 10**400),
     ("temperature", "1"),
     ("temperature", True),
-    ("temperature", None),
     ("top_p", 0),
     ("top_p", 1.01),
     ("top_p", math.nan),
@@ -93,7 +92,7 @@ def test_the_words_of_refusals(golden: Callable[[str, str], None]) -> None:
     lines = []
     for field, value in REFUSED:
         with pytest.raises(RequestError) as refused:
-            SamplingParams(**{field: value})
+            SamplingParams(**{field: value})  # type: ignore[arg-type]
         lines.append(f"{field}={value!r:.40}\n  {refused.value}\n")
     golden("errors/sampling_params.txt", "".join(lines))
 
@@ -197,3 +196,17 @@ def test_an_unknown_parameter_names_the_nearest(unknown: str, near: str) -> None
         SamplingParams(**{unknown: 1})
     with pytest.raises(TypeError, match=r"'zzzz'$"):
         SamplingParams(zzzz=1)  # type: ignore[call-arg]
+
+
+def test_what_generation_configs_leave_out() -> None:
+    """The wrapper of the Qwen guide passes the fields of Transformers' GenerationConfig, of which some are None."""
+    left_out = dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"))
+    assert SamplingParams(**left_out, max_tokens=16) == SamplingParams()  # type: ignore[arg-type]
+
+
+def test_fields_of_other_versions_of_vllm_that_ask_for_nothing() -> None:
+    nothing: dict[str, Any] = {"early_stopping": False, "use_beam_search": False, "best_of": None}
+    assert SamplingParams(top_p=0.5, **nothing) == SamplingParams(top_p=0.5)
+    for field, value in (("early_stopping", True), ("use_beam_search", True), ("best_of", 3)):
+        with pytest.raises(TypeError, match=field):
+            SamplingParams(**{field: value})  # type: ignore[arg-type]

@@ -53,7 +53,8 @@ def parse(family: str, case: dict[str, Any], pieces: Iterable[str]) -> Said:
     parser = format_of(family, case).parser(case.get("prompt", ""), TOOLS)
     assert parser is not None
     events = [event for piece in pieces for event in parser.push(piece)]
-    return said(events + parser.finish())
+    is_cut = any("partial" in call for call in case.get("calls", ()))
+    return said(events + parser.finish(cut=is_cut))
 
 
 def cut(text: str, draw: random.Random) -> list[str]:
@@ -119,8 +120,8 @@ def test_an_answer_may_end_anywhere(family: str, case: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("family", "text", "arguments"),
     [
-        ("pythonic", "[f(a='\\ud800', b='\\ud83d\\ude00', c='é')]", {"a": "\ufffd", "b": "\U0001f600", "c": "é"}),
-        ("pythonic", "[f(a=1e999, b=[-1e999])]", {"a": "inf", "b": ["-inf"]}),
+        ("pythonic", "[find(a='\\ud800', b='\\ud83d\\ude00', c='é')]", {"a": "\ufffd", "b": "\U0001f600", "c": "é"}),
+        ("pythonic", "[find(a=1e999, b=[-1e999])]", {"a": "inf", "b": ["-inf"]}),
         ("gemma", "<|tool_call>call:f{a:1e999,b:NaN,c:2}<tool_call|>", {"a": "1e999", "b": "NaN", "c": 2}),
         ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>1e999</arg_value></tool_call>", {"a": "1e999"}),
         ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>[NaN]</arg_value></tool_call>", {"a": "[NaN]"}),
@@ -147,7 +148,7 @@ def test_text_of_an_answer_is_said_as_it_comes() -> None:
     pieces = ["<tool_call>", '{"name": "now", "argu', 'ments": {"a', '": 1', "}}"]
     assert [said(parser.push(piece))[2] for piece in pieces[:2]] == [[], []]
     events = [event for piece in pieces[2:] for event in parser.push(piece)]
-    assert events == [CallBegin("now"), CallArguments("{"), *map(CallArguments, ('"', "a", '"', ": 1", "}"))]
+    assert events == [CallBegin("now"), CallArguments("{"), *map(CallArguments, ('"', "a", '"', ":", " ", "1", "}"))]
 
 
 TEMPLATES = {

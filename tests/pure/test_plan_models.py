@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 
 from tests.pure.commands import weft, weft_json
 from tests.refusals import has_values
@@ -62,7 +63,8 @@ def test_the_table_has_a_line_for_each_model_and_says_how_to_go_on() -> None:
 
 def test_models_that_the_engine_does_not_run_are_told_apart() -> None:
     rows = weft("plan", "--gpus", "1xRTX5090", "--precision", "nvfp4")[1].splitlines()
-    assert rows[3].startswith("Llama-3.2-1B-Instruct") and rows[3].endswith("not yet")
+    assert any(row.startswith("Llama-3.2-1B-Instruct") and row.endswith("not yet") for row in rows)
+    assert not any("for one person" in row for row in rows)
 
 
 def test_flags_hold_for_all_models() -> None:
@@ -80,3 +82,26 @@ def test_flags_hold_for_all_models() -> None:
 def test_nothing_fits() -> None:
     status, told = weft_json("plan", "--gpus", "1xH100", "--max-memory", "0=1GB")
     assert status == 3 and not any(row["fits"] for row in told["models"])
+
+
+def test_one_person_is_advised_in_a_format_that_people_fetch() -> None:
+    advice = weft_json("plan", *HOME.split())[1]["advice"]
+    assert advice["model"] == "Qwen/Qwen3-32B" and advice["format"] in ("Q4_K_M", "AWQ", "FP8")
+    assert advice["single_tok_s"] >= 20 and advice["kv_tokens"] >= 8192
+    assert advice["faster"] == "openai/gpt-oss-20b"
+    # The command that it names is the plan that it tells.
+    status, told = weft_json(*shlex.split(advice["command"])[1:])
+    assert status == 0 and told["best"]["predicted"]["single_tok_s"] == advice["single_tok_s"]
+    out = weft("plan", *HOME.split())[1].splitlines()
+    assert f"{advice['single_tok_s']:.0f} tok/s" in out[1] and advice["command"] == out[2].strip()
+
+
+def test_the_best_model_for_one_person_is_on_top() -> None:
+    out = weft("plan", *HOME.split())[1].splitlines()
+    names = [line.split()[0] for line in out if line.endswith("yes")]
+    assert names[0] == "Qwen3-32B"
+    assert names[-1] == "Llama-3.3-70B-Instruct"  # it has room for 2,048 tokens
+
+
+def test_nobody_is_advised_what_is_slow() -> None:
+    assert weft_json("plan", "--gpus", "1xH100", "--max-memory", "0=1GB")[1]["advice"] is None

@@ -9,8 +9,8 @@ import pytest
 
 from tests.refusals import refuses
 from weft.errors import ConfigError, PlanError
-from weft.hosting.keep_alive import default_keep_alive, parse_keep_alive
 from weft.hosting.residency import TURN_S, Need, Residency, Room, State, Tenant
+from weft.serving.ollama.keep_alive import default_keep_alive, parse_keep_alive
 
 ROOMS = {"cuda:0": 100, "cpu": 100}
 

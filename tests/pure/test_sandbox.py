@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.pure.test_tools import world_saying
+from tests.pure.worlds import refused
 from tests.refusals import refuses
 from weft.errors import RequestError
 from weft.sandbox import zygote
@@ -55,9 +57,9 @@ def job(content: str) -> bytes:
 
 async def finish(work: Any) -> bytes:
     """Run a coroutine to its end in the event loop."""
-    outcome = None
-    while not isinstance(step := advance(work, outcome), Result):
-        outcome = await step.function.pool.call(step.data)
+    arrived: list[Any] = []
+    while not isinstance(step := advance(work, arrived), Result):
+        arrived.append(await step.function.pool.call(step.data))
     return step.value
 
 
@@ -231,3 +233,21 @@ def test_a_blocking_caller_notices_that_its_worker_has_ended_meanwhile() -> None
         os.kill(int(pid), signal.SIGKILL)
     time.sleep(0.2)
     assert run_blocking(function.call(job("hi"))) == b"hi"
+
+
+async def test_a_refused_request_is_gone_with_its_answer() -> None:
+    """An error keeps the frames that it passed; in a circle with them it would keep each request's body for minutes."""
+    world = world_saying("", "{{ raise_exception('no ' ~ messages[0].content) }}")
+    grammar = {"structured_outputs": {"grammar": "start: a"}}
+    refused(await world.complete(**grammar))
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            refused(await world.chat())
+            refused(await world.complete(**grammar))
+        await asyncio.sleep(0.1)  # the last thread lets go of its future
+        left = [one for one in gc.get_objects() if isinstance(one, RequestError)]
+    finally:
+        gc.enable()
+    assert not [one for one in left if one.__traceback__ is not None]

@@ -302,3 +302,9 @@ async def test_events_that_are_made_in_the_shorter_way_are_the_same(text: str) -
         made.append([event for event in seen if event["choices"][0]["delta"] != {"content": ""}])
     assert made[0] == made[1] and len(made[0]) > 4
     assert all(list(event) == list(made[1][0]) for event in made[0])
+
+
+async def test_the_blocks_of_the_cache_as_vllm_s_boards_read_them() -> None:
+    world = World()
+    labels = {"block_size": str(world.engine.plan.block_size), "num_gpu_blocks": "10", "cache_dtype": "auto"}
+    assert await world.metric("vllm:cache_config_info", **labels, engine="0") == 1

@@ -42,6 +42,7 @@ OTHERS: dict[str, Any] = {
     "enable_log_requests": True,
     "response_role": "a b",
     "default_chat_template_kwargs": {"enable_thinking": False},
+    "clip_max_tokens": True,
     "enable_auto_tool_choice": True,
     "tool_call_parser": "hermes",
     "reasoning_parser": "qwen3",

@@ -250,3 +250,32 @@ def test_a_bad_line_of_a_trace_is_named(tmp_path: Path) -> None:
 def test_a_model_that_does_not_fit_is_told_with_the_missing_memory() -> None:
     status, out, err = run("Llama-3.1-70B --gpus 1xH100 --rate 1")
     assert (status, out) == (3, "") and "143.3 GB" in err and err.count("\n") == 1
+
+
+OVERLOADED = "Llama-3.1-8B --gpus 1xL40S --rate 50 --duration 20s"
+
+
+def test_an_overloaded_run_says_so_first() -> None:
+    status, out, _ = run(OVERLOADED)
+    first = out.splitlines()[0]
+    assert status == 0 and first.startswith("overloaded") and " 50 " in first
+    assert "--duration" not in out  # a longer run would not help
+    status, document = told(OVERLOADED)
+    assert status == 0 and document["verdict"]["overloaded"] and document["verdict"]["kept"] is None
+    status, document = told(f"{OVERLOADED} --slo ttft_p95=1s")
+    assert status == 3 and document["verdict"]["kept"] is False
+
+
+@pytest.mark.parametrize(("slo", "status", "kept"), [("10s", 0, True), ("1ms", 3, False)])
+def test_a_promise_decides_the_exit_status(slo: str, status: int, kept: bool) -> None:
+    words = f"Llama-3.1-8B --gpus 1xL40S --rate 0.5 --duration 60s --slo ttft_p95={slo}"
+    found, document = told(words)
+    assert found == status
+    assert document["verdict"]["kept"] is kept and not document["verdict"]["overloaded"]
+    assert run(words)[1].splitlines()[0].startswith("promise kept" if kept else "promise not kept")
+
+
+def test_a_sweep_tells_the_highest_rate_that_is_carried() -> None:
+    status, document = told("Llama-3.1-8B --gpus 1xL40S --rates 0.5,1,80 --duration 30s")
+    assert status == 0 and not document["verdict"]["overloaded"]
+    assert " 1 " in document["verdict"]["text"]

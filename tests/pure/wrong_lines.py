@@ -18,6 +18,9 @@ COMMANDS = (
     WrongLine("bench latenzy m", 2, "subcommand-missing", "latency throughput"),
     WrongLine("pull m", 1, "unknown-tag", "'m' hf.co/OWNER/REPO:QUANT"),
     WrongLine("list m", 2, "unknown-command", "'list' ls?"),
+    WrongLine("show m", 2, "unknown-command", "'show' plan"),
+    WrongLine("update", 2, "unknown-command", "scripts/setup"),
+    WrongLine("uninstall", 2, "unknown-command", "~/.cache/weft"),
 )
 
 SERVE = (
@@ -37,6 +40,8 @@ SERVE = (
     WrongLine("serve m --nodes 2", 2, "unknown-flag", "--nodes plan"),
     WrongLine("serve m --ctx-size 4", 2, "unknown-flag", "--ctx-size --max-model-len"),
     WrongLine("serve m -c 4", 2, "unknown-flag", "-c --max-model-len"),
+    WrongLine("serve m --gpu 0", 2, "unknown-flag", "--gpu --device-ids"),
+    WrongLine("serve m --context 32k", 2, "unknown-flag", "--context --max-model-len"),
     WrongLine("serve m -n 4", 2, "unknown-flag", "-n"),
     WrongLine("serve m -ngl 4", 2, "unknown-flag", "-ngl"),
     WrongLine("serve m --n-gpu-layers 4", 2, "unknown-flag", "--n-gpu-layers"),
@@ -58,6 +63,14 @@ PLAN = (
     WrongLine("plan m --policy 1", 2, "unknown-flag", "--policy simulate"),
     WrongLine("plan m --temp 0", 2, "unknown-flag", "--temp --temperature run, chat"),
     WrongLine("plan m --zlo 1", 2, "unknown-flag", "--zlo"),
+    WrongLine("plan m --gpu 4090", 2, "unknown-flag", "--gpu --gpus"),
+    WrongLine("plan m --context 32k", 2, "unknown-flag", "--context --max-model-len"),
+    WrongLine("plan m --format q4_k_m", 2, "unknown-flag", "--format --precision"),
+    WrongLine("plan m --quant int4", 2, "unknown-flag", "--quant --quantization"),
+    WrongLine("plan m --quiet", 2, "unknown-flag", "--quiet 2>/dev/null"),
+    WrongLine("plan gpt2 --gpus 1x7900XTX", 1, "gpu-of-other-maker", "AMD"),
+    WrongLine("plan gpt2 --gpus 24GB", 1, "memory-without-gpu", "RTX 4090"),
+    WrongLine("plan qwen2.5vl:7b --gpus 4090", 1, "kind-not-run", "qwen2.5vl:7b"),
     WrongLine("plan Llama-3.1-8B --gpus 1xH10", 1, "unknown-gpu", "'H10' H100-SXM"),
     WrongLine("plan Lama-3.1-8B --gpus 1xH100", 1, "unknown-model", "'Lama-3.1-8B' Llama-3.1-8B"),
     WrongLine("plan gpt2 --gpus 0xH100", 1, "count-out-of-range", "0"),

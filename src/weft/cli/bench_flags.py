@@ -10,6 +10,8 @@ from weft.cli import values
 from weft.cli.flags import Flag
 from weft.serving.options import ServeOptions
 
+TIMES = ("ttft", "tpot", "itl", "e2el")  # the same as in bench.summary, which is slow to import for --help
+
 
 def above(minimum: float) -> Callable[[str], float]:
     """A parser of numbers above `minimum`; inf is one."""
@@ -48,6 +50,14 @@ def percents(text: str) -> tuple[float, ...]:
     if not all(0 <= percent <= 100 for percent in percentiles):
         raise ArgumentTypeError(f"{text!r} is not a list of percentiles; each must be from 0 to 100")
     return percentiles
+
+
+def metric_names(text: str) -> tuple[str, ...]:
+    """Names of times with commas: ttft,tpot."""
+    names = tuple(name.strip().lower() for name in text.split(",") if name.strip())
+    if not names or not set(names) <= set(TIMES):
+        raise ArgumentTypeError(f"{text!r} is not a list of times; they are {', '.join(TIMES)}")
+    return names
 
 
 def header(text: str) -> tuple[str, str]:
@@ -148,7 +158,20 @@ REPORT = (
         name="metric-percentiles", parse=percents, default="95,99", help="percentiles to report; 95 and 99 always are"
     ),
     Flag(name="json", parse=None, help="print one JSON object instead of the table"),
-    Flag(name="save-result", metavar="FILE", help="write the JSON object to this file"),
+    Flag(
+        name="percentile-metrics",
+        parse=metric_names,
+        metavar="NAMES",
+        help="the times to show, of ttft, tpot, itl and e2el, as in ttft,tpot; the JSON object has all",
+    ),
+    Flag(
+        name="save-result",
+        bare=True,
+        metavar="FILE",
+        help="write the JSON object to this file; without FILE to --result-filename in --result-dir",
+    ),
+    Flag(name="result-dir", metavar="DIR", help="folder of the result; default: this one"),
+    Flag(name="result-filename", metavar="NAME", help="name of the result; default: rate, model and time"),
 )
 ARRIVALS = (
     Flag(

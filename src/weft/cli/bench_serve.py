@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import resource
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -83,7 +85,7 @@ def main(arguments: Namespace) -> int:
     else:
         from weft.cli.bench_view import print_load
 
-        print_load(result)
+        print_load(result, getattr(arguments, "percentile_metrics", ()))
     return exit_status([result])
 
 
@@ -99,8 +101,8 @@ def check_settings(arguments: Namespace) -> BenchSettings:
     given = vars(arguments)
     _check_server_flags(given)
     _check_dataset_flags(given)
-    if path := given.get("save_result"):
-        folder = Path(path).absolute().parent
+    if path := result_path(given):
+        folder = path.absolute().parent
         if not folder.is_dir():
             raise UsageError(f"--save-result {path}: the directory {folder} does not exist", code="folder-missing")
     return BenchSettings(
@@ -342,10 +344,30 @@ def raise_file_limit(requests: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
+def result_path(given: Mapping[str, Any]) -> Path | None:
+    """The file of --save-result, which may be a switch, as vLLM's is; None without the flag.
+
+    Raises UsageError for a folder or a name that says nothing.
+    """
+    path, folder, name = (given.get(field) for field in ("save_result", "result_dir", "result_filename"))
+    if path is None:
+        unused = "--result-dir" if folder is not None else "--result-filename" if name is not None else ""
+        if unused:
+            raise UsageError(f"{unused} names the file of --save-result; give that too", code="result-not-saved")
+        return None
+    if path is not True:
+        return Path(folder or "", path)
+    rate = given.get("request_rate")
+    rate = f"{rate:g}" if isinstance(rate, float) else "sweep"
+    model = str(given.get("model") or given.get("served_model_name") or "server").rpartition("/")[2]
+    usual = f"weft-{rate}qps-{model}-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    return Path(folder or "", name or re.sub(r"[^\w.+-]", "-", usual))
+
+
 def save_result(arguments: Namespace, result: dict[str, Any]) -> None:
     """Write the result to the file of --save-result, if it is given."""
-    if path := getattr(arguments, "save_result", None):
-        Path(path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if path := result_path(vars(arguments)):
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:

@@ -8,12 +8,12 @@ from typing import Any
 from weft.bench.summary import METRICS, load_warnings
 
 
-def print_load(result: Mapping[str, Any]) -> None:
-    """Print the result of one load."""
-    print("\n".join(load_lines(result)))
+def print_load(result: Mapping[str, Any], times: Sequence[str] = ()) -> None:
+    """Print the result of one load, with the named `times`, or with all."""
+    print("\n".join(load_lines(result, times)))
 
 
-def load_lines(result: Mapping[str, Any]) -> list[str]:
+def load_lines(result: Mapping[str, Any], times: Sequence[str] = ()) -> list[str]:
     """The lines of the report: the load, counts and rates, times, and warnings."""
     requests, seconds = result["num_prompts"], result["duration"]
     lines = [load_line(result), ""]
@@ -41,7 +41,7 @@ def load_lines(result: Mapping[str, Any]) -> list[str]:
         rows += [("", f"{count} x {error}") for error, count in result["errors"].items()]
     width = max(len(name) for name, _ in rows)
     lines += [f"{name:{width}}  {value}" for name, value in rows]
-    lines += ["", *times_table(result), "", client_line(result)]
+    lines += ["", *times_table(result, times), "", client_line(result)]
     lines += [f"warning: {text}" for text in load_warnings(result, requests)]
     return lines
 
@@ -57,12 +57,13 @@ def load_line(result: Mapping[str, Any]) -> str:
     return f"{result['model_id']} at {result['endpoint']}: {result['num_prompts']} requests, {arrive}{held}"
 
 
-def times_table(result: Mapping[str, Any]) -> list[str]:
-    """The table of times, in milliseconds."""
+def times_table(result: Mapping[str, Any], times: Sequence[str] = ()) -> list[str]:
+    """The table of the named `times`, or of all, in milliseconds."""
     columns = ["mean", "median", *(f"p{percent:g}" for percent in result["percentiles"])]
     rows = [
         [f"{name.upper()}, {what}", *(number(result[f"{column}_{name}_ms"]) for column in columns)]
         for name, what in METRICS.items()
+        if not times or name in times
     ]
     return aligned(["ms", *columns], rows)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.cli import engine, terminal
-from weft.cli.chat_settings import changed_setting, settings_text
+from weft.cli.chat_settings import FLAGS, changed_setting, setting_text
 from weft.cli.flags import sampling_options
 from weft.core.params import SamplingParams
 from weft.errors import ConfigError, RequestError, error_reason
@@ -95,15 +95,18 @@ class Chat:
         notify(f"system message: {text}" if text else "no system message")
 
     def set_sampling(self, words: str) -> None:
-        """Change a sampling parameter ("temperature 0.5") if `words` are given, then list all of them.
+        """Change a sampling parameter ("temperature 0.5"), and say it; without `words` list all of them.
 
         Raises ConfigError and RequestError.
         """
-        if words:
-            options = changed_setting(self.options, words)
-            self.params = self.llm.sampling_params(**options)
-            self.options = options
-        notify(settings_text(self.params))
+        if not words:
+            notify("\n".join(f"  {setting_text(self.params, name)}" for name in FLAGS))
+            return
+        name, value = changed_setting(words)
+        options = {**self.options, name: value}
+        self.params = self.llm.sampling_params(**options)
+        self.options = options
+        notify(setting_text(self.params, name))
 
     def save(self, name: str) -> None:
         """Write the conversation as JSON to a new file. Raises ConfigError."""
@@ -156,7 +159,7 @@ def main(arguments: Namespace) -> int:
     """Answer messages until the user ends the chat or input ends."""
     options = sampling_options(arguments, max_tokens=None)
     interactive = sys.stdin.isatty()
-    with engine.start_engine(arguments) as llm:
+    with engine.start_engine(arguments, objective="latency", seed=engine.random_seed()) as llm:
         chat = Chat(llm, options, system=getattr(arguments, "system_prompt", None))
         if interactive:
             terminal.load_line_editor()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import ArgumentTypeError
-from collections.abc import Mapping
 from typing import Any
 
 from weft.cli.flags import SAMPLING, Flag
@@ -15,8 +14,13 @@ SWITCH = {"on": True, "off": False}
 FLAGS = {flag.dest: flag for flag in SAMPLING}
 
 
-def changed_setting(options: Mapping[str, Any], words: str) -> dict[str, Any]:
-    """`options` with one parameter changed by `words`, as in "temperature 0.5". Raises ConfigError."""
+# Values in words, where the value alone says little.
+NOT_SET = {"max_tokens": "up to the context's end", "seed": "random", "stop": "none", "top_k": "all tokens"}
+NOTES = {("temperature", 0.0): "always the likeliest token", ("min_p", 0.0): "off", ("repetition_penalty", 1.0): "off"}
+
+
+def changed_setting(words: str) -> tuple[str, Any]:
+    """The parameter that `words` change, as in "temperature 0.5", and its value. Raises ConfigError."""
     name, _, text = words.partition(" ")
     flag = FLAGS.get(name.lstrip("-").replace("-", "_"))
     if flag is None:
@@ -28,7 +32,7 @@ def changed_setting(options: Mapping[str, Any], words: str) -> dict[str, Any]:
         )
     if not text.strip():
         raise ConfigError(f"{flag.dest} needs a value: {flag.help}", code="flag-needs-value")
-    return {**options, flag.dest: _parse_value(flag, text.strip())}
+    return flag.dest, _parse_value(flag, text.strip())
 
 
 def _parse_value(flag: Flag, text: str) -> Any:
@@ -44,6 +48,16 @@ def _parse_value(flag: Flag, text: str) -> Any:
     return (value,) if flag.repeated else value
 
 
-def settings_text(params: SamplingParams) -> str:
-    """Every parameter that can be set, with its current value."""
-    return "\n".join(f"  {name} {getattr(params, name)}" for name in FLAGS)
+def setting_text(params: SamplingParams, name: str) -> str:
+    """A parameter and its value, as in "temperature 0 (always the likeliest token)"."""
+    value = getattr(params, name)
+    if value in (None, ()) or (name == "top_k" and value == 0):
+        shown = NOT_SET.get(name, "none")
+    elif isinstance(value, bool):
+        shown = "on" if value else "off"
+    elif isinstance(value, tuple):
+        shown = ", ".join(map(repr, value))
+    else:
+        shown = f"{value:g}" if isinstance(value, float) else str(value)
+    note = NOTES.get((name, value)) if isinstance(value, float) else None
+    return f"{name} {shown}{f' ({note})' if note else ''}"

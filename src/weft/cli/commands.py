@@ -110,7 +110,7 @@ COMMANDS = {
             summary="Compare the cost of own GPUs with APIs, and divide a load between them.",
             module="weft.cli.cost",
             groups=(("cost", COST), *(group for group in PLAN if group[0] not in ("promise", "answer", "export"))),
-            example="weft cost Llama-3.3-70B-Instruct --gpus 4xH100 --price 2.49 --demand 1,1,4,9,4",
+            example="weft cost Llama-3.3-70B-Instruct --gpus 4xH100 --price 2.49 --api-price 0.60/0.80",
         ),
         Command(
             name="simulate",
@@ -328,8 +328,8 @@ COMMANDS = {
         ),
         Command(
             name="ps",
-            summary="List the servers that run on this machine.",
-            module="weft.cli.local_models",
+            summary="List the servers that run on this machine, and the state, size and devices of their models.",
+            module="weft.cli.ps",
             groups=(("servers", (AS_JSON,)),),
             argument="",
             needs_model=False,

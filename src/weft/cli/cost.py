@@ -15,6 +15,7 @@ from weft.cli.parser import UsageError
 from weft.cli.plan import NOTHING_FITS, build_question, find_model
 from weft.cli.tables import NARROW, console, figures_table
 from weft.errors import ConfigError
+from weft.formats import gguf_reference, model_names
 from weft.planner import api_prices, economics
 from weft.planner.api_prices import Quote, Usage
 from weft.planner.economics import Fleet, Mix
@@ -87,7 +88,10 @@ def api_quotes(arguments: Namespace, model: Model, each: Usage) -> list[Quote]:
         quotes.append(api_prices.stated_quote(stated, each))
     if quotes:
         return quotes
-    sellers = api_prices.find_quotes(model.name, each)[:SELLERS]
+    # Who sells a model does not say in which file.
+    reference = gguf_reference.parse_address(model.name)
+    name = (model_names.whole_model(reference) if reference else None) or model.name
+    sellers = api_prices.find_quotes(name, each)[:SELLERS]
     if not sellers and hasattr(arguments, "demand"):
         raise ConfigError(
             f"Weft knows no API that sells {model.name}; name another model, as in --against gpt-4o-mini, or give "

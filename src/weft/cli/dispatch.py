@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 
 from weft import __version__, logs
-from weft.cli import streams
+from weft.cli import short_help, streams
 from weft.cli.commands import COMMANDS, Command
 from weft.cli.parser import UsageError, find_command, parse_command
 from weft.errors import WeftError, printable
@@ -18,7 +18,6 @@ from weft.formats import model_names
 logger = logging.getLogger("weft.cli")
 
 CLOSED_PIPE = 141  # a shell's status for a program that SIGPIPE ended
-ABOUT = "Runs one large language model across the GPUs you really have."
 
 
 def dispatch(words: Sequence[str]) -> int:
@@ -51,7 +50,7 @@ def dispatch(words: Sequence[str]) -> int:
 
 def _family_asked_about(words: list[str]) -> list[Command]:
     """The commands below a first word, such as `cluster`, whose help is asked for; [] for other words."""
-    if words[1:] not in (["-h"], ["--help"]):
+    if words[1:] not in (["-h"], ["--help"], ["--help-all"]):
         return []
     return [command for command in COMMANDS.values() if command.name.startswith(f"{words[0]} ")]
 
@@ -59,8 +58,11 @@ def _family_asked_about(words: list[str]) -> list[Command]:
 def run_command(words: list[str]) -> int:
     """Run `weft WORDS`; return the exit status."""
     if not words or words[0] in ("-h", "--help") or words == ["help"]:
-        print(overview(COMMANDS.values()))
+        print(short_help.overview())
         return 0 if words else 2
+    if words[0] == "--help-all":
+        print(short_help.everything())
+        return 0
     if words[0] == "help":
         words = [*words[1:], "--help"]
     if words[0] in ("-v", "-V", "--version", "version"):
@@ -68,7 +70,7 @@ def run_command(words: list[str]) -> int:
         return 0
     family = _family_asked_about(words)
     if family:
-        print(overview(family))
+        print(short_help.overview(family))
         return 0
     command, flags = find_command(words)
     logs.configure(command.log_level)
@@ -100,14 +102,3 @@ def fail(message: str, status: int) -> int:
     """Print the error as one line; return `status`."""
     print(f"weft: error: {printable(' '.join(message.split()))}", file=sys.stderr)
     return status
-
-
-def overview(listed: Iterable[Command]) -> str:
-    """Help with a line and an example for each of the commands."""
-    commands = tuple(listed)
-    width = max(len(command.name) for command in commands)
-    lines = [f"weft {__version__}: {ABOUT}", "", "commands:"]
-    lines += [f"  weft {command.name:{width}}  {command.summary}" for command in commands]
-    lines += ["", "weft COMMAND --help lists the flags of a command. MODEL is a name on the hub, a directory,"]
-    lines += ["a .gguf file, or demo: a small model that is downloaded at its first use.", "", "examples:"]
-    return "\n".join(lines + [f"  {command.example}" for command in commands])

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from weft.cli import glossary
 from weft.cli.commands import COMMANDS, Command
-from weft.cli.dispatch import ABOUT
 from weft.cli.flags import ENGINE, Flag
 from weft.cli.parser import default_text
+from weft.cli.short_help import ABOUT
 from weft.client.vllm import VLLMArgument, vllm_arguments
 
 PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
@@ -27,9 +27,10 @@ has the form `--no-x`; `--config FILE.yaml` holds flags by name, and flags on th
 [ignored](#vllms-flags-that-are-ignored) with a warning. Any other unknown flag is an error, which names Weft's flag for
 the same purpose if there is one.
 
-MODEL is a directory, a `.gguf` file, a name on the hub, `demo`, or a short name: `qwen3:8b` and `Qwen3-8B` mean
-`Qwen/Qwen3-8B`. A path that exists, or a model in the hub's cache, takes precedence over short names. If a short name
-stands for a model with another name, the command says so on standard error.
+MODEL is a directory, a `.gguf` file, a name on the hub, `demo`, or a short name: `Qwen3-8B` means `Qwen/Qwen3-8B`.
+A tag of Ollama's, `qwen3:8b`, means the Q4_K_M file that `weft pull qwen3:8b` fetches. A path that exists, or a model
+in the hub's cache, takes precedence over short names. If a short name stands for a model with another name, the
+command says so on standard error.
 
 Exit status: 0 success, 1 an error (one line on standard error), 2 wrong usage, 3 if nothing fits, a claim is impossible
 or nothing keeps the promise (`weft plan`, `cost`, `simulate`), 130 Ctrl-C, 141 the reader of the output has left.

@@ -15,18 +15,22 @@ from weft.formats import catalogue, demo
 
 if TYPE_CHECKING:
     from weft.architectures.model import Model
-    from weft.export.choice import ExportChoice
+    from weft.export.choice import ExportChoice, NothingFits
     from weft.export.deployment import Deployment
+    from weft.export.files import ExportFile
     from weft.export.infernet_config import ConfiguredServer, NodeConfig
     from weft.export.target import ExportTarget
     from weft.planner.deployment import DeploymentLayout
     from weft.planner.note import Note
+    from weft.planner.question import Question
 
 logger = logging.getLogger("weft.cli")
 
+# A target for each engine, to name those that can run what another cannot.
+ENGINE_TARGETS = ("weft", "vllm", "ollama", "transformers")
 LAST_PORT = 65535
 DESCRIBED = ("gpus", "nodes")  # flags for hardware that may be elsewhere
-EMIT_FLAGS = ("emit_to", "force", "port", "served_model_name", "infernet_config")  # only for --emit
+EMIT_FLAGS = ("emit_to", "force", "port", "served_model_name")  # only for --emit
 
 
 def _refuse_flags_of_emit(arguments: Namespace) -> None:
@@ -55,7 +59,7 @@ def check_emit_flags(arguments: Namespace) -> None:
 def main(arguments: Namespace) -> int:
     """Write the files of a target; return 3 and write nothing if no layout fits that the target can run."""
     from weft.cli import dispatch, plan
-    from weft.export import files, infernet, infernet_config
+    from weft.export import infernet, infernet_config
     from weft.export.choice import NothingFits, choose_plan
     from weft.export.targets import TARGETS
 
@@ -67,12 +71,17 @@ def main(arguments: Namespace) -> int:
         )
     path = getattr(arguments, "infernet_config", None)
     config = infernet_config.read_node_config(path) if path is not None else None
+    if config is not None and target.name == "infernet":
+        from weft.cli import emit_set
+
+        if emit_set.has_several(arguments, config):
+            return emit_set.main(arguments, config)
     model = find_emitted_model(arguments, target, config)
     question = plan.build_question(arguments, model)
     try:
         choice = choose_plan(question, target)
     except NothingFits as error:
-        return dispatch.fail(str(error), plan.NOTHING_FITS)
+        return dispatch.fail(f"{error}{other_targets(question, target, error)}", plan.NOTHING_FITS)
     deployment = named_deployment(arguments, target, model, config, choice)
     warnings = [str(gap) for gap in deployment.gaps]
     if config:
@@ -80,7 +89,13 @@ def main(arguments: Namespace) -> int:
         warnings += infernet.config_warnings(config, model.name, gpus)
     for warning in warnings:
         logger.warning(warning)
-    texts = target.create_files(deployment)
+    return output_files(arguments, target.create_files(deployment))
+
+
+def output_files(arguments: Namespace, texts: Sequence[ExportFile]) -> int:
+    """Write the files to the folder of --emit-to, or print them; return the exit status."""
+    from weft.export import files
+
     folder = getattr(arguments, "emit_to", None)
     if folder is None:
         sys.stdout.write(files.joined_text(texts))
@@ -90,24 +105,49 @@ def main(arguments: Namespace) -> int:
     return 0
 
 
+def other_targets(question: Question, target: ExportTarget, error: NothingFits) -> str:
+    """Text behind an error of one target: the other engines' targets that can run the model; "" if memory is short."""
+    from weft.export.choice import NothingFits, choose_plan
+    from weft.export.targets import TARGETS
+
+    if error.code != "target-cannot-run-plan" or "--emit" in str(error):
+        return ""
+
+    def can_run(name: str) -> bool:
+        try:
+            choose_plan(question, TARGETS[name])
+        except NothingFits:
+            return False
+        return True
+
+    possible = [name for name in ENGINE_TARGETS if name != target.name and can_run(name)]
+    return f"; these can: {', '.join(f'--emit {name}' for name in possible)}" if possible else ""
+
+
 def find_emitted_model(arguments: Namespace, target: ExportTarget, config: NodeConfig | None) -> Model:
     """The model of the argument or of a node's configuration; the demo as Transformers' checkpoint if the target needs
     one."""
     from weft.cli import plan
-    from weft.export import infernet_config
 
-    if not getattr(arguments, "model", ""):
-        if config is None or not config.instances:
-            raise UsageError(
-                f"which model? Give MODEL, since {arguments.infernet_config} names none", code="model-missing"
-            )
-        arguments.model = infernet_config.model_of_tag(config.instances[0].model)
+    if config is not None:
+        name_configured_model(arguments, config)
     model = plan.find_model(arguments)
     if model.name == demo.NAME and not {"weft", "llama.cpp"} & set(target.engines):
         from weft.export.checkpoint import DEMO
 
         return catalogue.find(DEMO)
     return model
+
+
+def name_configured_model(arguments: Namespace, config: NodeConfig) -> None:
+    """Set `arguments.model` to the model of a node's configuration, unless it is given."""
+    from weft.export import infernet_config
+
+    if getattr(arguments, "model", ""):
+        return
+    if not config.instances:
+        raise UsageError(f"which model? Give MODEL, since {arguments.infernet_config} names none", code="model-missing")
+    arguments.model = infernet_config.model_of_tag(config.instances[0].model)
 
 
 def named_deployment(

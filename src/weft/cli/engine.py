@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import sys
 from argparse import Namespace
@@ -24,6 +25,11 @@ def start_engine(arguments: Namespace, **ours: Any) -> LLM:
     from weft.llm import LLM  # slow to import: after the message
 
     return LLM.from_config(config)
+
+
+def random_seed() -> int:
+    """A seed of the engine for a command whose user gives none: each answer to a question may be another one."""
+    return secrets.randbelow(2**31)
 
 
 def conversation(text: str, system: str | None = None) -> list[dict[str, str]]:

@@ -50,8 +50,9 @@ class Flag:
     """`--name VALUE`, or if `parse` is None, the pair `--name` and `--no-name`.
 
     `field` is the config's field if it differs from the name. A flag with `several` takes one or more values; a flag
-    with `repeated` may be given several times; both give a list. `default` is the value if the flag is not given.
-    `config_default` is the default of a config, which the help shows: without the flag there is no value.
+    with `repeated` may be given several times; both give a list. `default` is the value if the flag is not given, and
+    `bare` the value if it is given without one. `config_default` is the default of a config, which the help shows:
+    without the flag there is no value.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Flag:
     several: bool = False
     repeated: bool = False
     default: Any = None
+    bare: Any = None
     config_default: Any = None
 
     @property

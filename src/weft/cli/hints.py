@@ -16,13 +16,23 @@ ALIASES = {
     "--dp": "--data-parallel-size",
     "--ep": "--enable-expert-parallel",
 }
-# Commands of Ollama that Weft does not have.
-# Other names of commands: Ollama's.
-COMMAND_ALIASES = {"list": "ls", "rmi": "rm"}
+# Other names of commands: Ollama's and those of package managers.
+COMMAND_ALIASES = {"list": "ls", "rmi": "rm", "remove": "rm", "download": "pull", "up": "serve", "start": "serve"}
+# Words that are no commands, and what does the same.
+NO_COMMANDS = {
+    "update": "git pull in the checkout, then scripts/setup",
+    "upgrade": "git pull in the checkout, then scripts/setup",
+    "uninstall": "delete the checkout's .venv, ~/.cache/weft and the models that weft ls shows",
+    "show": "weft plan NAME describes a model, weft ls lists those here",
+    "info": "weft plan NAME describes a model, weft hardware this machine",
+    "logs": "weft serve writes its log to standard error",
+    "create": "a name for a model: weft serve MODEL --served-model-name NAME",
+}
 
 # Weft's flag for names of other programs: llama.cpp (short ones too), Ollama, SGLang, TGI, Transformers.
 OTHER_NAMES = {
-    "max-model-len": "ctx-size c num-ctx n-ctx context-length max-total-tokens max-seq-len max-seq-length",
+    "max-model-len": "ctx-size ctx context context-size context-len max-context c num-ctx n-ctx context-length "
+    "max-total-tokens max-seq-len max-seq-length",
     "max-tokens": "n n-predict num-predict predict max-new-tokens",
     "tensor-parallel-size": "tp-size num-shard tensor-parallel",
     "pipeline-parallel-size": "pp-size pipeline-parallel",
@@ -30,7 +40,7 @@ OTHER_NAMES = {
     "expert-parallel-size": "ep-size",
     "tensor-split": "ts gpu-split",
     "device-ids": "mg main-gpu base-gpu-id gpu-id gpu gpu-ids",
-    "gpus": "num-gpus n-gpus",
+    "gpus": "num-gpus n-gpus gpu",
     "temperature": "temp",
     "repetition-penalty": "repeat-penalty",
     "seed": "s random-seed",
@@ -45,7 +55,10 @@ OTHER_NAMES = {
     "no-enable-prefix-caching": "disable-radix-cache",
     "enforce-eager": "disable-cuda-graph",
     "scheduling-policy": "schedule-policy",
-    "quantization": "quantize quant load-in-4bit load-in-8bit",
+    "quantization": "quantize quant load-in-4bit load-in-8bit bits",
+    "precision": "format weights gguf-type",
+    "base-url": "url endpoint-url server",
+    "network": "interconnect bandwidth net",
     "chat-template": "chat-template-file",
 }
 # Explanations for flags of other programs that have no counterpart.
@@ -55,6 +68,7 @@ EXPLANATIONS = {
     "each rank uses its share of the cores; OMP_NUM_THREADS limits its threads": "t threads tb threads-batch",
     "VLLM_LOGGING_LEVEL=DEBUG in the environment logs more": "log-level loglevel v",
     "a server keeps its model loaded until it ends": "keepalive keep-alive",
+    "2>/dev/null hides the notices; answers and reports go to standard output": "quiet q silent no-progress",
     "for a conversation: weft chat MODEL": "i interactive cnv conversation",
 }
 # Flags of other commands, and the way to the same thing in commands that start an engine.
@@ -70,24 +84,27 @@ SAMPLING_NAMES = ("temperature", "top-p", "top-k", "min-p", "max-tokens", "stop"
 def unknown_flag(command: Command, option: str) -> str:
     """Text after "unknown flag --x for weft y": a semicolon with a hint, or the command that lists the flags.
 
-    The first of these gives the hint: a longer flag of this command, the same flag of other commands, a name in other
-    programs, a similar flag of this command.
+    The first of these gives the hint: another program's name for a flag of this command, a longer flag of this
+    command, the same flag of other commands, a name in other programs, a similar flag of this command.
     """
     name = option.lstrip("-")
     own = [f"--{flag.name}" for flag in command.flags]
     hint = (
-        did_you_mean(option, [flag for flag in own if flag.startswith(f"{option}-")])
+        _by_its_other_name(command, name)
+        or did_you_mean(option, [flag for flag in own if flag.startswith(f"{option}-")])
         or _in_other_commands(command, name)
         or _in_other_programs(command, name)
         or did_you_mean(option, own)
     )
-    return f"; {hint}" if hint else f" (see weft {command.name} --help)"
+    return f"; {hint}" if hint else f" (see weft {command.name} --help-all)"
 
 
 def unknown_command(word: str, commands: Iterable[str]) -> str:
     """Text after "unknown command 'x'"."""
     known = list(commands)
     alias = COMMAND_ALIASES.get(word)
+    if word in NO_COMMANDS:
+        return f"; {NO_COMMANDS[word]}"
     hint = f"did you mean {alias}?" if alias else did_you_mean(word, known)
     return f"; {hint}{' commands' if hint else 'commands'}: {', '.join(known)}"
 
@@ -101,13 +118,19 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
     return f"did you mean {plain[close[0]]}?" if close else ""
 
 
+def _by_its_other_name(command: Command, name: str) -> str:
+    """The hint for another program's name of a flag that the command has; "" for any other name."""
+    own = {flag.name for flag in command.flags}
+    listing = (ours for ours, names in OTHER_NAMES.items() if name in names.split())
+    ours = next((ours for ours in listing if ours.removeprefix("no-") in own), "")
+    return f"Weft's name for it is --{ours}" if ours else ""
+
+
 def _in_other_programs(command: Command, name: str) -> str:
     """The hint for a name that other programs use; "" for any other name."""
     ours = _key_of(name, OTHER_NAMES)
     if not ours:
         return _key_of(name, EXPLANATIONS).format(example=command.example)
-    if any(flag.name == ours.removeprefix("no-") for flag in command.flags):
-        return f"Weft's name for it is --{ours}"
     return _in_other_commands(command, ours, f"Weft's name for it is --{ours}, which")
 
 

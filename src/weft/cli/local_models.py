@@ -1,4 +1,4 @@
-"""weft pull, ls, rm: the models on this machine. weft ps, stop: the servers on it."""
+"""weft pull, ls, rm: the models on this machine. weft stop: a server on it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import time
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any
 
 from weft.cli.parser import UsageError
 from weft.errors import ModelError
@@ -28,8 +27,6 @@ def main(arguments: Namespace) -> int:
             return list_models(folder, as_json=getattr(arguments, "json", False))
         case "rm":
             return remove(words, folder)
-        case "ps":
-            return list_servers(as_json=getattr(arguments, "json", False))
     return stop(words[0])
 
 
@@ -61,11 +58,10 @@ def list_models(folder: str | None, *, as_json: bool) -> int:
         print(json.dumps({"models": rows}))
         return 0
     cells = [
-        [model.name, format_bytes(model.nbytes), model.quantization or "-", _date(model.modified_s)] for model in models
+        [model.name, format_bytes(model.nbytes), model.quantization or "-", shown_date(model.modified_s)]
+        for model in models
     ]
-    _print_table(
-        ["NAME", "SIZE", "QUANTISATION", "FETCHED"], cells, "no models are here; `weft pull MODEL` fetches one"
-    )
+    print_table(["NAME", "SIZE", "QUANTISATION", "FETCHED"], cells, "no models are here; `weft pull MODEL` fetches one")
     return 0
 
 
@@ -82,23 +78,6 @@ def remove(names: Sequence[str], folder: str | None) -> int:
     for model in models:
         local_models.remove_model(model)
         print(f"removed {model.name} ({format_bytes(model.nbytes)})")
-    return 0
-
-
-def list_servers(*, as_json: bool) -> int:
-    """Print the servers on this machine."""
-    from weft.serving.run_files import running_servers
-
-    servers = running_servers()
-    if as_json:
-        rows: list[dict[str, Any]] = [
-            {"models": server.names, "url": server.url, "pid": server.pid, "began": int(server.began_s)}
-            for server in servers
-        ]
-        print(json.dumps({"servers": rows}))
-        return 0
-    cells = [[", ".join(server.names), server.url, str(server.pid), _date(server.began_s)] for server in servers]
-    _print_table(["MODEL", "ADDRESS", "PROCESS", "SINCE"], cells, "no server runs; `weft serve MODEL` starts one")
     return 0
 
 
@@ -121,11 +100,12 @@ def stop(name: str) -> int:
     return 0
 
 
-def _date(seconds: float) -> str:
+def shown_date(seconds: float) -> str:
+    """Date and time of seconds since 1970, here."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
-def _print_table(head: list[str], rows: list[list[str]], if_empty: str) -> None:
+def print_table(head: list[str], rows: list[list[str]], if_empty: str) -> None:
     """Print rows under a head, in columns as wide as their longest cell."""
     if not rows:
         print(if_empty)

@@ -19,6 +19,7 @@ from weft.executors.lifeline import die_with
 def main() -> int:
     """Serve one model until a signal, or the end of the front."""
     from weft.cli.dispatch import report
+    from weft.cli.main import INTERRUPTED
     from weft.errors import WeftError
 
     lifeline = socket.socket(fileno=int(sys.argv[1]))
@@ -33,6 +34,8 @@ def main() -> int:
         serve_model(json.loads(line))
     except WeftError as error:
         return report(error)
+    except KeyboardInterrupt:
+        return INTERRUPTED  # a second signal: the front has waited for the requests long enough
     return 0
 
 

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from weft.cli import hints, vllm
+from weft.cli import hints, short_help, vllm
 from weft.cli.commands import COMMANDS, Command
 from weft.cli.flags import Flag
 from weft.errors import WeftError, error_reason
@@ -39,6 +39,18 @@ class Parser(argparse.ArgumentParser):
             for match in super()._get_option_tuples(option_string)
             if option_string.startswith(match[1]) and match[0].nargs != 0
         ]
+
+
+class ShortHelp(argparse.Action):
+    """--help of a command: its first screen, and the end."""
+
+    def __init__(self, option_strings: Sequence[str], command: Command, **details: Any) -> None:
+        super().__init__(option_strings, nargs=0, **{**details, "dest": argparse.SUPPRESS})
+        self._command = command
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(short_help.command_help(self._command), end="", flush=True)
+        parser.exit()
 
 
 def find_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
@@ -97,6 +109,7 @@ def refuse_unknown_flags(command: Command, words: Sequence[str]) -> None:
 def set_model(command: Command, arguments: argparse.Namespace) -> None:
     """Set `arguments.model` from the argument or the plan file. Raises UsageError if the command needs one."""
     if arguments.argument is not None:
+        _check_argument(arguments)
         arguments.model = arguments.argument
     if hasattr(arguments, "plan") and not getattr(arguments, "model", ""):
         from weft.planner import plan_file
@@ -106,6 +119,17 @@ def set_model(command: Command, arguments: argparse.Namespace) -> None:
     named_elsewhere = hasattr(arguments, "check") or hasattr(arguments, "infernet_config")
     if command.needs_model and not named_elsewhere and not getattr(arguments, "model", ""):
         raise UsageError(f"which model? For example: {command.example}", code="model-missing")
+
+
+def _check_argument(arguments: argparse.Namespace) -> None:
+    """Raise UsageError for a model of blanks."""
+    named = getattr(arguments, "model", "")
+    if not arguments.argument.strip():
+        raise UsageError(
+            f"the model is {arguments.argument!r}{f' beside --model {named}' * bool(named)}: in a shell, a backslash "
+            "before a blank makes such a word; end the line with the backslash, and put comments on lines of their own",
+            code="blank-model",
+        )
 
 
 def set_prompt(arguments: argparse.Namespace, extra: list[str]) -> None:
@@ -137,9 +161,12 @@ def build_parser(command: Command) -> Parser:
         usage=f"{command.usage} [flags]",
         description=command.summary,
         epilog=f"example: {command.example}",
+        add_help=False,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
+    parser.add_argument("-h", "--help", action=ShortHelp, command=command, help="show the flags that are used first")
+    parser.add_argument("--help-all", action="help", help="show this help")
     if command.argument == "MODEL":
         about = "a name on the hub, a directory, a .gguf file, or demo"
         parser.add_argument("argument", metavar="MODEL", nargs="?", default=None, help=about)
@@ -170,6 +197,8 @@ def add_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
         details["choices"] = flag.choices
     else:
         details["metavar"] = flag.metavar or flag.name.rpartition("-")[2].upper()
+    if flag.bare is not None:
+        details.update(nargs="?", const=flag.bare)
     if flag.several:
         details.update(nargs="+", action="extend")
     elif flag.repeated:
@@ -191,7 +220,7 @@ def default_text(flag: Flag) -> str:
 
 def option_names(command: Command) -> list[str]:
     """Every spelling of every flag of a command."""
-    names = ["--config", "--help", "-h"]
+    names = ["--config", "--help", "--help-all", "-h"]
     for flag in command.flags:
         names += [flag.long, *([flag.short] if flag.short else [])]
         if flag.parse is None:

@@ -21,13 +21,13 @@ from weft.formats.precision import canonical
 from weft.formats.schemes import ONLINE_QUANTIZATIONS
 from weft.formatting import join_commas
 from weft.hardware import hardware_file
-from weft.hardware.cluster import Cluster, parse_gpus, parse_nodes
+from weft.hardware.cluster import Cluster, is_several_nodes, parse_gpus, parse_nodes
 from weft.hardware.cpus import typical_cpu
 from weft.hardware.gpus import BF16_CAPABILITY
 from weft.plan.determinism import ON_GPUS, against_model, not_deterministic
 from weft.plan.plan import DraftModel, Speculation
 from weft.plan.speculation import resolve_speculation
-from weft.planner.deployment import Workload, default_lengths
+from weft.planner.deployment import Workload, check_length, default_lengths
 from weft.planner.question import Question
 from weft.planner.search import search
 from weft.probes import machine
@@ -66,13 +66,25 @@ def _answer_other_question(arguments: Namespace) -> int | None:
         models = set_file.read_model_set(arguments.config)
         if models is not None:
             return plan_set.main(arguments, models)
-    if not getattr(arguments, "model", "") and not hasattr(arguments, "infernet_config"):
+    if hasattr(arguments, "emit"):
+        return _emit(arguments)
+    if hasattr(arguments, "infernet_config"):
+        from weft.cli import emit_set
+
+        return emit_set.plan_configured(arguments)
+    if not getattr(arguments, "model", ""):
         from weft.cli import plan_models
 
         return plan_models.main(arguments)
-    if hasattr(arguments, "emit"):
-        return emit.main(arguments)
     return None
+
+
+def _emit(arguments: Namespace) -> int:
+    if not getattr(arguments, "model", "") and not hasattr(arguments, "infernet_config"):
+        from weft.cli import plan_models
+
+        plan_models.check_model_flags(arguments)  # raises
+    return emit.main(arguments)
 
 
 def _plan_model(arguments: Namespace, *, promised: bool) -> int:
@@ -154,7 +166,9 @@ def repeated_flags(given: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         value = given.get(flag.dest)
         if value in (None, False, flag.default) or flag.name in NOT_REPEATED:
             continue
-        if isinstance(value, dict):
+        if flag.name == "max-memory":
+            yield flag.long, ",".join(f"{device}={limit}" for device, limit in value.items())
+        elif isinstance(value, dict):
             yield flag.long, json.dumps(value)
         elif flag.parse is None:
             yield (flag.long,)
@@ -240,11 +254,8 @@ def compared_precisions(names: str | None, model: Model, cluster: Cluster) -> tu
 def planned_workload(given: dict[str, Any], model: Model) -> Workload:
     """The workload of the flags, with the usual lengths if they give none. Raises UsageError and ConfigError."""
     longest, length = model.shape.longest, given.get("max_model_len")
-    if length is not None and length > longest:
-        raise ConfigError(
-            f"max_model_len is {length}; {model.name} goes up to {longest:,} tokens: give that or less",
-            code="max-model-len-above-model",
-        )
+    if length is not None:
+        check_length(length, model.name, longest)
     most = length or longest
     input_len, output_len = default_lengths(given.get("input_len"), given.get("output_len"), most)
     if length is not None and input_len + output_len > max(length, 2):
@@ -308,6 +319,8 @@ def described_cluster(given: dict[str, Any]) -> Cluster:
         return measured_cluster(given)
     if gpus is not None and nodes is not None:
         raise UsageError("--gpus and --nodes both describe the hardware; give one of them", code="gpus-and-nodes")
+    if nodes is None and gpus is not None and is_several_nodes(gpus):
+        nodes = gpus
     if nodes is not None:
         return parse_nodes(nodes, network)
     if network is not None:

@@ -72,11 +72,15 @@ HARDWARE = (
     Flag(
         name="gpus",
         metavar="4xRTX4090",
-        help="GPUs of one machine, as in 8xH100@nvlink or 1xRTX4090+1xRTX3090, or a YAML file that describes any "
-        "hardware (docs/hardware.md). Default: this machine's, or its CPU",
+        help="GPUs, as in 8xH100@nvlink or 1xRTX4090+1xRTX3090, of several machines as in 2x8xH100, or a YAML file "
+        "that describes any hardware (docs/hardware.md). Default: this machine's, or its CPU",
     ),
     Flag(name="nodes", metavar="2x8xH100", help="several machines, or 1x8xH100+2x4xA100"),
-    Flag(name="network", metavar="400Gb", help="network bandwidth of each machine"),
+    Flag(
+        name="network",
+        metavar="400Gb",
+        help="network of each machine: RDMA, or Ethernet up to 25Gb; else as in 100Gb-ethernet, 10Gb-rdma",
+    ),
     Flag(
         name="cluster",
         metavar="FILE.yaml",
@@ -198,7 +202,11 @@ SLO = Flag(
 )
 PROMISE = (RATE, USERS, THINK, SLO)  # a load and a promise: the plan is simulated
 ANSWER = (
-    Flag(name="check", metavar="CLAIM", help='judge "MODEL PRECISION on NxGPU[ at N tokens], X tok/s"'),
+    Flag(
+        name="check",
+        metavar="CLAIM",
+        help='judge a claim, as in "Qwen2.5-72B Q4 on 2xRTX4090, 30-45 tok/s" (docs/planning.md has the other forms)',
+    ),
     Flag(name="json", parse=None, help="print one JSON object, which weft serve --plan FILE runs"),
     Flag(
         name="html",

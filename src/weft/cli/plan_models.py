@@ -18,7 +18,15 @@ from weft.formats import catalogue
 from weft.formatting import format_bytes, weft_command
 from weft.hardware.cluster import Cluster
 from weft.planner.advice import WEFT_SCHEMES
-from weft.planner.overview import layout_name, search_best_precision, short_bytes
+from weft.planner.overview import (
+    CONTEXT,
+    FETCHED,
+    for_one_person,
+    is_comfortable,
+    layout_name,
+    search_best_precision,
+    short_bytes,
+)
 from weft.planner.plan_json import candidate_json, hardware_json, missing_support
 from weft.planner.search import SearchResult, closest_miss, search
 
@@ -37,6 +45,7 @@ OF_ONE_MODEL = (
     "deterministic",
 )
 RANGED = 100  # columns of a table with ranges
+MUCH_FASTER = 1.5  # from here a smaller model is worth a line for its speed
 SLOW = 10  # tokens per second, below which a decimal is shown
 
 
@@ -60,7 +69,7 @@ def main(arguments: Namespace) -> int:
                 refusals.append(answer)
     if not answers:
         raise UsageError(f"{rows[0]['name']}: {rows[0]['reason']}", code=refusals[0].code)
-    overview = {**head_json(answers[0]), "models": rows}
+    overview = {**head_json(answers[0]), "models": rows, "advice": advice_json(arguments, cluster, rows)}
     if getattr(arguments, "json", False):
         print(json.dumps(overview))
     else:
@@ -117,6 +126,51 @@ def head_json(answer: SearchResult) -> dict[str, Any]:
     }
 
 
+def advice_json(arguments: Namespace, cluster: Cluster, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The model for one person, its format and speed, and a faster one beside it; None if none is comfortable."""
+    fitting = [row for row in best_first(rows) if row["fits"] and row["runs"]]
+    named = (Namespace(**{**vars(arguments), "model": row["name"]}) for row in fitting)
+    fixed = hasattr(arguments, "quantization")
+    questions = [build_question(one, catalogue.find(one.model), cluster) for one in named] if not fixed else []
+    chosen = for_one_person(questions)
+    if chosen is None:
+        return None
+    question, best = chosen
+    precision, tok_s = best.layout.precision, best.predicted.single_tok_s
+    flags = [("", short_name({"name": question.model})), *question.flags[1:]]
+    command = weft_command("plan", flags, "--precision", precision, without=("--precision", "--objective"))
+    params = next(row["params"] for row in fitting if row["name"] == question.model)
+    faster = max(
+        (row for row in fitting if 2 * row["params"] >= params and is_comfortable(*_speed(row))),
+        key=lambda row: _speed(row)[0],
+        default=None,
+    )
+    return {
+        "model": question.model,
+        "precision": precision,
+        "format": FETCHED.get(precision, precision),
+        "single_tok_s": tok_s,
+        "kv_tokens": best.memory.kv_tokens,
+        "command": f"{command} --objective latency",
+        "faster": faster["name"] if faster and _speed(faster)[0] >= MUCH_FASTER * tok_s else None,
+    }
+
+
+def best_first(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows: the largest model first of those that one person is glad of, then the fastest of the others."""
+
+    def order(row: dict[str, Any]) -> tuple[int, float]:
+        if not row["fits"]:
+            return 2, -row["params"]
+        return (0, -row["params"]) if is_comfortable(*_speed(row)) else (1, -_speed(row)[0])
+
+    return sorted(rows, key=order)
+
+
+def _speed(row: dict[str, Any]) -> tuple[float, int]:
+    return row["predicted"]["single_tok_s"], row["kv_tokens"]
+
+
 def row_json(answer: SearchResult, model: Model) -> dict[str, Any]:
     """One model: its best layout, or the memory that it lacks."""
     question, best = answer.question, answer.best
@@ -159,17 +213,38 @@ def refused_json(model: Model, error: WeftError) -> dict[str, Any]:
 def print_overview(overview: dict[str, Any]) -> None:
     """Print the hardware, the table with its legend, and the models that do not fit."""
     console = tables.console()
-    fitting = [row for row in overview["models"] if row["fits"]]
+    fitting = [row for row in best_first(overview["models"]) if row["fits"]]
     lines = []
     console.print(plan_text.hardware_line(overview), soft_wrap=True)
+    for line in advice_lines(overview):
+        console.print(line, soft_wrap=True)
     if fitting:
         ranged = console.width >= RANGED
         console.print(models_table(overview, fitting, ranged=ranged))
-        band = f"Ranges (+-{100 * fitting[0]['predicted']['error_band']:.0f} %) " if ranged else ""
+        band = f"Ranges (±{100 * fitting[0]['predicted']['error_band']:.0f} %) " if ranged else ""
         band += "should hold 8 of 10 measurements. " if ranged else ""
         lines.append(f"{band}Context: tokens of all requests together")
     lines += [*not_fitting(overview["models"]), next_step(overview, fitting)]
     console.print("\n".join(lines), soft_wrap=True)
+
+
+def advice_lines(overview: dict[str, Any]) -> Iterator[str]:
+    """The model for one person, with the command that plans it, and a faster one."""
+    advice = overview["advice"]
+    if advice is None:
+        fitting = best_first([row for row in overview["models"] if row["fits"] and row["runs"]])
+        if fitting and not is_comfortable(*_speed(fitting[0])):
+            row = fitting[0]
+            fastest = f"{short_name(row)}, {precision_name(row['precision'])}, {rate(_speed(row)[0])} tok/s"
+            yield f"for one person: none is fast with {CONTEXT:,} tokens of room; the fastest is {fastest}"
+        return
+    name, speed = short_name({"name": advice["model"]}), rate(advice["single_tok_s"])
+    yield f"for one person: {name}, {advice['format']}, {speed} tok/s"
+    yield f"  {advice['command']}"
+    if advice["faster"]:
+        row = next(row for row in overview["models"] if row["name"] == advice["faster"])
+        form = FETCHED.get(row["precision"], precision_name(row["precision"]))
+        yield f"faster, and smaller: {short_name(row)}, {form}, {rate(_speed(row)[0])} tok/s"
 
 
 def models_table(overview: dict[str, Any], rows: Sequence[dict[str, Any]], *, ranged: bool) -> Table:

@@ -13,7 +13,7 @@ from weft.hosting.model_set import ModelSet
 from weft.hosting.set_plan import ModelPlan, SetPlan, plan_set
 
 # Flags that say where a set is planned, or how the plan is printed.
-ASKED = frozenset(["config", "gpus", "refresh_hardware", "json"])
+ASKED = frozenset(["config", "infernet_config", "gpus", "refresh_hardware", "json"])
 
 
 def main(arguments: Namespace, models: ModelSet) -> int:

@@ -64,7 +64,7 @@ def table_legend(plan: PlanJson) -> str:
     """An explanation of the table's mark and ranges."""
     predicted = plan["best"]["predicted"]
     return (
-        f"{MARK.strip()} column that decided the choice. Ranges should hold 8 of 10 measurements. +-"
+        f"{MARK.strip()} column that decided the choice. Ranges should hold 8 of 10 measurements. ±"
         f"{100 * predicted['error_band']:.0f} %: {predicted['error_source']}"
     )
 

@@ -24,7 +24,7 @@ STYLES = {"weight": "bright_blue", "kv": "green", "other": "yellow", "held": "re
 # Different shades, for a pipe without colours.
 SHADES = {"weight": "█", "kv": "▓", "other": "▒", "held": "▚", "free": "░"}
 TRUNKS = {"nvlink": ("╠═ ", "╚═ ", "║  "), "pcie": ("├─ ", "└─ ", "│  "), "memory": ("├─ ", "└─ ", "│  ")}
-ASCII = str.maketrans("█▓▒▚░╠╚║═├└│─·", "#=+x.|`|=|`|-,")
+ASCII = str.maketrans("█▓▒▚░╠╚║═├└│─·", "#=+x.|`|=|`|-,") | {ord("±"): "+-"}
 
 
 def print_plan_text(plan: PlanJson, out: TextIO | None = None) -> None:

@@ -52,7 +52,7 @@ def model_set(arguments: Namespace) -> ModelSet | None:
         )
     if models is None and not named:
         from weft.hosting.catalogue import fetched_models
-        from weft.hosting.keep_alive import default_keep_alive
+        from weft.serving.ollama.keep_alive import default_keep_alive
 
         models = fetched_models(default_keep_alive(os.environ))
         if not models.entries:

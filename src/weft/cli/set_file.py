@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from argparse import SUPPRESS, Namespace
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weft.cli.flags import ENGINE, SERVER, Flag, engine_config
 from weft.cli.parser import Parser, UsageError, add_flag, full_spelling, read_config_file, typed_words
 from weft.config import EngineConfig
 from weft.errors import ConfigError, nearest_name
-from weft.hosting.keep_alive import parse_keep_alive
 from weft.hosting.model_set import ModelEntry, ModelSet, check_model_set
+from weft.serving.ollama.keep_alive import parse_keep_alive
+
+if TYPE_CHECKING:
+    from weft.export.infernet_config import NodeConfig
 
 LIST = "models"
 BOOK = ("vllm_instances", "served_models")  # keys of The Infernet Book
@@ -172,10 +175,16 @@ def config_of_words(model: str, words: list[str], where: str) -> EngineConfig:
 
 
 def _models_of_book(path: str) -> ModelSet:
-    """The servers that the book's chapter on several GPUs lists, as models of one address: the first one's."""
-    from weft.export.infernet_config import model_of_tag, read_node_config
+    """The servers that the book's chapter on several GPUs lists."""
+    from weft.export.infernet_config import read_node_config
 
-    node = read_node_config(path)
+    return models_of_node(read_node_config(path), path)
+
+
+def models_of_node(node: NodeConfig, path: str) -> ModelSet:
+    """The servers of a node's configuration as models of one address: the first one's."""
+    from weft.export.infernet_config import model_of_tag
+
     entries = []
     for server in node.instances:
         model = model_of_tag(server.model)

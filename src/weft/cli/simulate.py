@@ -15,6 +15,7 @@ from weft.cli import simulate_view as view
 from weft.cli.plan import NOTHING_FITS, find_model
 from weft.cli.simulate_runs import find_limit, finite, first_guess, report_json, run_rates, simulated_rates
 from weft.cli.simulate_study import build_simulation_question, build_study, check_load_flags, parse_load
+from weft.cli.simulate_verdict import judge_run, judge_sweep
 from weft.planner.plan_json import cut_json
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
@@ -26,7 +27,7 @@ from weft.simulate.study import Study
 
 
 def main(arguments: Namespace) -> int:
-    """Simulate and print the report; return 3 if the model does not fit or nothing keeps the promise."""
+    """Simulate and print the report; return 3 if the model does not fit, or the promise of the run is not kept."""
     given = vars(arguments)
     check_load_flags(given)
     model = find_model(arguments)
@@ -41,16 +42,21 @@ def main(arguments: Namespace) -> int:
         return NOTHING_FITS
     study = build_study(given, question, answer.best, load)
     check_runs(given, study, load)
-    if not given.get("json"):
-        print("\n".join(view.heading(question, answer.best, study, load)))
     capacity, runs = run_study(given, study, load, answer.best)
+    judged = None if capacity else judge_run(study, runs[0]) if len(runs) == 1 else judge_sweep(study, runs)
     if given.get("json"):
-        print(json.dumps(finite(as_json(given, question, answer.best, study, load, runs, capacity))))
+        document = as_json(given, question, answer.best, study, load, runs, capacity)
+        if judged is not None:
+            document["verdict"] = msgspec.to_builtins(judged)
+        print(json.dumps(finite(document)))
     else:
+        first = view.verdict(study, capacity) if capacity else [judged.text] if judged else []
+        print("\n".join([*first, "", *view.heading(question, answer.best, study, load)]))
         view.print_runs(study, load, runs, capacity)
     if "plot" in given:
         plots.write_plots(given["plot"], view.deployment_title(question, answer.best), study, runs, capacity)
-    return NOTHING_FITS if capacity is not None and capacity.value is None else 0
+    unkept = capacity.value is None if capacity else judged is not None and judged.kept is False and len(runs) == 1
+    return NOTHING_FITS if unkept else 0
 
 
 def check_runs(given: dict[str, Any], study: Study, load: SimulatedLoad) -> None:

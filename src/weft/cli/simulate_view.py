@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from weft.cli.simulate_plots import METRICS, text_plots
+from weft.cli.simulate_verdict import is_overloaded
 from weft.cli.tables import console, figures_table
 from weft.formatting import format_counts
 from weft.planner.question import Question
@@ -69,8 +70,6 @@ def print_runs(study: Study, load: SimulatedLoad, runs: Sequence[Report], capaci
     if report:
         out.print(times_table(report))
         out.print("\n".join(figures(study, report)), soft_wrap=True)
-    if capacity:
-        out.print("\n".join(["", *verdict(study, capacity)]), soft_wrap=True)
     out.print("\n".join(["", *confidence(study, load, runs, report)]), soft_wrap=True)
 
 
@@ -183,7 +182,7 @@ def confidence(study: Study, load: SimulatedLoad, runs: Sequence[Report], report
 def growing_text(study: Study, run: Report) -> list[str]:
     """A note if the warm-up was too short for the load to be steady."""
     answer_s = run.e2e_s.mean if run.e2e_s else 0.0
-    if run.users or not 0 < study.times.warmup_s < answer_s:
+    if run.users or is_overloaded(study, run) or not 0 < study.times.warmup_s < answer_s:
         return []
     return [
         f"an answer takes {format_duration(answer_s)}, longer than the warm-up: the load was still growing; use a "

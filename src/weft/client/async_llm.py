@@ -6,14 +6,14 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, overload
 
 from weft.client.arguments import engine_config
 from weft.client.collector import Collector
-from weft.client.control import memory_rows, profile_command, stat_rows, swap_command, trace_paths
+from weft.client.control import memory_rows, profile_command, stat_rows, swap_command
 from weft.client.engine_nodes import EngineNodes
 from weft.client.frontend import Frontend
 from weft.client.opening import Message, check_params, describe_engine, list_prompts, open_model, plan_engines
@@ -22,13 +22,14 @@ from weft.client.pooling import PendingScores, Pooler
 from weft.client.prompt import Prompt, PromptLike
 from weft.client.remote import AsyncEngine
 from weft.client.replicas import ReplicaSet, start_engine
-from weft.client.turns import SYSTEM, History, copy_history, turn_messages, turn_params
+from weft.client.traces import END, OpenTraces
+from weft.client.turns import SYSTEM, History, copy_history, read_turn, turn_messages, turn_params
 from weft.cluster.assembly import assemble
 from weft.config import EngineConfig
 from weft.core.commands import Command, RankStats, Replies, ResetPrefixCache, Sleep, Wake
 from weft.core.params import SamplingParams
 from weft.core.request import Stats, duplicate_id_error
-from weft.errors import RequestError
+from weft.errors import EngineError, RequestError
 from weft.hardware.host import probe_host
 from weft.plan.plan import Plan
 from weft.sandbox.isolated import run_blocking
@@ -74,6 +75,7 @@ class AsyncLLM:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._start: asyncio.Task[StartedEngine] | None = None
         self._ended = False
+        self._traces = OpenTraces(elsewhere=False)
         self._running: dict[str, Collector] = {}  # by request id
 
     async def start(self) -> AsyncLLM:
@@ -148,8 +150,8 @@ class AsyncLLM:
         With a text instead of messages, or `query=`, await the text of the answer to it and a new list of all turns, as
         `LLM.chat` returns them.
         """
-        if "query" in options or (arguments and isinstance(arguments[0], str)):
-            return self._answer_turn(*arguments, **options)
+        if (turn := read_turn(arguments, options)) is not None:
+            return self._answer_turn(*turn[0], **turn[1])
         return self._answer_messages(*arguments, **options)
 
     async def _answer_turn(
@@ -273,7 +275,7 @@ class AsyncLLM:
 
     async def profile(self, steps: int, directory: str | os.PathLike[str]) -> list[str]:
         """See `LLM.profile`."""
-        return trace_paths(await self._call(profile_command(steps, directory)))
+        return self._traces.begin(steps, await self._call(profile_command(steps, directory)))
 
     async def _call(self, command: Command | ResetPrefixCache) -> Replies:
         """Start the engine if need be, and have its ranks execute a command."""
@@ -339,6 +341,7 @@ class AsyncLLM:
         planned = await asyncio.to_thread(plan_engines, self.config, checkpoint, host, assembly)
         asyncio.get_running_loop().run_in_executor(None, text_tools.prepare_vocabulary)
         nodes = EngineNodes(self.config, checkpoint, assembly, planned) if assembly else None
+        self._traces = OpenTraces(elsewhere=nodes is not None)
         engine = await start_engine(planned, self.config, nodes=nodes)
         frontend = Frontend.for_engine(self.config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len)
         return StartedEngine(engine, frontend)
@@ -347,6 +350,9 @@ class AsyncLLM:
         start.cancel()
         (result,) = await asyncio.gather(start, return_exceptions=True)
         if isinstance(result, StartedEngine):
+            if self._traces:
+                with suppress(EngineError):  # it has died
+                    await asyncio.to_thread(self._traces.end, await result.engine.call(END))
             await result.engine.close()
             result.frontend.close()
 

@@ -34,6 +34,11 @@ class Delta(msgspec.Struct):
     stop_reason: int | str | None = None
     cut: bool = False
 
+    @property
+    def interrupted(self) -> bool:
+        """True if the choice has ended, and not by its model: by a limit, a stop string or an error."""
+        return self.finish_reason is not None and (self.finish_reason != "stop" or isinstance(self.stop_reason, str))
+
 
 @dataclass(slots=True)
 class Choice:

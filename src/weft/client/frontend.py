@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import count
@@ -17,7 +18,7 @@ from weft.client.prompt import Prompt, PromptLike, identity_of, list_ids
 from weft.client.text_tools import Rendering, TextTools
 from weft.config import EngineConfig
 from weft.core.params import SamplingParams
-from weft.core.request import Request
+from weft.core.request import Request, prompt_too_long_error
 from weft.core.step import Pooling
 from weft.core.token_ids import TokenIds
 from weft.errors import RequestError
@@ -161,12 +162,7 @@ class Frontend:
         if not ids:
             raise RequestError("the prompt is empty; give at least one token", param=param, code="empty-prompt")
         if len(ids) > self.max_model_len - answers:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens and this model's maximum context length is "
-                f"{self.max_model_len}{', answer included' * answers}; send at most {self.max_model_len - answers}",
-                param=param,
-                code="prompt-too-long",
-            )
+            raise prompt_too_long_error(len(ids), self.max_model_len, param=param, answers=answers)
         self._check_ids(ids, param)
         return TokenIds.pack(ids)
 
@@ -373,11 +369,9 @@ class Frontend:
         longest_token = self.require_tokenizer("a text", param).longest_token
         most = max(least, (self.max_model_len - answers) * longest_token)
         if len(text) > most:
-            raise RequestError(
-                f"the prompt has {len(text):,} characters and this model's maximum context length is "
-                f"{self.max_model_len} tokens{', answer included' * answers}; send at most {most:,} characters",
-                param=param,
-                code="prompt-too-long",
+            least_tokens = math.ceil(len(text) / longest_token)
+            raise prompt_too_long_error(
+                least_tokens, self.max_model_len, param=param, answers=answers, characters=len(text)
             )
 
     def _check_ids(self, ids: Sequence[int], param: str) -> None:

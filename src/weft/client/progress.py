@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol
 
+from weft.executors.start_phases import in_notebook
+
 DESCRIPTION = "Processed prompts"
 
 
@@ -22,7 +24,7 @@ class Bar(Protocol):
 class Progress(AbstractContextManager["Progress"]):
     """A bar for `total` prompts, or for parts of a task that `description` names.
 
-    If `bar` is True, the bar is shown if standard error is a terminal. `bar` may be a function with tqdm's
+    If `bar` is True, the bar is shown on a terminal and in a notebook. `bar` may be a function with tqdm's
     arguments, such as tqdm itself; its bar is shown wherever that function shows it. A bar that is not `animated` is
     drawn between two parts only: nothing else of this process runs while they are measured.
     """
@@ -38,12 +40,17 @@ class Progress(AbstractContextManager["Progress"]):
         self._bar: Bar | None = None
         if callable(bar):
             self._bar = bar(total=total, desc=description)
-        elif bar and sys.stderr.isatty():
+        elif bar and (sys.stderr.isatty() or in_notebook()):
             self._bar = RichBar(total, description, animated=animated)
 
     def advance(self) -> None:
         if self._bar is not None:
             self._bar.update(1)
+
+    def describe(self, description: str) -> None:
+        """Change the words before Weft's own bar."""
+        if isinstance(self._bar, RichBar):
+            self._bar.describe(description)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -62,7 +69,7 @@ class RichBar:
         from rich.progress import Progress as RichProgress
 
         self._progress = RichProgress(
-            f"{description}:",
+            "{task.description}:",
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
@@ -78,6 +85,9 @@ class RichBar:
         self._progress.advance(self._task, n)
         if not self._animated:
             self._progress.refresh()
+
+    def describe(self, description: str) -> None:
+        self._progress.update(self._task, description=description)
 
     def close(self) -> None:
         self._progress.stop()

@@ -31,6 +31,7 @@ WAITING = frozenset(
         "ray-without-devices",
         "ray-resources",
         "no-ray-cluster",
+        "ray-cluster-gone",
         "no-route",
     )
 )

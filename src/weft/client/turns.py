@@ -14,6 +14,24 @@ SYSTEM = "You are a helpful assistant."
 History = list[tuple[str, str]]
 
 
+def read_turn(arguments: Sequence[Any], options: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]] | None:
+    """Arguments of one turn, without the tokenizer that the guides pass first or by name; None for messages.
+
+    The tokenizer is the caller's own object for the same model: the engine's is used.
+    """
+    given, named = list(arguments), dict(options)
+    if given and is_tokenizer(given[0]):
+        del given[0]
+    elif is_tokenizer(named.get("tokenizer")) or named.get("tokenizer", ...) is None:
+        del named["tokenizer"]
+    return (given, named) if "query" in named or (given and isinstance(given[0], str)) else None
+
+
+def is_tokenizer(value: object) -> bool:
+    """Return True for a tokenizer of Weft's or of Transformers."""
+    return callable(getattr(value, "encode", None)) and callable(getattr(value, "decode", None))
+
+
 def copy_history(history: object) -> History:
     """Return a copy of pairs of a query and its response; [] for None. Raises RequestError for anything else."""
     pairs = [] if history is None else history
@@ -42,11 +60,17 @@ def turn_params(frontend: Frontend, generation_config: object, sampling: Mapping
     """Return the SamplingParams of one turn: fields of `sampling`, then of `generation_config`, then the model's own.
 
     `generation_config` is an object or a mapping with Transformers' fields. Without `do_sample` it is greedy.
+    `sampling` may have Transformers' `max_new_tokens` and `do_sample` too.
     """
     fields: dict[str, Any] = {"max_tokens": frontend.max_new_tokens}
     if generation_config is not None:
         fields |= _generation_fields(generation_config)
-    return frontend.sampling_params({**fields, **sampling}, max_tokens=None)
+    own = {name: value for name, value in sampling.items() if name not in ("max_new_tokens", "do_sample")}
+    if sampling.get("max_new_tokens") is not None:
+        own["max_tokens"] = sampling["max_new_tokens"]
+    if sampling.get("do_sample") is False:
+        own["temperature"] = 0
+    return frontend.sampling_params({**fields, **own}, max_tokens=None)
 
 
 def _generation_fields(generation_config: object) -> dict[str, Any]:

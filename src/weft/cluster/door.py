@@ -23,6 +23,7 @@ from weft.executors.framing import Channel, FrameError
 from weft.executors.keys import CertificateError, NotWeftError, WrongKeyError
 from weft.executors.open_sockets import open_sockets
 from weft.executors.secure import Complaints, Greeter, accept_securely
+from weft.formatting import counted
 from weft.hardware.addresses import check_private, interface_of
 from weft.logs import event_fields
 
@@ -167,7 +168,7 @@ class Door:
         deadline, say_at = time.monotonic() + settings.start_timeout_s, time.monotonic() + SAY_S
         with self._changed:
             self._wanted |= wanted
-            log.info("waiting at %s for %d other nodes", settings.head, len({node for _, node in wanted}))
+            log.info("waiting at %s for %s", settings.head, counted(len({node for _, node in wanted}), "other node"))
             try:
                 while not self._are_there(wanted):
                     if cancelled():

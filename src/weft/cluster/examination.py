@@ -14,14 +14,16 @@ from weft.cluster.agent import decode_doctor
 from weft.cluster.agent_messages import Examine, Examined, Failed, Progress
 from weft.cluster.hosts import HostsFile
 from weft.cluster.preflight import MAX_SKEW_S
-from weft.cluster.ray_cluster import connect
+from weft.cluster.ray_cluster import connect, head_address
 from weft.cluster.ray_facts import way_out
 from weft.cluster.remote import conversations, failure, nodes_of
 from weft.cluster.ssh import Node
+from weft.executors.ray_calls import call_watched
 from weft.executors.ray_nodes import NODE_LABEL
 from weft.monitor.check import Check, Status
 
 DOCTOR_S = 120.0  # seconds for the doctor of a Ray node, which may measure
+VISIT_S = DOCTOR_S + 60  # for all nodes of Ray, at once; a machine that is busy takes long to start a task
 
 
 class NodeCheck(msgspec.Struct, frozen=True):
@@ -78,6 +80,10 @@ def visit_ray(environment: Mapping[str, str], flags: Sequence[str]) -> Visits:
     Raises ConfigError if no cluster answers.
     """
     ray = connect(environment, may_start=False)
+    return call_watched(lambda: _visit_nodes(ray, flags), head_address(ray), VISIT_S)
+
+
+def _visit_nodes(ray: Any, flags: Sequence[str]) -> Visits:
     task, began_s = ray.remote(_report_doctor), time.time()
     nodes = {f"{node['NodeManagerHostname']} ({node['NodeID'][:8]})": node for node in ray.nodes() if node["Alive"]}
     answers = {

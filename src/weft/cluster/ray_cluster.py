@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,13 +25,23 @@ from weft.cluster.ray_network import measure_seats
 from weft.cluster.ray_seats import Occupied, Seat, beside, choose_for_replicas
 from weft.cluster.settings import replica_count
 from weft.config import EngineConfig
-from weft.errors import ConfigError, error_reason
+from weft.errors import ConfigError
 from weft.executors.keys import VARIABLE, load_key
+from weft.executors.ray_calls import (
+    GONE,
+    JOIN_S,
+    NO_CLUSTER,
+    call_bounded,
+    call_watched,
+    connect_problem,
+    is_place,
+    join_cluster,
+)
 from weft.executors.ray_nodes import RayNodes
 from weft.executors.tls import load_certificate
 from weft.formats.checkpoint import Checkpoint
 from weft.formatting import extra_hint
-from weft.hardware.addresses import check_private
+from weft.hardware.addresses import check_private, own_interfaces
 from weft.hardware.host import Host
 from weft.logs import event_fields
 from weft.plan.devices import device_kind
@@ -48,7 +57,10 @@ TOKEN = (
     "has them"
 )
 CONNECT_FAILURE = "Failed to connect to Ray cluster at "  # begins an error of Ray, before the address
-ANSWER_S = 2.0  # seconds for a connection to RAY_ADDRESS, before the backend is chosen
+# Seconds beyond --start-timeout for what notices its end itself, and says more; and for the measurement of the network,
+# which has limits of its own.
+LATE_S, MEASURE_S = 10.0, 75.0
+LEAVE_S = 10.0  # seconds for the end of a connection, which hangs if the head has gone
 AGAIN_S = 30.0  # seconds to wait for resources before a replica that starts again looks for others
 
 
@@ -135,22 +147,11 @@ def sized_ranks(config: EngineConfig) -> int:
 
 def _cluster_answers(address: str) -> bool:
     """Return True if somebody listens at an address of RAY_ADDRESS. A word such as "auto" means a cluster here."""
-    place = address.removeprefix("ray://")
-    if not place.rpartition(":")[2].isdecimal():
+    if not is_place(address):
         return bool(address) and address != "local"
-    if problem := _connect_problem(place):
+    if problem := connect_problem(address):
         log.warning("no Ray cluster answers at RAY_ADDRESS=%s: %s", address, problem)
     return not problem
-
-
-def _connect_problem(place: str) -> str:
-    """Reason why nothing can be reached at HOST:PORT, "" if somebody listens there."""
-    host, _, port = place.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
-    except (OSError, ValueError) as error:
-        return error_reason(error)
-    return ""
 
 
 def _in_placement_group() -> bool:
@@ -183,15 +184,21 @@ def assemble_on_ray(
     lasting = lasting or count > 1
 
     def gather(replicas: int, occupied: Occupied, timeout_s: float, share: int | None = None) -> list[RayGroup]:
-        with connected(environment, briefly=lasting) as ray:
+        with connected(environment, float(config.start_timeout), briefly=lasting) as ray:
             own = own_group(ray, "CPU" if on_cpu else "GPU")
-            seats = find_seats(ray, config, on_cpu, own)
+
+            head = head_address(ray)
+            seats = call_watched(lambda: find_seats(ray, config, on_cpu, own), head, config.start_timeout + LATE_S)
             if own is None:
                 chosen = choose_for_replicas(config, checkpoint, beside(seats, occupied), replicas, share)
             else:  # bundles that engines have are not free
                 where = "this process's placement group"
                 chosen = choose_for_replicas(config, checkpoint, seats, replicas, share, where)
-            groups = [_checked_group(ray, one, config, key, timeout_s) for one in chosen]
+
+            def check() -> list[RayGroup]:
+                return [_checked_group(ray, one, config, key, timeout_s) for one in chosen]
+
+            groups = call_watched(check, head, config.start_timeout + MEASURE_S)
             return groups if own is None else with_bundles(groups, own)
 
     groups = gather(count, {}, float(config.start_timeout))
@@ -229,8 +236,7 @@ def _checked_group(ray: Any, seats: Sequence[Seat], config: EngineConfig, key: b
         log.info("%s: node %d of the plan", seat.label, one.node)
     for line in preflight.summary(facts, speeds):
         log.info("%s", line)
-    cluster = ray.get_runtime_context().gcs_address
-    nodes = RayNodes(cluster, own, key, timeout_s, tuple(seat.node for seat in seats), certificate)
+    nodes = RayNodes(head_address(ray), own, key, timeout_s, tuple(seat.node for seat in seats), certificate)
     return RayGroup(nodes, seats, speeds)
 
 
@@ -255,30 +261,38 @@ def actors_key(config: EngineConfig, environment: Mapping[str, str]) -> bytes:
     return secrets.token_hex(32).encode()
 
 
-def connect(environment: Mapping[str, str], *, may_start: bool = True) -> Any:
+def connect(environment: Mapping[str, str], *, limit_s: float = JOIN_S, may_start: bool = True) -> Any:
     """Connect to RAY_ADDRESS, a running cluster or, if it may start, a local one; return the module `ray`.
 
-    Raises ConfigError.
+    Raises ConfigError, at the latest after `limit_s` seconds for a cluster that does not answer.
     """
     ray = _import_ray()
-    _open_connection(ray, environment, may_start=may_start)
+    _open_connection(ray, environment, limit_s, may_start=may_start)
     return ray
 
 
 @contextmanager
-def connected(environment: Mapping[str, str], *, briefly: bool) -> Iterator[Any]:
+def connected(environment: Mapping[str, str], limit_s: float, *, briefly: bool) -> Iterator[Any]:
     """The module `ray` with a connection, as of `connect`.
 
     With `briefly`, a connection that this makes ends with it: a process that is connected ends when its cluster does.
     A local cluster that it has started goes on.
     """
     ray = _import_ray()
-    joined = _open_connection(ray, environment, may_start=True)
+    joined = _open_connection(ray, environment, limit_s, may_start=True)
     try:
         yield ray
+    except ConfigError as error:
+        joined = joined and error.code != GONE  # a call that hangs must not find another connection
+        raise
     finally:
         if briefly and joined:
-            ray.shutdown()
+            call_bounded(ray.shutdown, LEAVE_S)
+
+
+def head_address(ray: Any) -> str:
+    """The address, HOST:PORT, of the head of the cluster to which this process is connected."""
+    return str(ray.get_runtime_context().gcs_address)
 
 
 def _import_ray() -> Any:
@@ -289,7 +303,7 @@ def _import_ray() -> Any:
     return ray
 
 
-def _open_connection(ray: Any, environment: Mapping[str, str], *, may_start: bool) -> bool:
+def _open_connection(ray: Any, environment: Mapping[str, str], limit_s: float, *, may_start: bool) -> bool:
     """Connect this process to a cluster, or start a local one; return True if it has joined one that was there.
 
     Raises ConfigError.
@@ -299,7 +313,7 @@ def _open_connection(ray: Any, environment: Mapping[str, str], *, may_start: boo
     address = environment.get("RAY_ADDRESS")
     try:
         try:
-            ray.init(address=address or "auto", logging_level=logging.WARNING)
+            join_cluster(ray, address or _last_cluster(may_start), limit_s)
             if may_start:
                 _warn_without_token()
             return True
@@ -318,10 +332,33 @@ def _open_connection(ray: Any, environment: Mapping[str, str], *, may_start: boo
         raise _not_joined(address, error) from None
 
 
+def _last_cluster(may_start: bool) -> str:
+    """Address of the cluster that Ray would join here: of its processes, else of the file that `ray start` has left.
+
+    Raises ConnectionError if there is none, or if that of the file was on this machine, is dead, and another one may
+    start; and ConfigError for a dead one otherwise.
+    """
+    try:
+        from ray._private.services import canonicalize_bootstrap_address
+    except ImportError:  # another version of Ray has it elsewhere
+        return "auto"
+    address = str(canonicalize_bootstrap_address("auto"))
+    if is_place(address) and (problem := connect_problem(address)):
+        dead = (
+            f"the Ray cluster at {address}, the last that was started or joined here, does not answer: {problem}; "
+            "start it again, set RAY_ADDRESS to another, or forget it with `ray stop`"
+        )
+        if may_start and address.rpartition(":")[0].strip("[]") in own_interfaces():
+            log.warning("%s", dead, extra=event_fields("ray-cluster-dead", address=address))
+            raise ConnectionError(dead)
+        raise ConfigError(dead, code=GONE)
+    return address
+
+
 def _is_refused(error: Exception) -> bool:
     """Return True if Ray could not connect to a cluster although somebody listens at its address."""
     _, failure, place = str(error).partition(CONNECT_FAILURE)
-    return bool(failure) and not _connect_problem(place.strip())
+    return bool(failure) and not connect_problem(place.strip())
 
 
 def _not_joined(address: str | None, error: Exception) -> ConfigError:
@@ -335,7 +372,7 @@ def _not_joined(address: str | None, error: Exception) -> ConfigError:
         )
     return ConfigError(
         f"cannot join the Ray cluster at {address or 'this machine'}: {reason}; check RAY_ADDRESS, and `ray status`",
-        code="no-ray-cluster",
+        code=NO_CLUSTER,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -10,12 +11,16 @@ from typing import Any
 import msgspec
 
 from weft.cluster.measured import MeasuredCluster, load_measured
-from weft.cluster.ray_cluster import connect
+from weft.cluster.ray_cluster import connect, head_address
 from weft.errors import ConfigError
+from weft.executors.ray_calls import NO_CLUSTER, call_watched
 from weft.executors.ray_nodes import ENGINE_NAME, NODE_LABEL
 from weft.hardware.host import Host, probe_host
 from weft.monitor.topology import link_name
 
+log = logging.getLogger("weft.cluster")
+
+STATUS_S = 60.0  # seconds for Ray to tell its nodes, which takes less than one if its head lives, and their links
 LINKS_S = 20.0  # seconds for the nodes of Ray to report the links of their GPUs
 DIRECT = "peer to peer"
 
@@ -87,9 +92,11 @@ def cluster_status(host: Host, environment: Mapping[str, str], servers: Sequence
     if environment.get("RAY_ADDRESS") or importlib.util.find_spec("ray"):
         try:
             return _ray_status(environment)
-        except ConfigError:
+        except ConfigError as error:
             if environment.get("RAY_ADDRESS"):
                 raise
+            if error.code != NO_CLUSTER:  # Ray knows of one here, which is dead or lets nobody in
+                log.warning("%s", error)
     network = tuple(network_links(load_measured()))
     return ClusterStatus(kind="machine", address="", nodes=(machine_status(host, servers),), network=network)
 
@@ -113,17 +120,20 @@ def machine_status(host: Host, servers: Sequence[Engine] = ()) -> NodeStatus:
 
 def _ray_status(environment: Mapping[str, str]) -> ClusterStatus:
     ray = connect(environment, may_start=False)
+    return call_watched(lambda: _connected_status(ray), head_address(ray), STATUS_S)
+
+
+def _connected_status(ray: Any) -> ClusterStatus:
     from ray.util import placement_group_table
 
     groups = list(placement_group_table().values())
     alive = [node for node in ray.nodes() if node["Alive"]]
     links = ray_links(ray, alive)
     nodes = [ray_node_status(node, groups, links.get(node["NodeID"])) for node in alive]
-    address = ray.get_runtime_context().gcs_address
     here = {node.address for node in nodes}
     network = [link for link in network_links(load_measured()) if {link.first, link.second} <= here]
     ordered = tuple(sorted(nodes, key=lambda node: node.node))
-    return ClusterStatus(kind="ray", address=address, nodes=ordered, network=tuple(network))
+    return ClusterStatus(kind="ray", address=head_address(ray), nodes=ordered, network=tuple(network))
 
 
 def network_links(measured: MeasuredCluster | None) -> Iterator[Link]:

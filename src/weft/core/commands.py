@@ -84,7 +84,13 @@ class GraphsLeft(msgspec.Struct, frozen=True, tag=True):
 
 
 class TraceFile(msgspec.Struct, frozen=True, tag=True):
+    """Reply to Profile: the file of the trace that begins, or of the one that has ended, "" for none.
+
+    `steps`: of a trace that has ended, those that it has.
+    """
+
     path: str
+    steps: int = 0
 
 
 class RankReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -37,6 +37,15 @@ NUMBERS: dict[str, tuple[float, float]] = {
     "frequency_penalty": (-2.0, 2.0),
     "repetition_penalty": (1e-3, 1e3),
 }
+# Defaults of the numbers: None stands for them.
+NUMBER_DEFAULTS = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
 # Descriptions of ranges that are clearer than their two ends.
 RANGE_TEXTS: dict[str, str] = {
     "temperature": "a finite number from 0 (greedy) to 1e6",
@@ -47,6 +56,17 @@ RANGE_TEXTS: dict[str, str] = {
     "seed": "a 64-bit integer, or None",
     "logprobs": f"from 0 to {MAX_LOGPROBS} (the whole vocabulary, -1, is not supported)",
     "prompt_logprobs": f"from 0 to {MAX_LOGPROBS} (the whole vocabulary, -1, is not supported)",
+}
+# Fields of other versions of vLLM, with the values that ask for nothing: programs written for them pass these.
+ASK_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
+    "early_stopping": (False, None),
+    "use_beam_search": (False, None),
+    "best_of": (1, None),
+    "length_penalty": (1.0, None),
+    "detokenize": (True, None),
+    "spaces_between_special_tokens": (True, None),
+    "logits_processors": (None, [], ()),
+    "guided_decoding": (None,),
 }
 OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
 FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
@@ -75,6 +95,9 @@ class SuggestingStructMeta(msgspec.StructMeta):
         try:
             return super().__call__(*args, **fields)
         except TypeError:
+            wanted = {name: value for name, value in fields.items() if value not in ASK_FOR_NOTHING.get(name, ())}
+            if len(wanted) < len(fields):
+                return cls(*args, **wanted)
             unknown = next((name for name in fields if name not in cls.__struct_fields__), None)
             if unknown is None:
                 raise
@@ -139,13 +162,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """
 
     n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: float = NUMBER_DEFAULTS["temperature"]
+    top_p: float = NUMBER_DEFAULTS["top_p"]
     top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    min_p: float = NUMBER_DEFAULTS["min_p"]
+    presence_penalty: float = NUMBER_DEFAULTS["presence_penalty"]
+    frequency_penalty: float = NUMBER_DEFAULTS["frequency_penalty"]
+    repetition_penalty: float = NUMBER_DEFAULTS["repetition_penalty"]
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -173,6 +196,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._check_sequences()
 
     def _check_numbers(self) -> None:
+        if self.top_k is None:
+            self._keep("top_k", None, 0)
         for name, (low, high) in INTEGERS.items():
             value = getattr(self, name)
             if type(value) is int and low <= value <= high:
@@ -181,7 +206,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 self._keep(name, value, _integer(name, value, low, high))
         for name, (least, most) in NUMBERS.items():
             value = getattr(self, name)
-            if type(value) is not float or not least <= value <= most:
+            if value is None:  # as generation configs of Transformers have it
+                self._keep(name, value, NUMBER_DEFAULTS[name])
+            elif type(value) is not float or not least <= value <= most:
                 self._keep(name, value, _number(name, value, least, most))
         for name in FLAGS:
             if not isinstance(value := getattr(self, name), bool):

@@ -130,6 +130,25 @@ def queue_full_error(waiting: int, limit: int) -> QueueFullError:
     )
 
 
+def prompt_too_long_error(
+    tokens: int, max_model_len: int, *, param: str = "prompt", answers: bool = True, characters: int = 0
+) -> RequestError:
+    """Return the error of a prompt without room in the context, in the words by which agents know when to compact.
+
+    Clients of OpenAI's API look for "maximum context length is N tokens", those of Anthropic's for "prompt is too
+    long: N tokens > M maximum". If a prompt's `characters` are given, it has not been tokenized, and `tokens` are the
+    fewest that it can have.
+    """
+    least, unread = ("at least ", f" ({characters:,} characters)") if characters else ("", "")
+    return RequestError(
+        f"prompt is too long: {least}{tokens} tokens > {max_model_len - answers} maximum{unread}; this model's maximum "
+        f"context length is {max_model_len} tokens{', answer included' * answers}: send less, or serve a model with "
+        "a longer context",
+        param=param,
+        code="prompt-too-long",
+    )
+
+
 def check_prompt_length(
     length: int, max_model_len: int, needed_blocks: int, num_blocks: int, *, answers: bool = True
 ) -> None:
@@ -140,12 +159,7 @@ def check_prompt_length(
     if not length:
         raise RequestError("the prompt is empty; give at least one token", param="prompt", code="empty-prompt")
     if length > max_model_len - answers:
-        raise RequestError(
-            f"the prompt has {length} tokens, and prompt and answer together at most {max_model_len} "
-            f"(max_model_len); send at most {max_model_len - answers}",
-            param="prompt",
-            code="prompt-too-long",
-        )
+        raise prompt_too_long_error(length, max_model_len, answers=answers)
     if needed_blocks > num_blocks:
         raise RequestError(
             f"the prompt has {length} tokens and needs {needed_blocks} KV blocks, the cache has {num_blocks}; "

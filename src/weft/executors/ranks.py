@@ -39,6 +39,7 @@ from weft.executors.messages import (
 )
 from weft.executors.rank import WORKER
 from weft.executors.reading import CapturingProgress, ReadingProgress
+from weft.executors.start_phases import StartPhases
 from weft.native import build
 from weft.plan.backends import ATTENTION_BACKENDS, AttentionSpec, KernelDevice
 from weft.plan.memory import kv_blocks
@@ -120,6 +121,7 @@ class RankExecutor(ABC):
         self._suspicion: threading.Timer | None = None
         self._cause_comes = False
         self._reading, self._captures = ReadingProgress(), CapturingProgress()
+        self._start_phases = StartPhases(0)
 
     def start(self, plan: Plan) -> Ready:
         self._phases = ["start"] * len(plan.places)
@@ -130,6 +132,8 @@ class RankExecutor(ABC):
             compile_ahead(plan)
         try:
             self._awaited = set(self._ranks)
+            self._start_phases = StartPhases(len(self._ranks))
+            self._start_phases.enter("start")
             self._launch(plan)
             self._starting = True
             capacities = sorted((report.capacity for report in self._await_all(Loaded)), key=lambda c: c.rank)
@@ -141,6 +145,7 @@ class RankExecutor(ABC):
             self._captures.close()
             self._capture_later(uncaptured)
             self._starting = False
+            self._start_phases.close()
         except BaseException:  # after Ctrl-C, too, no rank may be left behind
             self.close()
             raise
@@ -242,6 +247,8 @@ class RankExecutor(ABC):
                 self._take_reply(rank, reply)
             case Loading(number, done, read) if number == rank:
                 self._reading.update(rank, done, read)
+                if self._reading.complete(len(self._ranks)):
+                    self._start_phases.enter("profile")
             case Capturing(number, done, total) if number == rank:
                 self._captures.update(rank, done, total)
             case Listening() if rank == 0 and not self._listening:
@@ -252,6 +259,7 @@ class RankExecutor(ABC):
                 self._reports.put(message)
             case PhaseEntered(phase):
                 self._phases[rank] = phase[:PHASE_CHARACTERS]
+                self._start_phases.enter(phase)
             case Failed(cause, lost_peer):
                 self._fail(cause, lost_peer)
             case _:

@@ -13,14 +13,14 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import msgspec
 
-from weft.errors import CORE, Cause, EngineError, error_reason
+from weft.errors import CORE, Cause, ConfigError, EngineError, error_reason
 from weft.executors.beats import SILENCE_S, Watch, keep_alive
 from weft.executors.framing import Channel, FrameError, encode_frame
 from weft.executors.keys import CertificateError, NotWeftError, WrongKeyError
@@ -31,6 +31,7 @@ from weft.executors.rank import WORKER
 from weft.executors.rank_processes import rank_environment
 from weft.executors.ranks import RankExecutor
 from weft.executors.ray_actor import RankActor
+from weft.executors.ray_calls import call_bounded, call_watched, join_cluster
 from weft.executors.ray_nodes import ENGINE_NAME, NODE_LABEL, Attached, FromActor, Present, RayNodes
 from weft.executors.secure import PER_ADDRESS, Complaints, Greeter, accept_securely
 from weft.plan.plan import Plan
@@ -43,6 +44,7 @@ SAY_S = 10.0  # seconds between two lines about resources that are missing
 STACKS_S = 1.0  # seconds for the ranks to print their stacks, which Ray passes on
 RELEASE_S = 10.0  # seconds for Ray to take its resources back
 REASON_S = 5.0  # seconds for Ray to say why an actor has died
+LATE_S = 10.0  # seconds beyond --start-timeout for what notices its end itself, and says more
 
 
 @dataclass
@@ -89,10 +91,11 @@ class RayExecutor(RankExecutor):
         self._ray = ray
         # Actors run in other folders than this process.
         plan = msgspec.structs.replace(plan, checkpoint=os.path.abspath(plan.checkpoint))
-        if not ray.is_initialized():
-            ray.init(address=self._nodes.cluster, log_to_driver=True, logging_level=logging.WARNING)
         self._node_names = [self._nodes.nodes[device.node].id for device in plan.devices]
-        self._reserve(plan)
+        if not ray.is_initialized():
+            with _cluster_errors():
+                join_cluster(ray, self._nodes.cluster, self._nodes.timeout_s, log_to_driver=True)
+        self._call_ray(lambda: self._reserve(plan))
         family = socket.AF_INET6 if ":" in self._nodes.address else socket.AF_INET
         listener = socket.create_server((self._nodes.address, 0), family=family)
         # All actors of a machine connect at once, and none tries again.
@@ -100,7 +103,7 @@ class RayExecutor(RankExecutor):
         greeter = Greeter(listener, self._greet, "weft-ray-door", per_address=most)
         greeter.start()
         try:
-            self._start_actors(plan, listener.getsockname()[1])
+            self._call_ray(lambda: self._start_actors(plan, listener.getsockname()[1]))
             self._await_actors(len(plan.places))
         finally:
             greeter.close()
@@ -112,6 +115,11 @@ class RayExecutor(RankExecutor):
         (listening,) = self._await_reports(Listening, 1)
         for rank in self._ranks[1:]:
             self._send_launch(plan, rank, listening.address)
+
+    def _call_ray(self, function: Callable[[], None]) -> None:
+        """Call Ray's library while its head is there. Raises EngineError for a cluster that has gone, or is silent."""
+        with _cluster_errors():
+            call_watched(function, self._nodes.cluster, self._nodes.timeout_s + LATE_S)
 
     def _reserve(self, plan: Plan) -> None:
         """Reserve a bundle for each rank on its node. Raises EngineError if that takes longer than the timeout.
@@ -325,7 +333,7 @@ class RayExecutor(RankExecutor):
                 reason = " ".join(lines[:1] + lines[-1:] if len(lines) > 1 else lines)
                 reasons.append(f"its Ray actor has died: {reason}")
 
-        _call_bounded(ask, REASON_S + 1)
+        call_bounded(ask, REASON_S + 1)
         return reasons[0] if reasons else "its Ray actor has died, and the head of the Ray cluster does not answer"
 
     def _kill(self) -> None:
@@ -361,11 +369,13 @@ class RayExecutor(RankExecutor):
                 remove_placement_group(group)
 
         # Ray itself gives them back when this process ends.
-        _call_bounded(give_back, RELEASE_S)
+        call_bounded(give_back, RELEASE_S)
 
 
-def _call_bounded(function: Callable[[], None], seconds: float) -> None:
-    """Call a function of Ray's, which may hang while the head of its cluster is gone, and wait no longer than this."""
-    thread = threading.Thread(target=function, name="weft-ray", daemon=True)
-    thread.start()
-    thread.join(seconds)
+@contextlib.contextmanager
+def _cluster_errors() -> Iterator[None]:
+    """Raise EngineError in place of ConfigError: here the engine is at fault, and not a flag."""
+    try:
+        yield
+    except ConfigError as error:
+        raise EngineError(Cause(rank=CORE, phase="start", code=error.code, cause=str(error))) from None

@@ -46,6 +46,11 @@ class RanksProgress(ABC):
             else:
                 logger.info("%s", self._state())
 
+    def complete(self, ranks: int) -> bool:
+        """Return True once so many ranks have done all of their parts."""
+        with self._lock:
+            return len(self._total) == ranks and self._done == self._total
+
     def close(self) -> None:
         """Remove the bar, and log the sum."""
         with self._lock:

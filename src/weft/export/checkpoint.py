@@ -9,7 +9,8 @@ import msgspec
 
 from weft.architectures.model import Model
 from weft.export.shell import Placeholder
-from weft.formats import catalogue, demo, gguf_types
+from weft.formats import catalogue, demo, gguf_reference, gguf_types, model_names
+from weft.formats.gguf_reference import GgufReference
 from weft.formats.precision import canonical
 from weft.formats.schemes import online_quantization
 
@@ -30,7 +31,7 @@ MODEL = "MODEL"  # the placeholder's name
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint to load. `name` is a name on the hub or (`local`) a path; if it is "", `wanted` describes the
     checkpoint to look for. `quantised` is the precision that the engine makes of it while loading. `title` is its name
-    for people.
+    for people. `whole` is the unquantised model of a GGUF file on the hub.
     """
 
     name: str = ""
@@ -38,6 +39,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     local: bool = False
     quantised: str = ""
     title: str
+    whole: str = ""
 
     @property
     def placeholders(self) -> list[Placeholder]:
@@ -63,6 +65,9 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 def find_checkpoint(typed: str, model: Model, precision: str, engine: str) -> Checkpoint:
     """Find what `engine` loads for `model`, which the user named as `typed`, in `precision`."""
     own, path = canonical(model.precision), Path(typed).expanduser()
+    reference = gguf_reference.parse_address(typed)
+    if reference is not None:
+        return _of_reference(reference, own, precision, engine)
     title = path.name.removesuffix(".gguf") if path.exists() else model.name
     stored = _stored(typed, model, own, engine, title)
     if precision == own or {precision, own} <= {*FLOATS}:
@@ -71,6 +76,17 @@ def find_checkpoint(typed: str, model: Model, precision: str, engine: str) -> Ch
         quantised = "none" if precision in FLOATS else online_quantization(precision) or precision
         return msgspec.structs.replace(stored, quantised=quantised)
     return Checkpoint(wanted=f"{describe_precision(precision)} of {title}", title=title)
+
+
+def _of_reference(reference: GgufReference, own: str, precision: str, engine: str) -> Checkpoint:
+    """The checkpoint of a GGUF file on the hub; in another precision, its unquantised model."""
+    title, whole = gguf_reference.short_name(reference), model_names.whole_model(reference) or ""
+    if precision == own:
+        name = f"{reference.repository}:{reference.quantization}" if engine == "vllm" else str(reference)
+        return Checkpoint(name=name, title=title, whole=whole)
+    if precision in FLOATS and whole:
+        return Checkpoint(name=whole, title=whole)
+    return Checkpoint(wanted=f"{describe_precision(precision)} of {whole or title}", title=title)
 
 
 def is_quantised_at_load(precision: str, own: str, engine: str) -> bool:

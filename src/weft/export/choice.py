@@ -11,6 +11,7 @@ from weft.errors import PlanError
 from weft.export import engines
 from weft.export.header import describe_plan, is_uneven
 from weft.export.target import ExportTarget, cut_distance
+from weft.formatting import weft_command
 from weft.planner.note import Note, create_note
 from weft.planner.objections import unsupported_reasons
 from weft.planner.question import LayoutConstraints, Question
@@ -47,7 +48,7 @@ def choose_plan(question: Question, target: ExportTarget) -> ExportChoice:
     if wanted is None:
         why = rejection_reason(answer, None)
         raise NothingFits(
-            f"nothing fits, so nothing is written: {why}; weft plan without --emit tells what would help",
+            f"nothing fits, so nothing is written: {why}; {weft_command('plan', question.flags)} tells what would help",
             code="nothing-fits-to-export",
         )
     problem = problem or rejection_reason(answer, wanted)

@@ -32,34 +32,43 @@ KEY = Placeholder("VLLM_API_KEY", "only if the server demands a key")
 
 def infernet_files(deployment: Deployment) -> list[ExportFile]:
     """The node's environment, its engine's part of the configuration, and the server's commands."""
-    if not PLAIN.fullmatch(deployment.names[0]):
-        raise ConfigError(
-            f"{deployment.names[0]!r} cannot be written into the node's environment, where letters, digits and "
-            "./:@+,=- are safe; give another name with --served-model-name",
-            code="name-unsafe-in-environment",
-        )
+    check_name(deployment.names[0])
     remarks = TargetRemarks(omitted_options(deployment), [*deployment.checkpoint.placeholders, KEY], NEXT_STEPS)
-    variables = {
-        "INFERNET_ENGINE_BACKEND": BACKEND,
-        "INFERNET_ENGINE_MODEL": deployment.names[0],
-        "VLLM_HOST": server_url(deployment),
-        "VLLM_MODEL": deployment.names[0],
-    }
-    # Read by systemd's EnvironmentFile and by docker --env-file, which support neither quotes nor export.
-    lines = [
-        header_comment("infernet", deployment, remarks),
-        "",
-        *(f"{name}={value}" for name, value in variables.items()),
-    ]
-    engine = {"backend": BACKEND, "model": deployment.names[0], "ollamaHost": server_url(deployment)}
+    header = header_comment("infernet", deployment, remarks)
     return [
-        ExportFile("infernet.env", "\n".join([*lines, f"#{KEY.name}="]) + "\n", PRIVATE),
-        ExportFile("infernet-engine.json", json.dumps({"engine": engine}, indent=2) + "\n"),
+        *node_files(header, deployment.names[0], server_url(deployment)),
         *(
             vllm.vllm_files(deployment)
             if deployment.question.engine == "vllm"
             else weft_serve.weft_files(deployment, NODE_FLAGS)
         ),
+    ]
+
+
+def check_name(name: str) -> None:
+    """Raise ConfigError for a name that the node's environment cannot hold."""
+    if not PLAIN.fullmatch(name):
+        raise ConfigError(
+            f"{name!r} cannot be written into the node's environment, where letters, digits and "
+            "./:@+,=- are safe; give another name with --served-model-name",
+            code="name-unsafe-in-environment",
+        )
+
+
+def node_files(header: str, name: str, url: str) -> list[ExportFile]:
+    """The node's environment, and its engine's part of the configuration, for a model at a server."""
+    variables = {
+        "INFERNET_ENGINE_BACKEND": BACKEND,
+        "INFERNET_ENGINE_MODEL": name,
+        "VLLM_HOST": url,
+        "VLLM_MODEL": name,
+    }
+    # Read by systemd's EnvironmentFile and by docker --env-file, which support neither quotes nor export.
+    lines = [header, "", *(f"{variable}={value}" for variable, value in variables.items())]
+    engine = {"backend": BACKEND, "model": name, "ollamaHost": url}
+    return [
+        ExportFile("infernet.env", "\n".join([*lines, f"#{KEY.name}="]) + "\n", PRIVATE),
+        ExportFile("infernet-engine.json", json.dumps({"engine": engine}, indent=2) + "\n"),
     ]
 
 
@@ -99,13 +108,18 @@ def omitted_options(deployment: Deployment) -> list[str]:
 
 def config_warnings(config: NodeConfig, model: str, memory: Sequence[tuple[str, int]]) -> list[str]:
     """Sentences on settings without their apparent effect, for `model` on GPUs of these names and bytes."""
-    texts = list(config.warnings)
-    tiers = dict.fromkeys(f"{name} is {vram_tier(size)}" for name, size in memory)
-    if config.tier is not None and any(vram_tier(size) != config.tier for _, size in memory):
-        texts.append(f"vram_tier {config.tier} is no GPU's here, and a sum is never reported: {', '.join(tiers)}")
+    texts = [*config.warnings, *tier_warnings(config, memory)]
     own = config.serving(model)
     others = dict.fromkeys(server.model for server in config.instances)
     if own and len(others) > 1:
         names = " and ".join(name for name in others if name != own.model)
-        texts.append(f"this is for {own.model}; {names} cannot be served by the same node")
+        texts.append(f"this is for {own.model}; without MODEL one server has {names} too")
     return texts
+
+
+def tier_warnings(config: NodeConfig, memory: Sequence[tuple[str, int]]) -> list[str]:
+    """A sentence on a vram_tier that is none of these GPUs'; [] if it is."""
+    if config.tier is None or all(vram_tier(size) == config.tier for _, size in memory):
+        return []
+    tiers = dict.fromkeys(f"{name} is {vram_tier(size)}" for name, size in memory)
+    return [f"vram_tier {config.tier} is no GPU's here, and a sum is never reported: {', '.join(tiers)}"]

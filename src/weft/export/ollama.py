@@ -10,7 +10,7 @@ from weft.export.files import SCRIPT, ExportFile
 from weft.export.header import TargetRemarks, header_comment
 from weft.export.shell import bash_script, command_line, export_lines
 from weft.export.target import spans_nodes
-from weft.formats import gguf_types
+from weft.formats import gguf_reference, gguf_types
 from weft.planner.deployment import DeploymentLayout
 from weft.planner.question import Question
 
@@ -47,7 +47,7 @@ def modelfile(deployment: Deployment) -> list[str]:
             f"# Replace this by {checkpoint.wanted}: its path, or hf.co/OWNER/REPOSITORY:QUANTISATION.",
             f"FROM ./{checkpoint.word}",
         ]
-    elif not checkpoint.local:
+    elif not checkpoint.local and gguf_reference.parse_address(checkpoint.name) is None:
         source = [
             f"# Replace this by the directory that {checkpoint.name} was downloaded to.",
             "FROM ./REPLACE_WITH_DIRECTORY",

@@ -183,7 +183,8 @@ def engine_flags(deployment: Deployment, server: ReplicaServer | None = None) ->
     if layout.kv_dtype.startswith("fp8"):
         flags["kv-cache-dtype"] = layout.kv_dtype
     if layout.precision in gguf_types.MIXES and not deployment.checkpoint.local:
-        flags["tokenizer"] = deployment.question.model  # a GGUF file's own is read slowly, and not always correctly
+        # A GGUF file's own is read slowly, and not always correctly.
+        flags["tokenizer"] = deployment.checkpoint.whole or deployment.question.model
     return flags
 
 

@@ -40,6 +40,15 @@ SUFFIXES = {
     "fp16": "fp16",
 }
 _SUFFIX = re.compile(rf"(?P<stem>.+?)-(?P<suffix>{'|'.join(sorted(map(re.escape, SUFFIXES), key=len, reverse=True))})")
+# Kinds of models that Weft has none of, by the families of Ollama's library and of the hub.
+_OTHER_KINDS = {
+    "that see pictures": r"(bak)?llava|minicpm-?v|moondream|pixtral|(qwen[\d.]+|deepseek|internvl?|smol)-?vl|"
+    r"llama[\d.]+-vision|llama-?4|granite[\d.]*-vision|cogvlm|molmo|gemma-?3n",
+    "that hear or speak": r"whisper|voxtral|qwen[\d.]+-(audio|omni)",
+    "of BERT's kind, which embed texts": r"(nomic|mxbai|snowflake-arctic)-embed|bge-|all-minilm|gte-|bert|"
+    r"(multilingual-)?e5-|paraphrase-|embeddinggemma|granite-embedding",
+    "that draw pictures": r"stable-diffusion|flux|sdxl|z-image",
+}
 _NEAREST, _FAMILY = 3, 6  # largest number of names to suggest: similar ones, or those of one family
 
 
@@ -82,10 +91,29 @@ def find(name: str) -> Model:
     """
     model = find_known(name)
     if model is None:
+        check_kind(name)
         near = nearest(name)
         hint = f"nearest: {', '.join(near)}" if near else "give a name on the hub, a directory or a .gguf file"
         raise ModelError(f"unknown model {name!r}; {hint}", code="unknown-model")
     return model
+
+
+def check_kind(name: str) -> None:
+    """Raise ModelError for the name of a kind of model that Weft has none of: near names would mislead."""
+    bare = _key(_bare(name))
+    kind = next((kind for kind, families in _OTHER_KINDS.items() if re.match(families, bare)), None)
+    if kind is not None:
+        raise ModelError(
+            f"{name!r:.200}: Weft runs no models {kind}; weft plan without a model lists some that it runs",
+            code="kind-not-run",
+        )
+
+
+def check_runs(name: str) -> None:
+    """Raise ModelError for a model of the catalogue that the engine does not run."""
+    identified = _identify(name)
+    if identified is not None:
+        config_json.shape_from_config(Fields(identified[0].config, identified[1]), run=True)
 
 
 def find_known(name: str) -> Model | None:

@@ -36,6 +36,7 @@ from weft.formats.tensor_index import (
     rename_tensors,
     select_tensors,
 )
+from weft.formats.tied_heads import with_own_head
 from weft.logs import event_fields
 
 logger = logging.getLogger("weft")
@@ -141,6 +142,8 @@ def _read_gguf(path: Path, model_impl: str) -> _Contents:
         )
     header = gguf.read_gguf(path)
     shape, generation = gguf_shape.shape_from_gguf(header), gguf_shape.recommended_sampling(header)
+    if not generation and path.name == demo.FILE:
+        generation = dict(demo.GENERATION)
     return _Contents(shape, generation, rename_gguf_tensors(header, shape), header.metadata)
 
 
@@ -148,7 +151,8 @@ def _read_directory(path: Path, model_impl: str, *, dummy: bool) -> _Contents:
     index = {} if dummy else safetensors.read_directory(path)
     shape = config_json.read_shape(path, main_dtype(index), model_impl=model_impl)
     generation = config_json.recommended_sampling(path)
-    return _Contents(shape, generation, rename_tensors(index, shape), None)
+    tensors = rename_tensors(index, shape)
+    return _Contents(with_own_head(shape, tensors, str(path)), generation, tensors, None)
 
 
 def _with_pooling(
@@ -227,6 +231,8 @@ def _locate(model: str, revision: str | None, token: str | None, folder: str | N
         return path
     reference = gguf_reference.parse_address(model)
     if reference is not None:
+        if hub.cached_gguf(reference, folder) is None:
+            model_names.check_runs(reference)
         return hub.fetch_gguf(reference, revision=revision, token=token, folder=folder)
     if not hub.is_name(model):
         raise ModelError(f"there is no file or directory {model}; {hub.ways_out(model)}", code="no-such-model")

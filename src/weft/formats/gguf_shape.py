@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isclose
+
 from msgspec.structs import replace
 
 from weft.architectures.architecture import Architecture
@@ -21,8 +23,9 @@ from weft.errors import ModelError
 from weft.formats import limits
 from weft.formats.config_rope import with_original
 from weft.formats.fields import Fields
-from weft.formats.gguf import Array, Gguf
+from weft.formats.gguf import Gguf
 from weft.formats.gguf_deepseek import latent_attention, read_routing
+from weft.formats.gguf_fields import own_fields, token_fields
 from weft.formats.gguf_rope import planned_rope, rope
 from weft.formats.tensor import TensorInfo
 
@@ -40,7 +43,6 @@ SAMPLING = {
 }
 CORRECTION = "exp_probs_b.bias"  # name of the correction of the router; DeepSeek has one since version 3
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
-PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")  # arrays in some architectures
 # Keys that change what llama.cpp computes. None is written for the models above.
 REFUSED = (
     "expert_count",
@@ -63,6 +65,7 @@ GATING, SCALES = (0, 1, 3), (0, 1)
 # Values of general.architecture that llama.cpp knows to leave the weights of a token's experts as they are, which the
 # files do not say.
 NOT_NORMALISED = ("qwen2moe",)
+FLOAT32_ERROR = 1e-5  # of a number that the file has as one of 32 bits, from the same number here
 LAYERS_OF_GEMMA3_27B = 62
 GEMMA3_LOCAL_BASE = 1e4  # base of the rotary embedding in layers with a window, which older files do not give
 
@@ -99,15 +102,14 @@ def shape_from_gguf(gguf: Gguf, *, run: bool = True) -> ModelShape:
     """
     known, where, tensors = find_architecture(architecture(gguf, run=run)), gguf.path, gguf.tensors
     prefix = f"{gguf.metadata['general.architecture']}."
-    own = {key.removeprefix(prefix): value for key, value in gguf.metadata.items() if key.startswith(prefix)}
-    fields = Fields(own, f"{where}: {prefix.removesuffix('.')}")
+    fields = own_fields(gguf, prefix)
     _check_fields(fields, where, prefix, known, run=run)
     if EMBEDDING not in tensors or len(tensors[EMBEDDING].dims) != 2:
         raise ModelError(
             f"{where} has no {EMBEDDING} of two dims; it holds no whole model", code="gguf-without-embedding"
         )
     layers = _layers(gguf, fields, known, run=run)
-    hidden, tokens = fields.integer("embedding_length"), Fields(gguf.metadata, where)
+    hidden, tokens = fields.integer("embedding_length"), token_fields(gguf)
     context = fields.integer("context_length", maximum=limits.POSITIONS)
     return ModelShape(
         architecture=known.name,
@@ -117,7 +119,7 @@ def shape_from_gguf(gguf: Gguf, *, run: bool = True) -> ModelShape:
         max_positions=layers[0].mixer.rope.reach(context),
         # The converter has added a norm's offset to its weight.
         norm=Norm(kind=known.config.norm, eps=_norm_eps(fields)),
-        embedding_scale=hidden**0.5 if known.config.scaled_embedding else 1.0,
+        embedding_scale=_embedding_scale(fields, known),
         tied=HEAD not in tensors,
         dtype=dtype(tensors[EMBEDDING]),
         bos=tokens.integer_or("tokenizer.ggml.bos_token_id", None, minimum=0),
@@ -145,8 +147,7 @@ def _layers(gguf: Gguf, fields: Fields, known: Architecture, *, run: bool) -> tu
 
 def _attention(gguf: Gguf, fields: Fields, known: Architecture, *, run: bool) -> Attention:
     """Attention of all layers, without windows."""
-    tensors, heads = gguf.tensors, fields.integer("attention.head_count")
-    head_dim = fields.integer_or("attention.key_length", fields.integer("embedding_length") // heads) or 0
+    tensors, heads, head_dim = gguf.tensors, fields.integer("attention.head_count"), _head_dim(fields)
     rotary = planned_rope(fields)
     if run:
         rotary = rope(gguf, fields, head_dim, _rotated(fields, known, head_dim))
@@ -185,22 +186,39 @@ def _end_tokens(tokens: Fields) -> tuple[int, ...]:
 
 
 def _check_fields(fields: Fields, where: str, prefix: str, known: Architecture, *, run: bool) -> None:
-    """Raise ModelError for a field per layer; with `run`, also for a field of REFUSED."""
+    """With `run`, raise ModelError for a field of REFUSED whose value is not what is computed anyway."""
     allowed = ALLOWED_WITH_EXPERTS * known.config.has_experts + ALLOWED_WITH_LATENTS * known.names.latent
     for key in REFUSED if run else ():
-        if fields.values.get(key) and key not in allowed:
+        if fields.values.get(key) and key not in allowed and not _is_computed(fields, known, key):
             raise ModelError(
                 f"{where} has {prefix}{key}, which Weft's models do not compute; use another model",
                 code="gguf-feature-not-computed",
             )
     if run and known.config.has_experts and not known.names.latent:
         _check_gating(fields, known)
-    for key in PER_LAYER:
-        if isinstance(fields.values.get(key), Array):
-            raise ModelError(
-                f"{where} has a {prefix}{key} per layer, which Weft does not compute; use another model",
-                code="gguf-field-per-layer",
-            )
+
+
+def _is_computed(fields: Fields, known: Architecture, key: str) -> bool:
+    """Return True for a field of REFUSED whose value says what is computed without it."""
+    value = fields.values[key]
+    if not isinstance(value, int | float):
+        return False
+    if key in ("residual_scale", "logit_scale"):
+        return value == 1
+    if key == "embedding_scale":
+        return isclose(value, _embedding_scale(fields, known), rel_tol=FLOAT32_ERROR)
+    if key == "attention.scale" and not known.names.latent:
+        return isclose(value, _query_length(fields, known, _head_dim(fields)) ** -0.5, rel_tol=FLOAT32_ERROR)
+    return False
+
+
+def _embedding_scale(fields: Fields, known: Architecture) -> float:
+    return float(fields.integer("embedding_length") ** 0.5) if known.config.scaled_embedding else 1.0
+
+
+def _head_dim(fields: Fields) -> int:
+    default = fields.integer("embedding_length") // fields.integer("attention.head_count")
+    return fields.integer_or("attention.key_length", default) or 0
 
 
 def _check_gating(fields: Fields, known: Architecture) -> None:

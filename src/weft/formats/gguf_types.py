@@ -69,6 +69,8 @@ FILE_TYPES = {
     38: "mxfp4_moe",
 }
 ALIASES = {"q3_k": "q3_k_m", "q4_k": "q4_k_m", "q5_k": "q5_k_m"}
+# A number of bits alone: the file that Ollama and most repositories offer first.
+ALIASES |= {"q2": "q2_k", "q3": "q3_k_m", "q4": "q4_k_m", "q5": "q5_k_m", "q6": "q6_k", "q8": "q8_0"}
 # Bits per number of each type, with its scales.
 BITS = {name: 8 * size.nbytes / size.elements for name, size in SIZES.items()}
 EIGHT_EXPERTS = 8  # Mixtral: the mixes spend more bits on its attention

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from weft.architectures.model import Model
 from weft.architectures.parameters import parameter_count
 from weft.architectures.shape import ModelShape
@@ -23,7 +25,7 @@ from weft.formats import (
     tensor_index,
 )
 from weft.formats.gguf_types import FILE_TYPES
-from weft.formats.precision import OF_DTYPE
+from weft.formats.precision import OF_DTYPE, canonical, is_precision
 
 
 def look_up(
@@ -48,7 +50,7 @@ def look_up(
     model, ask_hub = model_names.full_name(model), refresh or revision is not None
     reference = gguf_reference.parse_address(model)
     if reference is not None:
-        return _from_gguf(model, _fetched(reference))
+        return _from_reference(model, reference)
     known = catalogue.find_known(model)
     found_here = _without_hub(model, known, ask_hub=ask_hub)
     if found_here is not None:
@@ -65,12 +67,24 @@ def _check_hub_name(model: str, known: Model | None) -> None:
         raise ModelError(f"there is no file or directory {model}; {hub.ways_out(model)}", code="no-such-model")
 
 
-def _fetched(reference: gguf_reference.GgufReference) -> Path:
-    """The GGUF file of a reference in the hub's cache. Raises ModelError if it is not there."""
-    path = hub.cached_gguf(reference)
-    if path is None:
-        raise ModelError(f"{reference} is not here; fetch it with `weft pull {reference}`", code="gguf-not-fetched")
-    return path
+def _from_reference(model: str, reference: gguf_reference.GgufReference) -> Model:
+    """The model in a GGUF file of the hub: from the file, or of one that a tag means, from the catalogue.
+
+    Raises ModelError for any other file that is not in the hub's cache.
+    """
+    path, whole = hub.cached_gguf(reference), model_names.whole_model(reference)
+    known = catalogue.find_known(whole) if whole else None
+    if path is not None:
+        file = _from_gguf(model, path)
+    else:
+        precision = gguf_reference.precision_of(reference)
+        if known is None or not is_precision(precision):
+            raise ModelError(f"{reference} is not here; fetch it with `weft pull {reference}`", code="gguf-not-fetched")
+        file = msgspec.structs.replace(known, name=model, precision=canonical(precision))
+    if known is None or known.precision not in OF_DTYPE.values():
+        return file
+    note = f"this is the GGUF file that `weft pull` fetches; for 16 bits give --precision bf16, or {whole}"
+    return msgspec.structs.replace(file, note=note)
 
 
 def _without_hub(model: str, known: Model | None, *, ask_hub: bool) -> Model | None:

@@ -4,26 +4,67 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from weft.errors import ModelError
 from weft.formats import catalogue, gguf_reference, hub
+from weft.formats.gguf_reference import GgufReference
 
 
 def full_name(typed: str, *, folder: str | None = None) -> str:
-    """Resolve a nickname to its id on the hub (`qwen3:8b` to `Qwen/Qwen3-8B`); any other name is returned unchanged.
+    """Resolve a nickname to its id on the hub (`Qwen3-8B` to `Qwen/Qwen3-8B`); any other name is returned unchanged.
 
-    An existing path, an id with its owner, and a name that the hub's cache (`folder`, or HF_HOME) holds are no
-    nicknames. An unknown name is returned unchanged too: the code that looks for the model suggests near names. One of
-    Ollama's tags means the GGUF file that `weft pull` has fetched for it, if that is here.
+    One of Ollama's tags (`qwen3:8b`) means the GGUF file that `weft pull` fetches for it, `hf.co/OWNER/REPO:QUANT`. An
+    existing path, an id with its owner, and a name that the hub's cache (`folder`, or HF_HOME) holds are no nicknames.
+    An unknown name is returned unchanged too: the code that looks for the model suggests near names. Raises ModelError
+    for a tag of a kind of model that Weft has not.
     """
-    tag = gguf_reference.parse_tag(typed)
-    if tag is not None and not _exists(typed) and hub.cached_gguf(tag, folder) is not None:
+    if "/" in typed or _exists(typed):
+        return typed
+    full = catalogue.full_name(typed)
+    tag = None if full is not None and catalogue.same_name(typed, full) else gguf_reference.parse_tag(typed)
+    if tag is not None:
         return str(tag)
-    full = None if "/" in typed else catalogue.full_name(typed)
-    return typed if full is None or _exists(typed) or hub.cached_repository(typed, folder) else full
+    if full is None:
+        catalogue.check_kind(typed)
+    return typed if full is None or hub.cached_repository(typed, folder) else full
 
 
 def notice(typed: str, full: str) -> str:
     """Message that tells the model that a nickname was resolved to; "" if only the owner or the case differs."""
-    return "" if typed == full or catalogue.same_name(typed, full) else f"{typed} is {full}"
+    if typed == full or catalogue.same_name(typed, full):
+        return ""
+    reference = gguf_reference.parse_address(full)
+    if reference is None:
+        in_bits = f"; Weft knows no GGUF file for this tag ({gguf_reference.FORM} names one)" if ":" in typed else ""
+        return f"{typed} is {full}{in_bits}"
+    whole = whole_model(reference)
+    return f"{typed} is {full}, the file that weft pull fetches" + (f"; unquantised: {whole}" if whole else "")
+
+
+def served_names(full: str) -> tuple[str, ...]:
+    """Names by which clients may ask for a model: for a GGUF file that a tag means, the tag too."""
+    reference = gguf_reference.parse_address(full)
+    return (full,) if reference is None else tuple(dict.fromkeys((gguf_reference.short_name(reference), full)))
+
+
+def whole_model(reference: GgufReference) -> str | None:
+    """Id on the hub of the model whose quantised file a reference names; None for a repository that no tag means."""
+    row = gguf_reference.row_of(reference)
+    return None if row is None else row.model or catalogue.full_name(row.tag)
+
+
+def check_runs(reference: GgufReference) -> None:
+    """Raise ModelError, before anything is fetched, for the file of a model that the engine is known not to run."""
+    whole = whole_model(reference)
+    if whole is None:
+        return
+    try:
+        catalogue.check_runs(whole)
+    except ModelError as error:
+        tag = gguf_reference.short_name(reference)
+        raise ModelError(
+            f"{tag} is {whole}, which Weft does not run, so nothing is fetched: {error}",
+            code=error.code,
+        ) from None
 
 
 def _exists(typed: str) -> bool:

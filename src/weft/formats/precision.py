@@ -88,7 +88,20 @@ ALIASES = gguf_types.ALIASES | {
     "8-bit": "int8",
     "mxfp4/fp8": "mxfp4",
 }
+# Meanings of a number of bits alone.
+OF_BITS = {"q4": ("q4_k_m", "int4"), "q8": ("q8_0", "int8")}
 LAYER = re.compile(r"\.(\d+)\.")  # a layer's number in the name of a tensor
+
+
+def is_precision(name: str) -> bool:
+    """Return True if `canonical` knows the name."""
+    key = name.strip().lower()
+    return key in NAMES or key in ALIASES
+
+
+def meant_precisions(name: str) -> tuple[str, ...]:
+    """Precisions that a guide may mean by a name, the usual one first: its "Q4" is any form with 4 bits."""
+    return OF_BITS.get(name.strip().lower()) or (canonical(name),)
 
 
 def canonical(name: str) -> str:
@@ -99,7 +112,9 @@ def canonical(name: str) -> str:
         return key
     near = get_close_matches(key, (*NAMES, *ALIASES), n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise ConfigError(f"unknown precision {name!r}; {hint}known: {', '.join(NAMES)}", code="unknown-precision")
+    raise ConfigError(
+        f"unknown precision {name!r}; {hint}known: {', '.join((*NAMES, *gguf_types.ALIASES))}", code="unknown-precision"
+    )
 
 
 def held_precision(precision: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.formats import catalogue, demo, gguf_reference, hub
+from weft.formats import catalogue, demo, gguf_reference, hub, model_names
 from weft.formats.hub_files import CreateProgress, show_progress
 
 
@@ -24,7 +24,10 @@ def pull_model(
         return hub.fetch_repository(
             full, revision=None, token=token, folder=folder, weights=True, create_progress=create_progress
         )
-    return hub.fetch_gguf(gguf_reference.require(name), token=token, folder=folder, create_progress=create_progress)
+    reference = gguf_reference.require(name)
+    if gguf_reference.parse_tag(name) is not None:  # an address is fetched in any case
+        model_names.check_runs(reference)
+    return hub.fetch_gguf(reference, token=token, folder=folder, create_progress=create_progress)
 
 
 def hub_id(name: str) -> str | None:

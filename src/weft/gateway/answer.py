@@ -174,7 +174,20 @@ class StreamedAnswer(ResumableAnswer):
         if not self._keep(chunk):
             return b""
         self._unify_head(chunk)
-        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+        return b"".join(b"data: %b\n\n" % msgspec.json.encode(part) for part in self._parts(chunk))
+
+    def _parts(self, chunk: dict[str, Any]) -> list[dict[str, Any]]:
+        """A chunk as the client gets it: what a chat says does not come with its end, which a server with ids joins."""
+        match chunk.get("choices"):
+            case [{"delta": dict() as delta, "finish_reason": str()} as choice] if self._strips_ids:
+                pass
+            case _:
+                return [chunk]
+        if not delta and not choice.get("logprobs"):
+            return [chunk]
+        text = {**choice, "finish_reason": None, **({"stop_reason": None} if "stop_reason" in choice else {})}
+        end = {name: value for name, value in choice.items() if name != "logprobs"} | {"delta": {}}
+        return [{**chunk, "choices": [one]} for one in (text, end)]
 
     def _keep(self, chunk: dict[str, Any]) -> bool:
         """Read a chunk and take out what the client did not ask for. Returns True if something is left."""

@@ -13,6 +13,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft.errors import ConfigError
+from weft.gateway.checks import check_health, read_models
 from weft.gateway.config import UpstreamConfig, convert_upstream
 from weft.gateway.fleet import unknown_model
 from weft.gateway.proxy import Proxy
@@ -56,7 +57,9 @@ async def list_models(proxy: Proxy, request: Request) -> Response:
 
 
 async def get_model(proxy: Proxy, request: Request) -> Response:
-    """/v1/models/NAME."""
+    """/v1/models/NAME, and the list behind a slash alone."""
+    if not request.path_params["name"]:
+        return await list_models(proxy, request)
     client, name = proxy.keys.identify(request.scope), request.path_params["name"]
     for row in proxy.fleet.model_rows():
         if row["id"] == name and client.may_use(name):
@@ -147,6 +150,9 @@ async def add(proxy: Proxy, request: Request) -> Response:
         # Else whoever may add upstreams could have the gateway send its secrets to them.
         raise HttpError(400, "an upstream with a key is added in the gateway's files only", code="key-not-allowed")
     replica = proxy.fleet.add(upstream)
+    # Whoever drains another one next relies on this one: its models, and whether it continues answers, are known then.
+    await check_health(replica, proxy.fleet, proxy.timeouts, urgent=True)
+    await read_models(replica, proxy.timeouts)
     return JsonResponse(describe_replica(replica, proxy.fleet.clock()))
 
 

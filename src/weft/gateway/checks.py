@@ -20,7 +20,7 @@ SMALL_BYTES = 2**22  # bytes of a response that is read whole, such as that of /
 MODEL_ROWS = 10_000
 
 
-class ModelList(msgspec.Struct):
+class UpstreamModels(msgspec.Struct):
     data: list[dict[str, Any]]
 
 
@@ -66,15 +66,17 @@ async def read_models(replica: Replica, timeouts: Timeouts) -> bool:
     try:
         status, body = await get_small(attempt, "/v1/models", timeouts)
         if status == 200:
-            rows = msgspec.json.decode(body, type=ModelList).data[:MODEL_ROWS]
+            rows = msgspec.json.decode(body, type=UpstreamModels).data[:MODEL_ROWS]
             replica.listed = {row["id"]: row for row in rows if isinstance(row.get("id"), str)}
             if replica.is_weft:
                 await _read_speed(replica, timeouts)
     except (UpstreamError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         log.debug("no models of %s: %s", replica.name, error)
-        return not isinstance(error, UpstreamError)
+        if isinstance(error, UpstreamError):
+            return False
     finally:
         attempt.close()
+    replica.asked = True
     return True
 
 

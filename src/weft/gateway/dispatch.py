@@ -104,11 +104,9 @@ class Dispatcher:
         return head, first
 
     def _is_continuable(self, exchange: Exchange, replica: Replica) -> bool:
-        """Return True if another replica could go on with this one's answer."""
+        """Return True if another replica, which may be added while it runs, could go on with this one's answer."""
         completion = exchange.completion
-        if completion is None or not completion.streams or not completion.single or not replica.is_weft:
-            return False
-        return any(other is not replica for other in self.fleet.continuing(exchange.model))
+        return completion is not None and completion.streams and completion.single and replica.is_weft
 
     def _body(self, exchange: Exchange, replica: Replica, continuable: bool, answered: list[int] | None) -> bytes:
         """The request's body for a replica."""
@@ -215,6 +213,8 @@ class Dispatcher:
             raise broken
         if answer.progressed:
             del exchange.tried[:-1]
+        if not any(other is not exchange.attempt.replica for other in self.fleet.continuing(exchange.model)):
+            raise broken  # it was the only one
         answered = answer.resume()
         began = self.fleet.clock()
         while (now := self.fleet.clock()) < began + RESUME_S and not self._losses.refused_s(exchange):

@@ -76,11 +76,11 @@ class Fleet:
         return covered
 
     def continuing(self, model: str) -> list[Replica]:
-        """The replicas that continue answers of `model`, whatever their health."""
+        """The replicas that continue answers of `model`, or may before their first check, whatever their health."""
         return [
             replica
             for replica in self.replicas.values()
-            if replica.is_weft and not replica.draining and replica.serves(model)
+            if (replica.is_weft or not replica.asked) and not replica.draining and replica.serves(model)
         ]
 
     def knows_model(self, model: str) -> bool:

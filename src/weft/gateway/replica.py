@@ -28,7 +28,8 @@ class Replica:
     `connections`: number of unfinished requests. `unanswered`: those without a token of their response, or without a
     byte if tokens are not told apart. `movable`: those that another replica can take over. `draining`: it gets no new
     ones. `listed`: the rows of its /v1/models by name; None before they are known. `is_weft`: it sends token ids and
-    continues answers. `proved`: it has answered since it last died, so that a death now is not its own fault.
+    continues answers. `asked`: it has answered the question for its models, if only by a refusal. `proved`: it has
+    answered since it last died, so that a death now is not its own fault.
     """
 
     def __init__(self, config: UpstreamConfig) -> None:
@@ -49,6 +50,7 @@ class Replica:
         self._died_proved = True
         self.prefill_tok_s: float | None = None  # by the planner, as the replica reports
         self.listed: dict[str, dict[str, Any]] | None = None
+        self.asked = False
         self._aliases = config.aliases
         self._tls = ssl.create_default_context() if self.url.scheme == "https" else None
         self._idle: list[UpstreamConnection] = []

@@ -16,6 +16,7 @@ from ipaddress import ip_address
 from starlette.types import ASGIApp
 
 from weft.errors import ConfigError, error_reason
+from weft.formatting import counted, still_running
 from weft.gateway.access_log import AccessLog
 from weft.gateway.accounts import Accounts
 from weft.gateway.app import create_app
@@ -205,7 +206,8 @@ async def _serve_gateway(
     listen.start_listening(listener, options)
     gc.set_threshold(GARBAGE_OBJECTS)
     gc.freeze()  # what exists now stays: no request waits while the collector scans it
-    log.info("%d upstreams, %s, at %s", len(proxy.fleet.replicas), config.policy, listen.public_url(listener, options))
+    upstreams = counted(len(proxy.fleet.replicas), "upstream")
+    log.info("%s, %s, at %s", upstreams, config.policy, listen.public_url(listener, options))
     try:
         with handle_stop_signals(server.on_signal, shutdown_timeout), look_at_hangup(checks):
             await server.serve(sockets=[listener])
@@ -279,7 +281,7 @@ class GatewayServer(HttpServer):
         proxy = self._proxy
         proxy.draining = True
         self._drain_upstreams()
-        log.info("%s: stopping; %d requests still run", number.name, len(proxy.running))
+        log.info("%s: stopping; %s", number.name, still_running(len(proxy.running)))
         try:
             async with asyncio.timeout(self._shutdown_timeout):
                 await proxy.idle.wait()

@@ -12,10 +12,14 @@ import msgspec
 
 from weft.errors import ConfigError
 from weft.hardware.gpus import GpuSpec, find_gpu, is_gpu_name
+from weft.hardware.links import link_table
 from weft.hardware.quantities import parse_rate
 
 Link = Literal["nvlink", "pcie", "memory"]
 NETWORK = "100Gb"  # per second and direction; the default between nodes
+ETHERNET_BPS = 25e9 / 8  # up to here a network is Ethernet without RDMA, unless its kind is said
+# Kinds of network that may follow the speed, as in 100Gb-ethernet; True if messages go through TCP.
+_KINDS = {"ethernet": True, "tcp": True, "rdma": False, "roce": False, "infiniband": False, "ib": False}
 MAX_GPUS = 100_000  # GPUs in all; larger counts are typing errors
 
 # The x after a count, but not the one in 7900XT or 7900XTX.
@@ -24,6 +28,8 @@ _TERM = re.compile(
     rf"\s*(?:(?P<count>[-+]?\d{{1,9}}){_TIMES})?(?P<name>[^@]*?)\s*(?:@\s*(?P<link>\S*)\s*)?",
     re.IGNORECASE | re.ASCII,  # digits are 0 to 9, not those of other scripts
 )
+# A count behind the name, as in 4090x2.
+_COUNT_BEHIND = re.compile(r"(?P<name>.+?)\s*[x×*]\s*(?P<count>\d{1,3})", re.IGNORECASE | re.ASCII)
 _NODES = re.compile(rf"\s*(?P<nodes>[-+]?\d{{1,9}}){_TIMES}(?P<gpus>[-+]?\d+{_TIMES}.*)", re.IGNORECASE | re.ASCII)
 
 
@@ -45,9 +51,9 @@ class GpuPosition(NamedTuple):
 
 
 class Cluster(msgspec.Struct, frozen=True, dict=True):
-    """Nodes and their network: `network_Bps` is bytes per second from one node to another, `network_s` the measured
-    time of a small message, one way, None for that of the table. `price` is dollars for one GPU and hour, None if
-    unknown. `cpu` is the CPU of a single node with GPUs, if layers may run on it beside them."""
+    """Nodes and their network: `network_Bps` is bytes per second from one node to another, `network_s` the time of a
+    small message, one way, as measured or that of Ethernet; None for RDMA's of the table. `price` is dollars for one
+    GPU and hour, None if unknown. `cpu` is the CPU of a single node with GPUs, if layers may run on it beside them."""
 
     nodes: tuple[Node, ...]
     network_Bps: float
@@ -105,21 +111,26 @@ def _positions(number: int, node: Node) -> Iterator[GpuPosition]:
     return (GpuPosition(number, node.link, groups.get(gpu)) for gpu in range(len(node.gpus)))
 
 
-def parse_cluster(spec: str) -> Cluster:
+def is_several_nodes(spec: str) -> bool:
+    """Return True if a description of GPUs has a number of nodes in it, as in 2x8xH100."""
+    return any(map(_NODES.fullmatch, _terms(spec)))
+
+
+def parse_cluster(spec: str, *, find: Callable[[str], GpuSpec] = find_gpu) -> Cluster:
     """Parse one node (`4xRTX4090`) or several (`2x8xH100`). Raises ConfigError that says what is wrong."""
-    return parse_nodes(spec) if any(map(_NODES.fullmatch, _terms(spec))) else parse_gpus(spec)
+    return parse_nodes(spec, find=find) if is_several_nodes(spec) else parse_gpus(spec, find=find)
 
 
-def parse_gpus(spec: str) -> Cluster:
+def parse_gpus(spec: str, *, find: Callable[[str], GpuSpec] = find_gpu) -> Cluster:
     """Parse one node: `4xRTX4090`, `8xH100@nvlink`, `1xRTX4090+1xRTX3090`, `RTX4090,RTX3090`.
 
-    Raises ConfigError that says what is wrong.
+    `find` gives the card of a name. Raises ConfigError that says what is wrong.
     """
-    return Cluster((_node(spec),), parse_rate(NETWORK, "network"))
+    return Cluster((_node(spec, find),), parse_rate(NETWORK, "network"))
 
 
-def parse_nodes(spec: str, network: str | None = None) -> Cluster:
-    """Parse several nodes: `2x8xH100`, `1x8xH100+2x4xA100`; `network` as in 400Gb or 50GB, per second and direction.
+def parse_nodes(spec: str, network: str | None = None, *, find: Callable[[str], GpuSpec] = find_gpu) -> Cluster:
+    """Parse several nodes: `2x8xH100`, `1x8xH100+2x4xA100`; `network` as `parse_network` takes it.
 
     Raises ConfigError that says what is wrong.
     """
@@ -131,10 +142,27 @@ def parse_nodes(spec: str, network: str | None = None) -> Cluster:
                 f"nodes {spec!r}: {term.strip()!r} is not NODESxGPUSxNAME, as in 2x8xH100", code="bad-node-spec"
             )
         count = _count(match["nodes"], spec, "nodes")
-        nodes += [_node(match["gpus"])] * count
+        nodes += [_node(match["gpus"], find)] * count
     if sum(len(node.gpus) for node in nodes) > MAX_GPUS:
         raise ConfigError(f"nodes {spec!r} have more than {MAX_GPUS:,} GPUs in all", code="too-many-gpus")
-    return Cluster(tuple(nodes), parse_rate(NETWORK if network is None else network, "network"))
+    network_Bps, network_s = parse_network(NETWORK if network is None else network)
+    return Cluster(tuple(nodes), network_Bps, network_s=network_s)
+
+
+def parse_network(text: str) -> tuple[float, float | None]:
+    """Bytes per second in each direction of `400Gb`, `50GB` or `100Gb-ethernet`, and the seconds of a small message.
+
+    The latter are None over RDMA: slow networks are Ethernet unless they end in `-rdma`, fast ones if they end in
+    `-ethernet`. Raises ConfigError.
+    """
+    speed, dash, kind = text.partition("-")
+    tcp = _KINDS.get(kind.strip().lower())
+    if not speed or (dash and tcp is None):  # no kind: let the whole be refused as a speed
+        speed = text
+    network_Bps = parse_rate(speed, "network")
+    if tcp is None:
+        tcp = network_Bps <= ETHERNET_BPS
+    return network_Bps, link_table().network.ethernet_us * 1e-6 if tcp else None
 
 
 def _terms(spec: str) -> list[str]:
@@ -142,7 +170,7 @@ def _terms(spec: str) -> list[str]:
     return re.split(r"[+,]", spec)
 
 
-def _node(spec: str) -> Node:
+def _node(spec: str, find: Callable[[str], GpuSpec]) -> Node:
     """Parse the GPUs of one node."""
     number = spec.strip()
     # A number may be the name of a card (4090), or a count without a name.
@@ -156,7 +184,7 @@ def _node(spec: str) -> Node:
     for term in _terms(spec):
         count, name, link = _parse_term(term, spec)
         links |= {link} if link else set()
-        gpus += [find_gpu(name)] * count
+        gpus += [find(name)] * count
         check_node_size(gpus, spec)
     if len(links) > 1:
         raise ConfigError(
@@ -181,8 +209,15 @@ def _parse_term(term: str, spec: str) -> tuple[int, str, str]:
     link = match["link"]
     if link is not None and link.lower() not in ("nvlink", "pcie"):
         raise ConfigError(f"GPUs {spec!r}: unknown link {link!r} after @; known: nvlink, pcie", code="unknown-link")
-    count = _count(match["count"], spec, "GPUs") if match["count"] else 1
-    return count, match["name"], (link or "").lower()
+    name, written = _name_and_count(match["name"], match["count"])
+    return _count(written, spec, "GPUs") if written else 1, name, (link or "").lower()
+
+
+def _name_and_count(name: str, count: str | None) -> tuple[str, str | None]:
+    """The name of a card, and its count, which may stand behind it: 4090x2, but not in MI300X."""
+    written = f"{count}x{name}" if count else name
+    behind = None if is_gpu_name(name) else _COUNT_BEHIND.fullmatch(written)
+    return (behind["name"], behind["count"]) if behind and is_gpu_name(behind["name"]) else (name, count)
 
 
 def check_node_size(gpus: Sequence[GpuSpec], spec: str) -> None:

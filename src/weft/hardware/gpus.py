@@ -35,6 +35,14 @@ TENSOR_FLOPS = {
     (12, 0): 1024,
 }
 HALF_RATE = ((8, 6), (8, 9), (12, 0))
+# A size of memory in a name. Other makers' consumer cards, none of which Weft has kernels for.
+_SIZE = r"[1-9]\d{0,3}(?:\.\d+)?\s*gi?b(?:\s*vram)?"
+_OTHER_MAKERS = {
+    "a consumer card of AMD": r"(amd\s*)?(radeon\s*)?(rx\s*\d{3,4}\s*\w*|vega\s*\w*|vii|"
+    r"(ai\s*)?(pro\s*)?[wr][5-9]\d00\w*|(5[5-7]|6[4-9]|7[6-9]|90)\d0\s*(xtx?|gre|m|s)?)(\s*\d+\s*gb)?",
+    "a GPU of Apple": r"(apple\s*)?m[1-9]([\s-]*(pro|max|ultra))?(\s*\d+\s*gb)?",
+    "a GPU of Intel": r"(intel\s*)?((arc\s*)(pro\s*)?\w*|[ab]([357]\d0|60)m?)(\s*\d+\s*gb)?",
+}
 # The oldest GPUs that compute in bfloat16, and those that have e4m3 numbers.
 BF16_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
 
@@ -169,12 +177,89 @@ def find_gpu(name: str) -> GpuSpec:
     for key in _keys(name):
         if key in specs:
             return specs[key]
-    near = get_close_matches(_keys(name)[0], specs, n=3, cutoff=0.7)
-    nearest = ", ".join(dict.fromkeys(specs[key].name for key in near))
-    hint = f"nearest: {nearest}" if near else "give a name as in RTX 4090, L40S, A100, H100 PCIe or MI300X"
-    raise ConfigError(
+    card, size = _card_and_size(name)
+    if card is not None and _has_size(card, size):
+        return card
+    raise _unknown_gpu(name)
+
+
+def _unknown_gpu(name: str) -> ConfigError:
+    """The error for a name that no card of the catalogue has, with what was probably meant."""
+    if re.fullmatch(_SIZE, name.strip(), re.IGNORECASE):
+        with_size = [spec.name for spec in known_gpus() if not spec.gfx and _has_size(spec, name)]
+        hint = f"cards with it: {', '.join(with_size)}" if with_size else "no card of the catalogue has it"
+        return ConfigError(
+            f"GPUs {name!r} is a size of memory, and the speed depends on the card; {hint}; describe another card in "
+            'a YAML file (docs/hardware.md), or ask if a model fits: weft plan --check "Qwen3-8B int4 on 24GB"',
+            code="memory-without-gpu",
+        )
+    maker = next((maker for maker, names in _OTHER_MAKERS.items() if re.fullmatch(names, name.strip(), re.I)), None)
+    if maker is not None:
+        return ConfigError(
+            f"unknown GPU {name!r}; {maker}: Weft computes on NVIDIA's GPUs and on CPUs; to plan for this card all "
+            "the same, describe it in a YAML file (docs/hardware.md)",
+            code="gpu-of-other-maker",
+        )
+    near = get_close_matches(_keys(name)[0], _specs_by_key(), n=3, cutoff=0.7)
+    alike, (other, size) = nearest_gpu(name), _card_and_size(name)
+    if other is not None:
+        of_size = f"; nearest with {size}: {alike.name}" if alike else ""
+        return ConfigError(
+            f"unknown GPU {name!r}: the {other.name} has {other.memory_bytes / 2**30:.0f} GB, and there is none with "
+            f"{size}{of_size}",
+            code="gpu-of-other-size",
+        )
+    names = dict.fromkeys([*([alike.name] if alike else []), *(_specs_by_key()[key].name for key in near)])
+    hint = f"nearest: {', '.join(names)}" if names else "give a name as in RTX 4090, L40S, A100, H100 PCIe or MI300X"
+    return ConfigError(
         f"unknown GPU {name!r}; {hint}; describe another card in a YAML file (docs/hardware.md)", code="unknown-gpu"
     )
+
+
+def _card_and_size(name: str) -> tuple[GpuSpec | None, str]:
+    """The card of a name that ends in a size, as in "5090 32GB", and the size, whatever the card's memory is."""
+    match = re.fullmatch(rf"(.+?)[\s-]+({_SIZE})", name.strip(), re.IGNORECASE)
+    return (_specs_by_key().get(_keys(match[1])[1]), match[2]) if match else (None, "")
+
+
+def nearest_gpu(name: str) -> GpuSpec | None:
+    """The card that has the memory in a name, as in "RTX 6000 Pro 48GB", and most of its words; None without any."""
+    sizes = re.findall(_SIZE, name, re.IGNORECASE)
+    if len(sizes) != 1:
+        return None
+    words = set(_keys(name)[1].split())
+    shared = {spec: len(words & set(_keys(spec.name)[1].split())) for spec in known_gpus() if _has_size(spec, sizes[0])}
+    best = max(shared, key=lambda spec: shared[spec], default=None)
+    return best if best is not None and shared[best] else None
+
+
+def generic_gpu(text: str) -> GpuSpec | None:
+    """A card of which only the memory is known, as in "16GB"; None for another text.
+
+    Cards are sold in units of 2^30 bytes. Its bandwidth is 0: nothing can be said about its speed.
+    """
+    if not re.fullmatch(_SIZE, text.strip(), re.IGNORECASE):
+        return None
+    gib = _gib(text)
+    return GpuSpec(
+        name=f"{gib:g} GB card",
+        memory_bytes=int(gib * 2**30),
+        bandwidth_Bps=0.0,
+        flops={},
+        nvlink_Bps=0.0,
+        pcie_Bps=PCIE_BPS,
+        capability=BF16_CAPABILITY,
+        source="a size of memory only",
+    )
+
+
+def _has_size(spec: GpuSpec, size: str) -> bool:
+    """Return True for a card that is sold with this memory; the driver reports up to a tenth less."""
+    return 0.9 <= spec.memory_bytes / 2**30 / _gib(size) <= 1.02
+
+
+def _gib(size: str) -> float:
+    return float(re.sub(r"[^\d.]", "", size))
 
 
 def is_gpu_name(name: str) -> bool:

@@ -57,12 +57,13 @@ class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
 class NetworkFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Transfers between two nodes: for GPUs as a share of the network's bandwidth, for CPUs at the measured one.
 
-    `latency_us` is a small message from one node to another, one way; `inside_us` one between the GPUs of a node, as a
-    step of an all-reduce over several nodes. `gloo_us` is the time of an exchange through gloo beside that of its
-    messages.
+    `latency_us` is a small message from one node to another, one way, over RDMA, and `ethernet_us` one over TCP;
+    `inside_us` one between the GPUs of a node, as a step of an all-reduce over several nodes. `gloo_us` is the time of
+    an exchange through gloo beside that of its messages.
     """
 
     latency_us: float
+    ethernet_us: float
     inside_us: float
     gloo_us: float
     share: float

@@ -24,6 +24,7 @@ from weft.serving.app import DateHeader, RequestIds
 from weft.serving.body import convert_object, parse_object
 from weft.serving.errors import HANDLERS, HttpError, JsonResponse
 from weft.serving.metrics import CONTENT_TYPE
+from weft.serving.ollama.models import API_VERSION
 from weft.serving.ollama.names import LATEST, requested_name
 from weft.serving.ollama.types import ModelList, ModelRequest, RunningList, VersionAnswer
 
@@ -38,8 +39,13 @@ async def root(front: SetProxy, request: Request) -> Response:
 
 
 async def version(front: SetProxy, request: Request) -> Response:
-    """/api/version and /version: the server's own version."""
+    """/version: the server's own version."""
     return JsonResponse(VersionAnswer(__version__))
+
+
+async def api_version(front: SetProxy, request: Request) -> Response:
+    """/api/version: the version of Ollama's API."""
+    return JsonResponse(VersionAnswer(API_VERSION))
 
 
 async def live(front: SetProxy, request: Request) -> Response:
@@ -88,7 +94,9 @@ async def list_models(front: SetProxy, request: Request) -> Response:
 
 
 async def get_model(front: SetProxy, request: Request) -> Response:
-    """/v1/models/NAME."""
+    """/v1/models/NAME, and the list behind a slash alone."""
+    if not request.path_params["name"]:
+        return await list_models(front, request)
     client, name = identify_reader(front, request), request.path_params["name"]
     entry = front.catalogue.find(name)
     if entry is None or not client.may_use(name):
@@ -240,7 +248,7 @@ ENDPOINTS: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/v1/models/{name:path}", get_model),
     ("GET", "/metrics", metrics),
     ("GET", "/gateway/status", status),
-    ("GET", "/api/version", version),
+    ("GET", "/api/version", api_version),
     ("GET", "/api/tags", list_tags),
     ("GET", "/api/ps", list_running),
     ("POST", "/api/show", show),

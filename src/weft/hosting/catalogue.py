@@ -7,12 +7,13 @@ import hashlib
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from weft.architectures.model import Model
 from weft.config import EngineConfig
 from weft.errors import ModelError
-from weft.formats import local_models, lookup
+from weft.formats import gguf, gguf_types, local_models, lookup
 from weft.gateway.fleet import Fleet, unknown_model
 from weft.hardware.cluster import Cluster
 from weft.hosting.hosted import Hosted
@@ -207,7 +208,7 @@ class Catalogue:
         model = self.facts(entry)
         family = family_of(model.shape)
         return ModelDetails(
-            format="gguf" if entry.config.model.endswith(".gguf") else "safetensors",
+            format="gguf" if _is_gguf(model) else "safetensors",
             family=family,
             families=[family],
             parameter_size=size_label(model.params),
@@ -260,3 +261,9 @@ class Catalogue:
 def _digest(entry: ModelEntry) -> str:
     """A hash by which clients tell models apart; the files themselves are not hashed."""
     return hashlib.sha256(f"{entry.config.model}:{entry.words}".encode()).hexdigest()
+
+
+def _is_gguf(model: Model) -> bool:
+    """Return True for a model of a GGUF file, also one given as its folder, or under a name without a suffix."""
+    path = Path(model.source)
+    return model.precision in gguf_types.MIXES or (path.is_file() and gguf.is_gguf(path))

@@ -20,7 +20,6 @@ from weft.gateway.metrics import GatewayMetrics
 from weft.gateway.proxy import Proxy
 from weft.gateway.request_reader import RequestReader
 from weft.hosting.catalogue import Catalogue, SetFleet
-from weft.hosting.keep_alive import parse_keep_alive
 from weft.hosting.keeper import LOAD_TIMEOUT_S, Keeper
 from weft.hosting.residency import State
 from weft.serving.body import BodyReceiver
@@ -29,6 +28,7 @@ from weft.serving.errors import HttpError, JsonResponse, error_response
 from weft.serving.front_client import header_of
 from weft.serving.key_file import ClientKey, read_keys
 from weft.serving.ollama.chat import ChatParts, GenerateParts
+from weft.serving.ollama.keep_alive import parse_keep_alive
 from weft.serving.options import ServeOptions
 
 LOADING = {"/api/generate": GenerateParts, "/api/chat": ChatParts}  # where clients load and unload models

@@ -50,6 +50,7 @@ PASSED_ON = frozenset(
         "enable_log_requests",
         "response_role",
         "default_chat_template_kwargs",
+        "clip_max_tokens",
         "enable_auto_tool_choice",
         "tool_call_parser",
         "reasoning_parser",

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from weft import logs
+from weft.formatting import format_bytes
 from weft.gateway.policy import POLICIES
 from weft.gateway.server import KEEPALIVE_S, GatewayServer
 from weft.hardware.cluster import Cluster
@@ -30,6 +31,7 @@ from weft.probes import machine
 from weft.serving import listen
 from weft.serving.admission import ConnectionLimits, fit_to_files, raise_file_limit
 from weft.serving.certificate import RENEW_S
+from weft.serving.clients import Clients
 from weft.serving.http_server import loop_factory
 from weft.serving.options import ServeOptions
 from weft.serving.run_files import announced
@@ -50,10 +52,11 @@ def serve_set(models: ModelSet, options: ServeOptions) -> None:
     listen.check_tls(options)
     with listen.bind(options) as listener:
         options = listen.bound_options(listener, options)
+        listen.warn_without_key(listener, options, has_keys=Clients(options).required)
         cluster = machine.probe_cluster()
         plan = plan_models(models, cluster)
         for model in plan.models:
-            sizes = ", ".join(f"{size:,} bytes of {device}" for device, size in model.need.awake.items())
+            sizes = ", ".join(f"{format_bytes(size)} of {device}" for device, size in model.need.awake.items())
             log.info("%s: %s awake, by the plan", model.entry.name, sizes)
         try:
             with closing(SocketFolder()) as folder, asyncio.Runner(loop_factory=loop_factory()) as runner:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -23,7 +23,7 @@ from weft.plan.speculation import resolve_speculation
 from weft.planner.config_search import layout_constraints, part_of
 from weft.planner.deployment import Workload, default_lengths
 from weft.planner.footprint import RankMemory
-from weft.planner.question import Question
+from weft.planner.question import Objective, Question
 from weft.planner.ranking import Candidate
 from weft.planner.search import search
 from weft.probes.machine import PCIE_SHARE, split_cpu
@@ -195,6 +195,7 @@ def _best(entry: ModelEntry, model: Model, cluster: Cluster) -> Candidate | None
             precisions=(_precision(config, model),),
             kv_dtype=OF_DTYPE[dtype] if config.kv_cache_dtype == "auto" else "fp8",
             workload=Workload(input_len=input_len, output_len=output_len, max_model_len=length),
+            objective=cast(Objective, config.objective),
             constraints=msgspec.structs.replace(
                 layout_constraints(config), tensor_split=config.tensor_split, pipeline_split=config.pipeline_split
             ),

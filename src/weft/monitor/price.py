@@ -41,7 +41,9 @@ def add_prices(findings: list[Finding], history: History, forecast: Callable[[in
 
 def with_figure(finding: Finding, figure: Figure | None) -> str:
     """The remedy with the planner's figure. One that the planner expects to make things worse gives way to its
-    alternative."""
+    alternative, and so does a pipeline without a figure: it is rarely faster, even over PCIe."""
+    if figure is None and finding.change is not None and finding.change.as_pipeline:
+        return f"{finding.alternative}; {finding.remedy} only if weft plan has that faster"
     if figure is None:
         return finding.remedy
     remedy = f"{finding.remedy} ({figure.text}, by the planner)"

@@ -7,13 +7,15 @@ from functools import cache
 
 import msgspec
 
+from weft.architectures.place import whole
 from weft.architectures.registry import find_architecture
-from weft.formats import gguf_types
-from weft.formats.precision import weight_bytes
+from weft.formats import gguf_reference, gguf_types, model_names
+from weft.formats.precision import held_precision, sum_by_kind, weight_bytes
 from weft.formats.schemes import ONLINE_QUANTIZATIONS
 from weft.formatting import weft_command
 from weft.hardware.cluster import Cluster
 from weft.hardware.gpus import GpuSpec, known_gpus
+from weft.planner.beside_cpu import layers_on_cpu
 from weft.planner.binding import MEASURES, MIN_GAIN
 from weft.planner.cuts import Cut
 from weft.planner.domains import usable_devices
@@ -65,6 +67,7 @@ def _to_fit(result: SearchResult) -> Iterator[Note]:
         if getattr(question, name) is not None:
             yield from _without_limit(msgspec.structs.replace(question, **{name: None}), flag)
     yield from _with_fewer_bits(question)
+    yield from layers_on_cpu(question)
     if question.constraints != LayoutConstraints():
         fit = _roomiest(msgspec.structs.replace(question, constraints=LayoutConstraints()))
         if fit:
@@ -153,10 +156,14 @@ def _compressed(question: Question, best: Candidate) -> Note:
     )
 
 
-def _plan_command(question: Question, *precision: str) -> str:
-    """The command that plans the same in another precision."""
+def _plan_command(question: Question, flag: str, precision: str) -> str:
+    """The command that plans the same in another precision; -q is for the unquantised model."""
     flags = question.flags or (("", question.model),)
-    return weft_command("plan", flags, *precision, without=PRECISION_FLAGS)
+    reference = gguf_reference.parse_address(question.model)
+    unquantised = model_names.whole_model(reference) if reference is not None and flag == "-q" else None
+    if unquantised:
+        flags = (("", unquantised), *flags[1:])
+    return weft_command("plan", flags, flag, precision, without=PRECISION_FLAGS)
 
 
 def _longest_that_fits(question: Question) -> int | None:
@@ -201,14 +208,22 @@ def _smaller_checkpoints(question: Question) -> Iterator[tuple[str, str]]:
     reads GGUF in place of any, and compresses to some precisions itself."""
     in_gguf = question.engine == "llama.cpp" or any(name in gguf_types.MIXES for name in question.precisions)
     if in_gguf:
-        names = GGUF_CHECKPOINTS
+        names = GGUF_CHECKPOINTS | (WEFT_SCHEMES if question.engine == "weft" else {})
     else:
         published = find_architecture(question.shape.architecture).published
         names = {name: f"the published {name.upper()} checkpoint" for name in published} or CHECKPOINTS
         if question.engine == "weft":
             names = names | GGUF_CHECKPOINTS | WEFT_SCHEMES
-    now = min(weight_bytes(question.shape, precision) for precision in question.precisions)
-    yield from ((precision, name) for precision, name in names.items() if weight_bytes(question.shape, precision) < now)
+    now = min(_held_bytes(question, precision) for precision in question.precisions)
+    yield from ((precision, name) for precision, name in names.items() if _held_bytes(question, precision) < now)
+
+
+def _held_bytes(question: Question, precision: str) -> int:
+    """Bytes of the weights in memory, where Weft holds some types with more bits than their file has."""
+    shape = question.shape
+    if question.engine != "weft":
+        return weight_bytes(shape, precision)
+    return sum_by_kind(shape, held_precision(precision), whole(shape)).total
 
 
 def _computes(question: Question, precision: str) -> bool:

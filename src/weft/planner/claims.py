@@ -1,8 +1,7 @@
-"""Claims: the check of a statement that a model runs on some GPUs, and at some speed."""
+"""Claims: the check of a statement that a model runs on some GPUs, and at some speed; claim_text.py has the text."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -10,7 +9,7 @@ import msgspec
 from weft.architectures.kv import kv_bytes
 from weft.architectures.place import Place
 from weft.architectures.shape import ModelShape
-from weft.errors import ConfigError, PlanError
+from weft.errors import PlanError
 from weft.formats.precision import canonical, weights_by_kind
 from weft.formatting import format_counts
 from weft.hardware.cluster import Cluster
@@ -22,31 +21,13 @@ from weft.planner.stages import RankCapacity, layers_by_capacity, weight_bytes_p
 RESERVED_BYTES = 1.5e9  # bytes of each GPU: context, workspace and activations of any engine
 TOKENS = 2048  # tokens of the one request, if the claim gives no length
 
-FORM = "MODEL PRECISION on NxGPU[ at N tokens][, X tok/s]"
-CLAIM = re.compile(
-    r"(?P<model>.+?)\s+(?P<precision>\S+)\s+on\s+(?P<gpus>(?:(?!\s+at\s)[^,])+?)"
-    r"(?:\s+at\s+(?P<tokens>[\d,_]+)\s+tokens?)?"
-    r"(?:\s*,\s*(?P<speed>\d[\d,_.]*)\s*(?:tok(?:en)?s?)(?:/s|\s+per\s+second))?",
-    re.IGNORECASE,
-)
-
-
-class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """A claim as written: `gpus` is a description of hardware, `tok_s` the speed of one request."""
-
-    model: str
-    precision: str
-    gpus: str
-    tokens: int = TOKENS
-    tok_s: float | None = None
-
 
 class ClaimVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """The verdict on a claim, with the arithmetic.
 
     `weight_bytes` and `kv_bytes` are those of the model and of the request, `usable_bytes` those of all GPUs together.
-    A token reads `read_bytes` of weights, and `bound_tok_s` is the most that memory bandwidth allows one request.
-    `layout` is one that has the room, or None.
+    A token reads `read_bytes` of weights, and `bound_tok_s` is the most that memory bandwidth allows one request; None
+    for cards of which only the memory is known. `layout` is one that has the room, or None.
     """
 
     possible: bool
@@ -54,51 +35,43 @@ class ClaimVerdict(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: int
     usable_bytes: float
     read_bytes: float
-    bound_tok_s: float
+    bound_tok_s: float | None
     reasons: tuple[Note, ...]
     layout: DeploymentLayout | None
 
 
-def parse_claim(text: str) -> Claim:
-    """Parse a claim. Raises ConfigError for a text that is none."""
-    match = CLAIM.fullmatch(" ".join(text.split()))
-    if match is None:
-        raise ConfigError(
-            f"cannot read the claim {text!r}; write it as {FORM}, as in Qwen2.5-72B-Instruct fp16 on 1xH100, 50 tok/s",
-            code="bad-claim",
-        )
-    tokens = int(re.sub("[,_]", "", match["tokens"])) if match["tokens"] else TOKENS
-    try:
-        speed = float(re.sub("[,_]", "", match["speed"])) if match["speed"] else None
-    except ValueError:
-        raise ConfigError(
-            f"{match['speed']!r} in the claim is no number of tokens per second", code="claim-speed-not-number"
-        ) from None
-    if tokens < 1 or speed == 0:
-        raise ConfigError(f"the claim {text!r} has 0 tokens; give 1 or more", code="claim-of-zero")
-    return Claim(
-        model=match["model"], precision=match["precision"], gpus=match["gpus"].strip(), tokens=tokens, tok_s=speed
-    )
+def claimed_tokens(shape: ModelShape, tokens: int | None) -> int:
+    """Tokens of the one request: those of the claim, else TOKENS, or fewer if the model's context is shorter."""
+    return min(TOKENS, shape.longest) if tokens is None else tokens
 
 
-def judge_claim(shape: ModelShape, precision: str, cluster: Cluster, tokens: int, tok_s: float | None) -> ClaimVerdict:
+def judge_claim(
+    shape: ModelShape,
+    precision: str,
+    cluster: Cluster,
+    tokens: int | None,
+    tok_s: float | None,
+    *,
+    tensor: int | None = None,
+) -> ClaimVerdict:
     """The verdict on a claim. It is impossible only if no layout can do it.
 
     Either the weights and the KV of one request exceed the GPUs' memory less RESERVED_BYTES each, for every cut of the
-    model, or the speed exceeds the bandwidth of all GPUs together.
+    model (with `tensor` ranks in a stage, if that is given), or the speed exceeds the bandwidth of all GPUs together.
     """
+    tokens = claimed_tokens(shape, tokens)
     gpus = [device.gpu for device in cluster_devices(cluster)]
     model = weights_by_kind(shape, precision)
     cache = kv_bytes(shape, tokens, "bf16")
     usable = [gpu.memory_bytes - RESERVED_BYTES for gpu in gpus]
     read = weight_bytes_per_token(shape, model)
     bandwidth = sum(gpu.bandwidth_Bps for gpu in gpus)
-    bound = bandwidth / read
+    bound = bandwidth / read if all(gpu.bandwidth_Bps for gpu in gpus) else None
     reasons = []
-    layout = find_layout(shape, precision, cluster, tokens)
+    layout = find_layout(shape, precision, cluster, tokens, tensor)
     if layout is None:
         reasons.append(_too_large(model.total, cache, tokens, usable, cluster))
-    if tok_s is not None and tok_s > bound:
+    if tok_s is not None and bound is not None and tok_s > bound:
         reasons.append(
             create_note(
                 "claim_too_fast",
@@ -122,15 +95,19 @@ def judge_claim(shape: ModelShape, precision: str, cluster: Cluster, tokens: int
     )
 
 
-def find_layout(shape: ModelShape, precision: str, cluster: Cluster, tokens: int) -> DeploymentLayout | None:
+def find_layout(
+    shape: ModelShape, precision: str, cluster: Cluster, tokens: int, fixed: int | None = None
+) -> DeploymentLayout | None:
     """A layout with which the weights and the KV of `tokens` tokens fit every GPU, cut as finely as possible, or
-    None."""
+    None. `fixed` is the number of ranks of a stage, if the claim has it."""
     # The largest GPUs first, so that those of similar size are neighbours.
     devices = sorted(cluster_devices(cluster), key=lambda device: -device.gpu.memory_bytes)
     usable = [device.gpu.memory_bytes - RESERVED_BYTES for device in devices]
     if weights_by_kind(shape, precision).total > sum(usable):
         return None
     for tensor, stages, dealt in _cuts(shape, len(devices)):
+        if fixed not in (None, tensor):
+            continue
         for shares in _shares(usable, tensor, stages):
             try:
                 layout = _lay_out(shape, precision, tokens, devices, shares, stages, dealt)

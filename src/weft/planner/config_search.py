@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
@@ -153,7 +153,7 @@ def plan_question(
     `numbers` are the host's numbers of the cluster's GPUs.
     """
     from weft.planner.deployment import Workload, default_lengths
-    from weft.planner.question import Question
+    from weft.planner.question import Objective, Question
 
     shape, most = checkpoint.shape, config.max_model_len
     devices = [f"cuda:{number}" for number in numbers] + ["cpu"] * (cluster.cpu is not None)
@@ -168,6 +168,7 @@ def plan_question(
         precisions=(checkpoint_precision(config, checkpoint, dtype, devices),),
         kv_dtype=OF_DTYPE[dtype] if config.kv_cache_dtype == "auto" else "fp8",
         workload=Workload(input_len=input_len, output_len=output_len, max_model_len=most),
+        objective=cast(Objective, config.objective),
         constraints=layout_constraints(config),
         gpu_memory_utilization=None if share == DEFAULT_CONFIG.gpu_memory_utilization else min(share),
         max_num_seqs=config.max_num_seqs,

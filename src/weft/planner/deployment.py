@@ -9,7 +9,7 @@ import msgspec
 
 from weft.architectures.place import Place
 from weft.architectures.shape import ModelShape
-from weft.errors import PlanError
+from weft.errors import ConfigError, PlanError
 from weft.hardware.cluster import Cluster
 from weft.plan.places import column_unit, cut_places
 
@@ -43,6 +43,15 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         sampling, from renewal theory).
         """
         return self.input_len + share * self.output_len * (1 + self.output_spread**2)
+
+
+def check_length(length: int, model: str, longest: int) -> None:
+    """Raise ConfigError for a request that is longer than a model goes."""
+    if length > longest:
+        raise ConfigError(
+            f"max_model_len is {length}; {model} goes up to {longest:,} tokens: give that or less",
+            code="max-model-len-above-model",
+        )
 
 
 def default_lengths(input_len: int | None, output_len: int | None, most: int) -> tuple[int, int]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from weft.formats.precision import weight_bytes
+from weft.formats.precision import OF_DTYPE, weight_bytes
 from weft.formats.schemes import ONLINE_QUANTIZATIONS
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
@@ -18,6 +18,11 @@ ROOMY = 4  # requests of full length that a precision leaves room for if it fits
 MADE_BY_WEFT = (ONLINE_QUANTIZATIONS["int8"], ONLINE_QUANTIZATIONS["int4"])
 GGUF = ("q8_0", "q4_k_m")
 PUBLISHED = ("fp8", "int4")
+# Formats that people fetch, by the words in the names of files and repositories.
+FETCHED = {"q4_k_m": "Q4_K_M", "int4": "AWQ", "fp8": "FP8", "mxfp4": "MXFP4", "q8_0": "Q8_0", "bf16": "16 bits"}
+FETCHED_BY = {"weft": ("q4_k_m", "int4", "fp8"), "llama.cpp": ("q4_k_m",)}
+READING = 20.0  # tokens per second that one person is glad of: about three times as fast as one reads
+CONTEXT = 8192  # tokens that a conversation with an agent or a document needs
 
 
 def search_best_precision(question: Question) -> SearchResult:
@@ -35,6 +40,30 @@ def search_best_precision(question: Question) -> SearchResult:
     if fitting:
         return max(fitting, key=_kv_tokens)
     return min(results, key=lambda result: short_bytes(result) or float("inf"))
+
+
+def is_comfortable(tok_s: float, kv_tokens: int) -> bool:
+    """Return True if one person is glad of a layout's speed and context."""
+    return tok_s >= READING and kv_tokens >= CONTEXT
+
+
+def for_one_person(questions: Sequence[Question]) -> tuple[Question, Candidate] | None:
+    """The fastest layout for one user of the first model that is comfortable, in a format that people fetch.
+
+    `questions` are of models that fit, the best one first, each in its own precision, or in the one that was asked for.
+    """
+    for question in questions:
+        candidates: list[Candidate] = []
+        own = question.precisions[0]
+        unquantised = own in OF_DTYPE.values()
+        for precision in (*FETCHED_BY.get(question.engine, PUBLISHED), own) if unquantised else (own,):
+            in_format = msgspec.structs.replace(question, precisions=(precision,), objective="latency")
+            if best := search(in_format).best:
+                candidates.append(best)
+        comfortable = [one for one in candidates if is_comfortable(one.predicted.single_tok_s, one.memory.kv_tokens)]
+        if comfortable:
+            return question, max(comfortable, key=lambda one: one.predicted.single_tok_s)
+    return None
 
 
 def _is_roomy(result: SearchResult) -> bool:

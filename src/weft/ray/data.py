@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from weft import logs
-from weft.cluster.ray_cluster import connect
+from weft.cluster.ray_cluster import connect, head_address
 from weft.config import EngineConfig
 from weft.errors import CORE, Cause, EngineError
+from weft.executors.ray_calls import JOIN_S, call_watched
 from weft.ray.resources import actor_config, actor_resources, count_engines, import_library
 from weft.serving.batches.answers import NotNowError
 from weft.serving.embedded import open_for_service, run_service
@@ -39,11 +40,15 @@ def answer_on_ray(job: Job, rows: Rows, keep: Keep, attempts: AttemptsOf) -> Non
     dies.
     """
     data, arrow = import_library("data"), import_arrow()
-    ray = connect(os.environ)
+    ray = connect(os.environ, limit_s=float(job.config.start_timeout))
     config = actor_config(job.config)
-    resources = actor_resources(config, ray.cluster_resources().get("GPU", 0))
     wanted = job.config.data_parallel_size if not job.config.enable_expert_parallel else None
-    engines = count_engines(ray, config, resources, wanted)
+
+    def count() -> tuple[dict[str, float], int]:
+        resources = actor_resources(config, ray.cluster_resources().get("GPU", 0))
+        return resources, count_engines(ray, config, resources, wanted)
+
+    resources, engines = call_watched(count, head_address(ray), JOIN_S)
     context = data.DataContext.get_current()
     context.enable_progress_bars = False  # the job has one
     context.wait_for_min_actors_s = config.start_timeout  # by default Ray Data waits for ever

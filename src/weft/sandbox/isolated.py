@@ -79,9 +79,12 @@ class Isolated:
         if len(data) > MOST_BYTES:
             raise self.broken(f"it has {len(data):,} bytes; the limit is {MOST_BYTES:,}")
         outcome = await Call(self, data)
-        if isinstance(outcome, RequestError):
-            raise outcome
-        return outcome
+        try:
+            if isinstance(outcome, RequestError):
+                raise outcome
+            return outcome
+        finally:
+            del outcome  # an error keeps the frames that it passes: in a circle, the job would stay until a collection
 
     def close(self) -> None:
         """End the workers, and the process that forks them if nobody else uses it. A later call starts them again."""
@@ -130,10 +133,13 @@ class Result(NamedTuple, Generic[T]):
     value: T
 
 
-def advance(work: Coroutine[Any, Any, T], outcome: Outcome | None) -> Call | Result[T]:
-    """Run a coroutine until its next call or its end."""
+def advance(work: Coroutine[Any, Any, T], arrived: list[Outcome]) -> Call | Result[T]:
+    """Run a coroutine until its next call or its end. The outcome of the last call, if there was one, has `arrived`.
+
+    It is taken out of the list, for the reason that `Isolated.call` gives.
+    """
     try:
-        call: Call = work.send(outcome)
+        call: Call = work.send(arrived.pop() if arrived else None)
     except StopIteration as end:
         return Result(end.value)
     return call
@@ -141,9 +147,9 @@ def advance(work: Coroutine[Any, Any, T], outcome: Outcome | None) -> Call | Res
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end; its calls wait in this thread."""
-    step = advance(work, None)
+    step = advance(work, [])
     while isinstance(step, Call):
-        step = advance(work, step.function.caller.call(step.data))
+        step = advance(work, [step.function.caller.call(step.data)])
     return step.value
 
 

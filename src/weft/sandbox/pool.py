@@ -80,6 +80,10 @@ class Worker:
         if job is not self._seen_job:
             self._seen_job, self._seen_s = job, used_s
 
+    def forget_seen(self) -> None:
+        """Forget the job that has been looked at: it is answered, and may hold megabytes."""
+        self._seen_job, self.slow = None, False
+
     def add(self, job: Pending) -> None:
         """Give the worker a job; `flush` sends it."""
         if not self.jobs:
@@ -202,7 +206,8 @@ class Pool:
             return
         job = worker.jobs.popleft()
         self._settle(job, self._function.outcome(message))
-        worker.since_s, worker.slow = self.loop.time(), False
+        worker.since_s = self.loop.time()
+        worker.forget_seen()
         spare = not worker.jobs and sum(not other.jobs for other in self._workers) > IDLE
         if worker.taken_over or isinstance(message, Broken) or not self._function.lasting or spare:
             self._end(worker)

@@ -30,6 +30,7 @@ async def sleep(service: Service, request: Request) -> Response:
 
 async def wake_up(service: Service, request: Request) -> Response:
     """/wake_up: undo /sleep."""
+    service.unloading.unloaded = False
     await service.engine.call(Wake())
     service.note_awake()
     return Response()

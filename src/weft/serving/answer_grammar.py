@@ -8,7 +8,7 @@ from typing import Any
 from weft.core.params import StructuredOutputsParams
 from weft.serving.parsers import harmony
 from weft.serving.parsers.choose import AnswerFormat
-from weft.serving.parsers.reasoning import THINK, THINK_END, Begin
+from weft.serving.parsers.reasoning import Begin
 from weft.serving.parsers.rules import Mark, Rules, is_token
 from weft.serving.tools import ToolUse
 from weft.structured.grammar import BODY, body_of, grammar_text, quoted
@@ -31,10 +31,10 @@ def answer_grammar(
     if not use.forced and wanted is None:
         return ""
     rules = Rules(mark_of(tokenizer))
-    calls_free = bool(use.tools) and not use.forced  # the answer is a call, or what is wanted
+    calls_free = bool(use.callable) and not use.forced  # the answer is a call, or what is wanted
     ways = []
     if use.forced or calls_free:
-        ways.append(answer_format.tools.calls.rule(rules, use.forced or use.tools, several=several))
+        ways.append(answer_format.tools.calls.rule(rules, use.forced or use.callable, several=several))
     body: Mapping[str, Any] = {"lark_grammar": 'start: ""'}
     if wanted is not None and not use.forced:
         body = body_of(wanted)
@@ -72,10 +72,11 @@ def _before(rules: Rules, answer_format: AnswerFormat, begin: Begin) -> str:
     if answer_format.harmony:
         channel, message, start = map(mark, (harmony.CHANNEL, harmony.MESSAGE, harmony.START))
         return f'({channel} "analysis" {message} {rules.text_until(harmony.END)} {start} "assistant")?'
-    if begin is Begin.NONE:
+    reasoning = answer_format.reasoning
+    if reasoning is None or begin is Begin.NONE:
         return ""
-    inside = rules.text_until(THINK_END)
-    if begin is Begin.INSIDE and is_token(mark(THINK)):  # a model that always reasons may say so
-        inside = f"({mark(THINK)})? {inside}"
+    opening, inside = mark(reasoning.start), rules.text_until(reasoning.end)
+    if begin is Begin.INSIDE and is_token(opening):  # a model that always reasons may say so
+        inside = f"({opening})? {inside}"
     rest = f"{inside} /\\n{{0,2}}/"
-    return rest if begin is Begin.INSIDE else f"({mark(THINK)} {rest})?"
+    return rest if begin is Begin.INSIDE else f"({opening} {rest})?"

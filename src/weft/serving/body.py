@@ -25,6 +25,9 @@ T = TypeVar("T", bound=msgspec.Struct)
 FIELD = re.compile(r"`\$\.?([^`]*)`$|required field `([^`]+)`")
 
 
+GOT_FLOAT = "got `float`"  # in msgspec's message
+
+
 class BodyReceiver:
     """Receives bodies of at most `limit` bytes each, and at most `LIMITS.bodies` times that at once.
 
@@ -42,6 +45,13 @@ class BodyReceiver:
         Raises HttpError 413 as soon as the body is known to exceed the limit, and 503 if it does not fit beside the
         bodies that are being received.
         """
+        encoding = request.headers.get("content-encoding", "identity").lower()
+        if encoding not in ("identity", ""):
+            raise HttpError(
+                415,
+                f"the body has the Content-Encoding {encoding!r:.60}; send it as it is, without compression",
+                code="unsupported-content-encoding",
+            )
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length) > self.limit:
             raise self._too_long()
@@ -117,10 +127,31 @@ def convert_object(raw: dict[str, Any], target: type[T]) -> T:
     if target not in _prepared:
         _prepare(target)
     try:
-        return msgspec.convert(raw, target)
+        try:
+            return msgspec.convert(raw, target)
+        except msgspec.ValidationError as error:
+            if GOT_FLOAT not in str(error):
+                raise
+            return msgspec.convert(_whole_numbers(raw), target)
     except msgspec.ValidationError as error:
         field = FIELD.search(str(error))
         raise RequestError(str(error), param=(field[1] or field[2]) if field else None, code="invalid-field") from None
+
+
+def _whole_numbers(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return an object whose floats without a fraction, and those of objects in it, are ints: some clients' are."""
+    whole: dict[str, Any] = {}
+    for name, value in raw.items():
+        match value:
+            case float() if value.is_integer():
+                whole[name] = int(value)
+            case dict():
+                whole[name] = {
+                    key: int(v) if isinstance(v, float) and v.is_integer() else v for key, v in value.items()
+                }
+            case _:
+                whole[name] = value
+    return whole
 
 
 # The first use of a type reads its annotations, in Python code: with two threads in it, msgspec 0.22 crashes.
@@ -141,6 +172,23 @@ def _prepare(target: type[msgspec.Struct]) -> None:
 def field_names(target: type[msgspec.Struct]) -> frozenset[str]:
     """Names of a type's fields."""
     return frozenset(target.__struct_fields__)
+
+
+class Notes:
+    """Log lines about what clients ask for and do not get. Each subject is worth one line, however often it comes."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+        self._lock = Lock()
+
+    def add(self, subject: str, text: str) -> None:
+        """Log a text about a subject that is new; at most `LIMITS.unknown_names` subjects are remembered."""
+        subject = subject[: LIMITS.unknown_name]
+        with self._lock:
+            if subject in self._seen or len(self._seen) >= LIMITS.unknown_names:
+                return
+            self._seen.add(subject)
+        log.warning("%s", text, extra=event_fields("request-not-as-asked", subject=subject))
 
 
 class UnknownFields:

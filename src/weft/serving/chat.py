@@ -27,6 +27,7 @@ from weft.serving.openai_types import (
     ChatRequest,
     ChatToolCall,
     ChatToolCallDelta,
+    CustomCall,
     FunctionCall,
     Usage,
 )
@@ -110,18 +111,22 @@ class ChatStream(OpenAIStream[ChatChunkChoice]):
         news = self._answers.read_delta(delta)
         # With the first token, not before: load generators take the first chunk's time for that of the first token.
         choices, self._unsent_roles = self._unsent_roles, []
-        if not news.empty or self._top_logprobs is not None or self._sends_ids:
-            choices.append(
-                ChatChunkChoice(
-                    index=news.index,
-                    delta=self._delta(news),
-                    logprobs=self._logprobs(news.logprobs),
-                    finish_reason=news.finish_reason,
-                    stop_reason=news.stop_reason,
-                    token_ids=list(news.token_ids) if self._sends_ids else UNSET,
-                )
-            )
-        return choices
+        if news.empty and self._top_logprobs is None and not self._sends_ids:
+            return choices
+        choice = ChatChunkChoice(
+            index=news.index,
+            delta=self._delta(news),
+            logprobs=self._logprobs(news.logprobs),
+            finish_reason=news.finish_reason,
+            stop_reason=news.stop_reason,
+            token_ids=list(news.token_ids) if self._sends_ids else UNSET,
+        )
+        # As OpenAI's servers do, the end comes alone: some clients read nothing else of its chunk. With token ids it
+        # does not, since a gateway counts them with the text; it parts the two itself.
+        says = news.content or news.reasoning or news.tool_calls or choice.logprobs
+        if says and news.finish_reason is not None and not self._sends_ids:
+            return [*choices, *_without_end(choice)]
+        return [*choices, choice]
 
     def _text_event(self, number: int, delta: Delta) -> bytes | None:
         if not self._plain or not delta.text or delta.finish_reason is not None or self._unsent_roles:
@@ -136,7 +141,7 @@ class ChatStream(OpenAIStream[ChatChunkChoice]):
 
     def _delta(self, delta: AnswerDelta) -> ChatDelta:
         made = ChatDelta()
-        if delta.content or not (delta.reasoning or delta.tool_calls):
+        if delta.content or not (delta.reasoning or delta.tool_calls or delta.finish_reason):
             made.content = delta.content
         if delta.reasoning and self._shows_reasoning:
             made.reasoning = made.reasoning_content = delta.reasoning
@@ -167,11 +172,24 @@ class ChatStream(OpenAIStream[ChatChunkChoice]):
         return chat_logprobs(positions or [], self._top_logprobs, self._frontend.token_bytes)
 
 
+def _without_end(choice: ChatChunkChoice) -> list[ChatChunkChoice]:
+    """A chunk's choice as two: what it says, and its end."""
+    end = ChatChunkChoice(
+        index=choice.index, delta=ChatDelta(), finish_reason=choice.finish_reason, stop_reason=choice.stop_reason
+    )
+    return [msgspec.structs.replace(choice, finish_reason=None, stop_reason=None), end]
+
+
 def _whole_call(call: ToolCall) -> ChatToolCall:
+    if call.form is not None:
+        return ChatToolCall(id=call.id, type="custom", custom=CustomCall(name=call.name, input=call.arguments))
     return ChatToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments))
 
 
 def _part_of_call(call: ToolCallDelta) -> ChatToolCallDelta:
+    if call.form is not None:
+        custom = CustomCall(name=call.name or "", input=call.arguments)
+        return ChatToolCallDelta(index=call.index, id=call.id or UNSET, type="custom", custom=custom)
     part = ChatToolCallDelta(index=call.index, function=FunctionCall(name=call.name, arguments=call.arguments))
     if call.id is not None:
         part.id, part.type = call.id, "function"

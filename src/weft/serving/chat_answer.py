@@ -11,6 +11,7 @@ from weft.client.collector import Delta
 from weft.client.outputs import Logprob
 from weft.serving.answer_ids import AnswerIds
 from weft.serving.chat_prompt import PreparedChat, prepare_chat
+from weft.serving.client_tools import ToolForm, call_text
 from weft.serving.engine_stream import EngineStream
 from weft.serving.openai_types import Usage
 from weft.serving.parsers.reader import CallArguments, CallBegin, Content, Event, Reasoning, StreamParser
@@ -29,12 +30,16 @@ __all__ = [
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True):
-    """New text of a call's `arguments`, which are JSON. `id` and `name` come with the call's first delta only."""
+    """New text of a call's `arguments`, which are JSON. `id` and `name` come with the call's first delta only.
+
+    A call of a tool that has another `form` for the client is whole; `arguments` are the input of a custom tool.
+    """
 
     index: int
     id: str | None = None
     name: str | None = None
     arguments: str = ""
+    form: ToolForm | None = None
 
 
 class AnswerDelta(msgspec.Struct, frozen=True):
@@ -70,11 +75,15 @@ class AnswerDelta(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class ToolCall:
-    """A call of the tool `name`. `arguments` is JSON as the model wrote it, which need not be valid."""
+    """A call of the tool `name`. `arguments` is JSON as the model wrote it, which need not be valid.
+
+    If the tool has another `form` for the client and is a custom one, they are its input.
+    """
 
     id: str
     name: str
     arguments: str = ""
+    form: ToolForm | None = None
 
 
 @dataclass(slots=True)
@@ -100,19 +109,21 @@ class ChoiceReader:
         self._ids, self._tools = ids, prepared.format.tools
         self._most_calls = prepared.most_calls
         self._named = prepared.named_tool
+        self._forms = prepared.use.forms
+        self._held: ToolCallDelta | None = None  # the call of such a tool, until it is whole
         self._calls = 0  # that have begun; those over the limit are left out
 
-    def read_text(self, text: str, *, last: bool) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
-        """Content, reasoning and calls of new text; `last`: nothing follows."""
+    def read_text(self, text: str, *, last: bool, cut: bool = False) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
+        """Content, reasoning and calls of new text; `last`: nothing follows, and with `cut` the model would go on."""
         if self._parser is None:
             self.choice.content += text
             return text, "", ()
         events = self._parser.push(text) if text else []
         if last:
-            events += self._parser.finish()
-        return self._add(events)
+            events += self._parser.finish(cut=cut)
+        return self._add(events, last=last)
 
-    def _add(self, events: Iterable[Event]) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
+    def _add(self, events: Iterable[Event], *, last: bool) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
         content, reasoning = "", ""
         calls: list[ToolCallDelta] = []
         for event in events:
@@ -122,23 +133,40 @@ class ChoiceReader:
                 case Reasoning(text):
                     reasoning += text
                 case CallBegin(name, id):
+                    calls += self._release()
                     self._calls += 1
                     if self._calls <= self._most_calls:
-                        calls.append(self._begin_call(name, id))
+                        calls += self._begin_call(name, id)
                 case CallArguments(text) if 0 < self._calls <= self._most_calls:
-                    calls.append(self._add_arguments(text))
+                    calls += self._add_arguments(text)
+        if last:
+            calls += self._release()
         self.choice.content += content
         self.choice.reasoning += reasoning
         return content, reasoning, tuple(_joined(calls))
 
-    def _begin_call(self, name: str, id: str | None) -> ToolCallDelta:
-        call = ToolCall(id or self._tools.id_prefix + self._ids.letters(self._tools.id_letters), name)
+    def _begin_call(self, name: str, id: str | None) -> list[ToolCallDelta]:
+        form = self._forms.get(name)
+        call = ToolCall(id or self._tools.id_prefix + self._ids.letters(self._tools.id_letters), name, form=form)
         self.choice.tool_calls.append(call)
-        return ToolCallDelta(len(self.choice.tool_calls) - 1, call.id, call.name)
+        delta = ToolCallDelta(len(self.choice.tool_calls) - 1, call.id, call.name, form=form)
+        if form is None or form.kind == "function":
+            return [delta]
+        self._held = delta
+        return []
 
-    def _add_arguments(self, text: str) -> ToolCallDelta:
+    def _add_arguments(self, text: str) -> list[ToolCallDelta]:
         self.choice.tool_calls[-1].arguments += text
-        return ToolCallDelta(len(self.choice.tool_calls) - 1, arguments=text)
+        return [] if self._held else [ToolCallDelta(len(self.choice.tool_calls) - 1, arguments=text)]
+
+    def _release(self) -> list[ToolCallDelta]:
+        """Give out the call that is held, now that it is whole."""
+        held, self._held = self._held, None
+        if held is None or held.form is None:
+            return []
+        call = self.choice.tool_calls[held.index]
+        call.arguments = call_text(held.form, call.arguments)
+        return [msgspec.structs.replace(held, arguments=call.arguments)]
 
     def finish_reason(self, given: str | None) -> str | None:
         """The reason as OpenAI's API says it: a call that the caller named does not count as one of the model's."""
@@ -153,7 +181,7 @@ def _joined(calls: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:
     for call in calls:
         if joined and joined[-1].index == call.index:
             first = joined[-1]
-            joined[-1] = ToolCallDelta(first.index, first.id, first.name, first.arguments + call.arguments)
+            joined[-1] = msgspec.structs.replace(first, arguments=first.arguments + call.arguments)
         else:
             joined.append(call)
     return joined
@@ -191,7 +219,7 @@ class ChatAnswers:
     async def finish(self) -> None:
         """Wait until every choice has ended."""
         async for _, delta in self.stream:
-            self._choices[delta.index].read_text(delta.text, last=delta.finish_reason is not None)
+            self.read_delta(delta)
 
     def whole(self) -> list[AnswerChoice]:
         """The choices up to now, by index."""
@@ -224,7 +252,8 @@ class ChatAnswers:
     def read_delta(self, delta: Delta) -> AnswerDelta:
         """Read the next delta of `stream`, for a caller that iterates over that itself."""
         reader = self._choices[delta.index]
-        content, reasoning, calls = reader.read_text(delta.text, last=delta.finish_reason is not None)
+        last = delta.finish_reason is not None
+        content, reasoning, calls = reader.read_text(delta.text, last=last, cut=delta.interrupted)
         return AnswerDelta(
             index=delta.index,
             content=content,

@@ -15,6 +15,7 @@ from weft.client.prompt import Prompt
 from weft.errors import RequestError
 from weft.serving.answer_grammar import answer_grammar
 from weft.serving.answer_ids import StreamState, check_state
+from weft.serving.client_tools import ClientTools, chat_tools, functions_called
 from weft.serving.continuation import answered_ids
 from weft.serving.openai_types import ChatRequest
 from weft.serving.parsers.choose import AnswerFormat
@@ -58,11 +59,22 @@ class PreparedChat(msgspec.Struct, frozen=True):
 
     def new_parser(self, prompt: str) -> StreamParser | None:
         """A parser for one choice of the rendered `prompt`; None if the answer is text only."""
-        return self.format.parser(prompt, self.use.tools)
+        return self.format.parser(prompt, self.use.callable)
 
 
-async def prepare_chat(service: Service, body: ChatRequest, state: StreamState | None = None) -> PreparedChat:
-    """Check a request, render its messages and tokenize them. Raises RequestError and HttpError."""
+async def prepare_chat(
+    service: Service,
+    body: ChatRequest,
+    state: StreamState | None = None,
+    *,
+    tools: ClientTools | None = None,
+    clips: bool = False,
+) -> PreparedChat:
+    """Check a request, render its messages and tokenize them. Raises RequestError and HttpError.
+
+    `tools` are those of an API with forms of its own. `clips`: an answer may be shorter than its max_tokens ask, as in
+    the APIs whose clients always send some.
+    """
     check_state(state)
     model = service.resolve_model(body.model)
     fields = sampling_fields(body)
@@ -74,7 +86,7 @@ async def prepare_chat(service: Service, body: ChatRequest, state: StreamState |
         )
     if body.logprobs:
         fields["logprobs"] = body.top_logprobs or 0
-    use = read_tools(body)
+    use = _tool_use(service, body, tools)
     sampling_params = service.frontend.sampling_params(fields, max_tokens=None)
     service.check_capacity(1, sampling_params)
     answer_format = service.answer_format
@@ -85,9 +97,25 @@ async def prepare_chat(service: Service, body: ChatRequest, state: StreamState |
     shown = service.frontend.special_ids(answer_format.marks) if prepared.parsed else frozenset()
     grammar = await _grammar(service, prepared, prompt)
     prepared.collectors.extend(
-        service.create_collectors([prompt], sampling_params, priority=body.priority, shown=shown, grammar=grammar)
+        service.create_collectors(
+            [prompt],
+            sampling_params,
+            priority=body.priority,
+            shown=shown,
+            grammar=grammar,
+            wanted_tokens=fields["max_tokens"],
+            clips=clips,
+        )
     )
     return prepared
+
+
+def _tool_use(service: Service, body: ChatRequest, given: ClientTools | None = None) -> ToolUse:
+    given = given or chat_tools(body.tools or ())
+    use = read_tools(given, body.tool_choice)
+    for kind in given.left_out:
+        service.notes.add(f"tool {kind}", f"tools of type {kind!r:.80} are left out: a provider's own servers run them")
+    return use
 
 
 async def _grammar(service: Service, prepared: PreparedChat, prompt: Prompt) -> str:
@@ -113,13 +141,14 @@ def _template_input(
     arguments = service.template_arguments(body)
     variables: dict[str, Any] = arguments["template_variables"]
     variables |= {**_effort(body.reasoning_effort), **(body.chat_template_kwargs or {})}
+    messages = functions_called(body.messages)
     arguments["call_form"] = form = call_form(answer_format.tools)
     if not use.tools:
-        return body.messages, arguments
+        return messages, arguments
     if answer_format.in_prompt:
         variables["tools"] = use.tools
-        return body.messages, arguments
-    return add_tools_message(body.messages, use.tools, form), arguments
+        return messages, arguments
+    return add_tools_message(messages, use.tools, form), arguments
 
 
 def continue_last(body: ChatRequest) -> None:
@@ -140,8 +169,8 @@ def _effort(effort: str | None) -> dict[str, Any]:
     return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
 
 
-async def count_prompt(service: Service, body: ChatRequest) -> int:
+async def count_prompt(service: Service, body: ChatRequest, tools: ClientTools | None = None) -> int:
     """Number of tokens of a request's prompt, which may be longer than the model can read."""
-    messages, arguments = _template_input(service, body, read_tools(body), service.answer_format)
+    messages, arguments = _template_input(service, body, _tool_use(service, body, tools), service.answer_format)
     _, ids = await service.frontend.encode_chat(messages, least=LIMITS.tokenize_characters, **arguments)
     return len(ids)

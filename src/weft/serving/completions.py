@@ -68,7 +68,9 @@ async def prepare_completion(service: Service, content: bytes) -> PreparedComple
     answered = answered_ids(body, service.frontend.vocab, len(parts))
     prompts = (replace(tokenize_prompt(service.frontend, part, body), answered=answered) for part in parts)
     grammar = await service.frontend.answer_grammar(sampling_params)
-    collectors = service.create_collectors(prompts, sampling_params, priority=body.priority, grammar=grammar)
+    collectors = service.create_collectors(
+        prompts, sampling_params, priority=body.priority, grammar=grammar, wanted_tokens=fields["max_tokens"]
+    )
     return PreparedCompletion(body, model, collectors, scoring)
 
 

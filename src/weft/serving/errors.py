@@ -19,6 +19,10 @@ from weft.executors.ranks import CLOSED
 WHOLE = "weft.whole"
 
 
+# Code of what the context has no room for, by which agents know to compact a conversation; and ours for it.
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+NO_ROOM = ("prompt-too-long", "max-tokens-too-large")
+
 FATAL = "request_ends_engines"  # code of a request that is refused, since engines have died with it
 CODE_HEADER = b"x-weft-code"  # of errors in a shape that has no code; a gateway reads it
 
@@ -122,6 +126,7 @@ def describe_error(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
             code = "engine_dead"
         case RequestError():
             status, code = (422, FATAL) if isinstance(error, FatalRequestError) else (400, "invalid_value")
+            code = CONTEXT_LENGTH_EXCEEDED if error.code in NO_ROOM else code
             param = error.param
         case HTTPException():
             status, message, headers = error.status_code, error.detail, dict(error.headers or {})

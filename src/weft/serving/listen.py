@@ -10,9 +10,11 @@ import os
 import socket
 import stat
 from dataclasses import replace
+from ipaddress import ip_address
 
 from weft.errors import ConfigError, error_reason
 from weft.hardware.listeners import port_holder
+from weft.logs import event_fields
 from weft.serving.certificate import validity_fault
 from weft.serving.inherited import inherited_listener
 from weft.serving.options import ServeOptions
@@ -115,6 +117,21 @@ def check_tls(options: ServeOptions) -> None:
         raise ConfigError(
             f"--ssl-certfile {options.ssl_certfile} {fault}; renew it, or set this machine's clock",
             code="ssl-certificate-dates",
+        )
+
+
+def warn_without_key(listener: socket.socket, options: ServeOptions, *, has_keys: bool) -> None:
+    """Log a warning for a server that other machines reach and whose clients need no key."""
+    if options.uds is not None or has_keys:
+        return
+    host, port = listener.getsockname()[:2]
+    if not ip_address(host.partition("%")[0]).is_loopback:
+        log.warning(
+            "everybody who reaches %s:%d may use this server: it has no key; set VLLM_API_KEY or --api-key-file, or "
+            "serve with --host 127.0.0.1",
+            host,
+            port,
+            extra=event_fields("no-key", host=host, port=port),
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter as Counts
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -135,6 +135,21 @@ class Metrics:
     def render(self) -> bytes:
         """The body of /metrics."""
         return generate_latest(self.registry)
+
+
+class CacheConfig(PrometheusCollector):
+    """vLLM's `vllm:cache_config_info`, from which boards read the KV cache's blocks: labels of a gauge that is 1."""
+
+    def __init__(self, model: str, config: Mapping[str, str], stats: Callable[[], Sequence[Stats]]) -> None:
+        """`config`: the labels that are the same for all replicas."""
+        self._model, self._config, self._stats = model, dict(config), stats
+
+    def collect(self) -> Iterator[Metric]:
+        names = (*LABELS, *self._config, "num_gpu_blocks")
+        gauge = GaugeMetricFamily("vllm:cache_config_info", "Settings of the KV cache.", labels=names)
+        for number, now in enumerate(self._stats()):
+            gauge.add_metric((self._model, str(number), *self._config.values(), str(now.blocks_total)), 1)
+        yield gauge
 
 
 class ReplicaMetrics:

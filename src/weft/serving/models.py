@@ -23,7 +23,9 @@ async def list_models(request: Request) -> Response:
 
 
 async def get_model(request: Request) -> Response:
-    """/v1/models/NAME."""
+    """/v1/models/NAME, and the list behind a slash alone."""
+    if not request.path_params["name"]:
+        return await list_models(request)
     service: Service = request.app.state.service
     return JsonResponse(describe_model(service, service.check_model(request.path_params["name"])))
 

@@ -147,10 +147,18 @@ class FunctionCall(Struct, kw_only=True, omit_defaults=True):
     arguments: str
 
 
+class CustomCall(Struct, kw_only=True):
+    name: str
+    input: str
+
+
 class ChatToolCall(Struct, kw_only=True):
+    """A call of a function, or of a custom tool."""
+
     id: str
     type: str = "function"
-    function: FunctionCall
+    function: FunctionCall | UnsetType = UNSET
+    custom: CustomCall | UnsetType = UNSET
 
 
 class ChatToolCallDelta(Struct, kw_only=True):
@@ -159,7 +167,8 @@ class ChatToolCallDelta(Struct, kw_only=True):
     index: int
     id: str | UnsetType = UNSET
     type: str | UnsetType = UNSET
-    function: FunctionCall
+    function: FunctionCall | UnsetType = UNSET
+    custom: CustomCall | UnsetType = UNSET
 
 
 class ChatMessage(Struct, kw_only=True):

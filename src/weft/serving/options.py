@@ -81,6 +81,9 @@ class ServeOptions(Options):
     default_chat_template_kwargs: dict[str, Any] = option(
         default_factory=dict, metavar="JSON", help="variables of the chat template, for requests that give none"
     )
+    clip_max_tokens: bool = option(
+        False, help="shorten answers whose max_tokens is more than the context has room for, instead of refusing them"
+    )
     enable_auto_tool_choice: bool = option(False, help="accepted: tools work without it")
     tool_call_parser: str | None = option(
         None, metavar="NAME", help="form of the model's tool calls (default: that of its chat template)"

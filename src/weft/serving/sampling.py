@@ -44,6 +44,8 @@ IGNORED = [
     "best_of",
 ]
 
+MIN_TOP_P = 1e-6  # in place of 0, by which clients mean the likeliest token
+
 # Features that Weft does not have, or not in every endpoint: the field, and the values of it that request nothing.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
@@ -52,7 +54,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "audio": (),
     "modalities": (["text"],),
-    "prediction": (),
     "web_search_options": (),
     "suffix": ("",),
     "use_beam_search": (False,),
@@ -120,4 +121,7 @@ def check_supported(raw: Mapping[str, Any], known: Collection[str] = ()) -> None
 
 def sampling_fields(request: SamplingRequest) -> dict[str, Any]:
     """The request's fields that SamplingParams shares; None if the request does not set one."""
-    return {name: getattr(request, name) for name in SHARED_FIELDS}
+    fields = {name: getattr(request, name) for name in SHARED_FIELDS}
+    if fields["top_p"] == 0:
+        fields["top_p"] = MIN_TOP_P
+    return fields

@@ -24,7 +24,7 @@ from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.executors.base import Ready
 from weft.formats.checkpoint import Checkpoint
-from weft.formatting import join_commas
+from weft.formatting import join_commas, still_running
 from weft.hardware import malloc
 from weft.hardware.host import Host, probe_host
 from weft.plan.memory import capacity_lines
@@ -68,6 +68,7 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
     check_tracing(options)
     with listen.bind(options) as listener:
         options = listen.bound_options(listener, options)
+        listen.warn_without_key(listener, options, has_keys=Clients(options).required)
         # Outside the event loop: Ctrl-C must end a download, and it would not end a thread.
         checkpoint, text_tools = open_model(config)
         log.info("found %s: %s (%.2f s)", config.model, checkpoint.path, time.monotonic() - began)
@@ -241,9 +242,9 @@ class ServingServer(HttpServer):
         if service.streams:
             again = "Ctrl-C again" if number == signal.SIGINT else f"another {number.name}"
             log.info(
-                "%s: stopping; %d requests still run, and get up to %g s; %s stops at once",
+                "%s: stopping; %s, and up to %g s are left for that; %s stops at once",
                 number.name,
-                len(service.streams),
+                still_running(len(service.streams)),
                 limit,
                 again,
             )

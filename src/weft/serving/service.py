@@ -24,15 +24,16 @@ from weft.core.commands import Command, Replies, ResetPrefixCache
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request, Stats
 from weft.errors import EngineError, ModelError, RequestError
+from weft.formats import model_names
 from weft.sandbox.isolated import Call, Outcome, Result, advance
 from weft.sandbox.pool import SandboxBusyError
 from weft.serving.answer_bytes import AnswerBytes
-from weft.serving.body import BodyReceiver, UnknownFields, check_structure, convert_object, parse_object
+from weft.serving.body import BodyReceiver, Notes, UnknownFields, check_structure, convert_object, parse_object
 from weft.serving.clients import Clients, current
 from weft.serving.device_metrics import DeviceMetrics
 from weft.serving.engine_stream import EngineStream
 from weft.serving.errors import HttpError, shutting_down_error
-from weft.serving.metrics import Metrics
+from weft.serving.metrics import CacheConfig, Metrics
 from weft.serving.monitoring import ServerMonitor
 from weft.serving.openai_types import TemplateRequest
 from weft.serving.options import ServeOptions
@@ -43,6 +44,7 @@ from weft.serving.profiling import LastProfile
 from weft.serving.progress import Progress
 from weft.serving.sampling import ACCEPTED_FIELDS, check_lengths, check_supported
 from weft.serving.threads import LoopGate, WorkSteps, WorkThreads, too_slow_error
+from weft.serving.unloading import Unloading
 from weft.text.limits import LIMITS
 
 if TYPE_CHECKING:
@@ -139,11 +141,13 @@ class Service:
         self.clients = Clients(options)
         self.model = model
         self.plan = engine.replicas[0].plan  # of one replica: all of them run the same checkpoint
-        self.names = options.served_model_name or (model,)
+        self.names = options.served_model_name or model_names.served_names(model)
         self.pooler = Pooler(frontend, self.names[0])
         self.capacity = capacity
         self.created = int(time.time())
         self.metrics = Metrics(self.names[0], frontend.max_model_len, lambda: engine.replica_stats)
+        cache = {"block_size": str(self.plan.block_size), "cache_dtype": self.plan.kv_cache_dtype}
+        self.metrics.registry.register(CacheConfig(self.names[0], cache, lambda: engine.replica_stats))
         self.devices = DeviceMetrics([replica.plan for replica in engine.replicas], engine.call_each)
         self.metrics.registry.register(self.devices)
         self.monitor = ServerMonitor(
@@ -155,6 +159,7 @@ class Service:
         self.answer_bytes = AnswerBytes()
         self.streams: set[OpenStream] = set()  # open now
         self.downloads: set[object] = set()  # that clients have asked for, and that run
+        self.unloading = Unloading(self)
         self.idle = asyncio.Event()
         self.idle.set()
         self.spans: RequestSpans | None = None  # with --otlp-traces-endpoint
@@ -167,6 +172,7 @@ class Service:
         self._trimmer = Trimmer()
         self._body_receiver = BodyReceiver(self.body_bytes, self._trimmer.trim_later)
         self._unknown_fields = UnknownFields()
+        self.notes = Notes()
         self._threads_by_large = {False: WorkThreads(LIMITS.small_threads), True: WorkThreads(LIMITS.large_threads)}
         self._loop_gate = LoopGate(time.monotonic)
         self.prefix_debug = PrefixDebug() if options.enable_prefix_debug else None
@@ -208,14 +214,14 @@ class Service:
         async with self._received(request) as content:
             steps = self._steps(work, content)
             coroutine = work(self, content)
-            outcome: Outcome | None = None
+            arrived: list[Outcome] = []
+            step: Callable[[], Call | Result[Prepared]] = partial(advance, coroutine, arrived)
             try:
                 while True:
-                    step: Callable[[], Call | Result[Prepared]] = partial(advance, coroutine, outcome)
                     reached = steps.run_here(step) if steps.are_quick else await steps.run_in_thread(step)
                     if not isinstance(reached, Call):
                         return reached.value
-                    outcome = await reached.function.pool.call(reached.data)
+                    arrived.append(await reached.function.pool.call(reached.data))
             except SandboxBusyError:
                 raise too_slow_error() from None
             finally:
@@ -303,10 +309,14 @@ class Service:
         priority: int | None,
         shown: Collection[int] = (),
         grammar: str = "",
+        wanted_tokens: int | None = None,
+        clips: bool = False,
     ) -> list[Collector]:
         """Create a Collector, with its engine requests, for each prompt.
 
-        `shown` are special tokens that its text has, `grammar` constrains the answers.
+        `shown` are special tokens that its text has, `grammar` constrains the answers. `wanted_tokens` is the length of
+        an answer that the client asks for; `clips`: it may be shortened to what the context has room for, as with
+        --clip-max-tokens.
 
         Raises RequestError for more tokens or sampling ids than one HTTP request may send to the engine.
         """
@@ -315,6 +325,7 @@ class Service:
         collectors: list[Collector] = []
         tokens = ids = 0
         for prompt in prompts:
+            self._check_room(prompt, wanted_tokens, clips or self.options.clip_max_tokens)
             tokens += params.n * len(prompt.ids)
             if tokens > most_tokens:
                 raise RequestError(
@@ -337,6 +348,27 @@ class Service:
             collectors.append(collector)
         return collectors
 
+    def _check_room(self, prompt: Prompt, wanted_tokens: int | None, clips: bool) -> None:
+        """Raise RequestError for an answer that the context has no room for, as vLLM does; log it if it `clips`."""
+        context = self.frontend.max_model_len
+        room = context - len(prompt.ids)
+        if wanted_tokens is None or wanted_tokens <= room:
+            return
+        if clips:
+            self.notes.add(
+                "max_tokens",
+                f"max_tokens is {wanted_tokens}, more than the context of {context} tokens has room for; "
+                "such answers end where the context ends",
+            )
+            return
+        raise RequestError(
+            f"max_tokens is too large: {wanted_tokens}. This model's maximum context length is {context} tokens, "
+            f"and the prompt has {len(prompt.ids)}: give at most {room}, or leave it out (--clip-max-tokens "
+            "lets the server shorten such answers)",
+            param="max_tokens",
+            code="max-tokens-too-large",
+        )
+
     def open_stream(self, collectors: Sequence[Collector]) -> EngineStream:
         """Submit requests to the engine. Refusals are raised here, before the response begins."""
         self.check_open()
@@ -346,7 +378,8 @@ class Service:
         """Raise HttpError 503 if no new request may begin."""
         if self.draining:
             raise shutting_down_error()
-        if self.options.refuse_while_asleep and self.engine.stats.sleep_level:
+        wakes = self.unloading.load()
+        if self.options.refuse_while_asleep and self.engine.stats.sleep_level and not wakes:
             raise HttpError(503, "the engine sleeps; POST /wake_up wakes it", code="asleep", retry_after_s=1)
 
     def prefix_report(

@@ -43,6 +43,8 @@ class WorkThreads:
                 return await asyncio.wrap_future(future)
         except TimeoutError:
             raise too_slow_error() from None
+        finally:
+            del future  # an error in it keeps this frame (see `sandbox.isolated.Isolated.call`)
 
     async def _take_place(self) -> None:
         busy = HttpError(
@@ -127,6 +129,8 @@ def _run_into(future: Future[T], work: Callable[[], T]) -> None:
         future.set_exception(error)
     else:
         future.set_result(result)
+    finally:
+        del future  # as in `WorkThreads.result`
 
 
 def _call_in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
 
 from weft.errors import RequestError
-from weft.serving.openai_types import ChatRequest
+from weft.serving.client_tools import SHELL, ClientTools, ToolForm
 from weft.serving.parsers import tool_formats
 from weft.serving.parsers.choose import ToolFormat
 from weft.text.call_forms import CALL_FORMS, HERMES, MISTRAL_NAMED, CallForm
 from weft.text.limits import LIMITS
+
+T = TypeVar("T")
 
 Choice = Literal["auto", "required", "none"]
 
@@ -42,57 +44,98 @@ class ToolUse:
     tools: Sequence[Mapping[str, Any]] = ()
     choice: Choice = "auto"
     named: str | None = None
+    allowed: frozenset[str] | None = None  # names of the tools that may be called; None: of all
+    forms: Mapping[str, ToolForm] = field(default_factory=dict)  # the client's, of those that are no functions to it
+
+    @property
+    def callable(self) -> Sequence[Mapping[str, Any]]:
+        """The tools that may be called. The model knows of the others too, so that the prompt's beginning stays."""
+        if self.allowed is None:
+            return self.tools
+        return [tool for tool in self.tools if tool["function"]["name"] in self.allowed]
 
     @property
     def forced(self) -> Sequence[Mapping[str, Any]]:
         """The tools of which the answer must call one; none if it may be a text."""
         if self.named is not None:
             return [tool for tool in self.tools if tool["function"]["name"] == self.named]
-        return self.tools if self.choice == "required" else ()
+        return self.callable if self.choice == "required" else ()
 
 
-def read_tools(body: ChatRequest) -> ToolUse:
-    """Check a request's tools. Raises RequestError, naming the field."""
-    tools, choice = body.tools or [], body.tool_choice
+def read_tools(given: ClientTools, choice: str | Mapping[str, Any] | None) -> ToolUse:
+    """Check a request's tools and its tool_choice. Raises RequestError, naming the field."""
+    tools = given.functions
     if len(tools) > LIMITS.tools:
         raise RequestError(
             f"tools has {len(tools):,} items; the limit is {LIMITS.tools}", param="tools", code="too-many-items"
         )
     names = [_tool_name(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
-    if choice is None or choice == "auto":
-        return ToolUse(tools)
-    if choice == "none":
-        return ToolUse()
-    if choice == "required":
-        return ToolUse(_some(tools), "required")
-    if isinstance(choice, str):
-        raise _wrong_choice(f"tool_choice is {choice!r:.80}; it is auto, required, none or an object that names a tool")
-    name = _chosen_name(choice)
-    if name not in names:
-        raise _wrong_choice(f"tool_choice names {name!r:.80}, which is not in tools ({', '.join(names)[:200]})")
-    return ToolUse(tools, "required", name)
+    use = ToolUse(tools, forms=given.forms)
+    kind = choice.get("type") if isinstance(choice, Mapping) else choice
+    match kind:
+        case None | "auto":
+            return use
+        case "none":
+            return ToolUse()
+        case "required" | "any":
+            return replace(use, choice="required", tools=_some(tools, given.left_out))
+        case "allowed_tools" if isinstance(choice, Mapping):
+            return _restricted(use, given, choice, names)
+        case "function" | "custom" if isinstance(choice, Mapping):
+            return replace(use, choice="required", named=_check_known(_chosen_name(choice, given), names))
+        case str() if kind in given.left_out:
+            raise _wrong_choice(
+                f"tool_choice forces {kind!r:.80}, a tool that a provider's own servers run; none is here"
+            )
+        case "local_shell" if SHELL in given.forms:
+            return replace(use, choice="required", named=SHELL)
+    raise _wrong_choice(f"tool_choice is {kind!r:.80}; it is auto, required, none or an object that names a tool")
 
 
-def _some(tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+def _restricted(use: ToolUse, given: ClientTools, choice: Mapping[str, Any], names: Sequence[str]) -> ToolUse:
+    """Let only some tools be called, as "allowed_tools" says; chat requests have its fields one level deeper."""
+    inner = choice.get("allowed_tools")
+    fields = inner if isinstance(inner, Mapping) else choice
+    listed, mode = fields.get("tools"), fields.get("mode", "auto")
+    if not isinstance(listed, list) or not all(isinstance(one, Mapping) for one in listed):
+        raise _wrong_choice("tool_choice.tools must be a list of tools, each with its type and name")
+    if mode not in ("auto", "required"):
+        raise _wrong_choice(f"tool_choice.mode is {mode!r:.80}; it is auto or required")
+    kept = [one for one in listed if one.get("type") not in given.left_out]
+    allowed = frozenset(
+        SHELL if one.get("type") == SHELL else _check_known(_chosen_name(one, given), names) for one in kept
+    )
+    if mode == "required":
+        _some(list(allowed), given.left_out)
+    return replace(use, choice=mode, allowed=allowed)
+
+
+def _some(tools: Sequence[T], left_out: Sequence[str]) -> Sequence[T]:
     if not tools:
-        raise _wrong_choice("tool_choice needs tools; give at least one, or leave tool_choice out")
+        there = f" ({', '.join(left_out)[:200]}: run by a provider's own servers, and left out)" if left_out else ""
+        raise _wrong_choice(f"tool_choice needs tools; give at least one, or leave tool_choice out{there}")
     return tools
 
 
-def _chosen_name(choice: Mapping[str, Any]) -> str:
-    function = choice.get("function")
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if choice.get("type") != "function" or not isinstance(name, str):
-        raise _wrong_choice('tool_choice as an object is {"type": "function", "function": {"name": NAME}}')
+def _check_known(name: str, names: Sequence[str]) -> str:
+    if name not in names:
+        raise _wrong_choice(f"tool_choice names {name!r:.80}, which is not in tools ({', '.join(names)[:200]})")
     return name
 
 
+def _chosen_name(choice: Mapping[str, Any], given: ClientTools) -> str:
+    """Return the model's name of the tool that an object names, in it or one level deeper."""
+    inner = choice.get(str(choice.get("type")))
+    fields = inner if isinstance(inner, Mapping) else choice
+    name, namespace = fields.get("name"), fields.get("namespace")
+    if not isinstance(name, str):
+        raise _wrong_choice('tool_choice as an object is {"type": "function", "function": {"name": NAME}}')
+    known = [own for own, form in given.forms.items() if form.name == name and namespace in (None, form.namespace)]
+    return known[0] if known else name
+
+
 def _tool_name(tool: Mapping[str, Any], place: str) -> str:
-    function = tool.get("function")
-    if tool.get("type") != "function" or not isinstance(function, Mapping):
-        raise _wrong_tool(
-            f'{place} must be {{"type": "function", "function": {{...}}}}; its type is {tool.get("type")!r:.80}'
-        )
+    function = tool["function"]
     name = function.get("name")
     if not isinstance(name, str) or not name or len(name) > LIMITS.tool_name or not name.isprintable():
         raise _wrong_tool(

@@ -13,8 +13,9 @@ from itertools import count
 from typing import Any
 
 from weft.errors import RequestError
+from weft.structured.plain_schemas import NESTING
+from weft.structured.references import steps_of
 
-NESTING = 128  # lists and objects of a schema inside each other
 CHAIN = 256  # definitions or rules that refer to one another, one after the other
 DEFINITIONS = 2_000  # of a schema
 PROPERTIES = 2_000  # of a schema, of all its objects together
@@ -139,8 +140,7 @@ def _target(schema: Any, reference: str) -> Any:
     if not reference.startswith("#"):
         return None
     part = schema
-    for step in reference[1:].split("/")[1:]:
-        step = step.replace("~1", "/").replace("~0", "~")
+    for step in steps_of(reference):
         if isinstance(part, list):
             part = part[int(step)] if step.isdecimal() and len(step) < 9 and int(step) < len(part) else None
         else:

@@ -14,6 +14,7 @@ from weft.core.grammar import PARAM
 from weft.core.params import StructuredOutputsParams
 from weft.errors import RequestError
 from weft.structured.bounds import check_choices, check_lark, check_schema
+from weft.structured.plain_schemas import plain_schema
 
 BODY = "body"
 # At most one space or line break between JSON tokens: a model that may write more can do so until the end.
@@ -54,8 +55,12 @@ def grammar_text(body: Grammar, start: str | None = None) -> str:
     return text
 
 
-def with_options(schema: Any, **options: Any) -> Any:
-    """A schema with the settings of its compiler. False and True are schemas too."""
+def with_options(schema: Any, *, param: str = PARAM, **options: Any) -> Any:
+    """A schema in the compiler's words, with the settings of that. False and True are schemas too."""
+    try:
+        schema = plain_schema(schema)
+    except RequestError as error:
+        raise RequestError(str(error), param=param, code=error.code) from None
     if schema is True:
         schema = {}
     return {**schema, "x-guidance": {**JSON_OPTIONS, **options}} if isinstance(schema, Mapping) else schema

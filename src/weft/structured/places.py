@@ -65,6 +65,8 @@ def _parts_of_schema(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def first_line(message: str) -> str:
-    """The first line of the library's message, cut to what a person reads."""
+    """The first line of the library's message, cut to what a person reads, and in a user's words."""
+    if "coerce_one_of" in message:
+        return "a value may follow several of the schemas of oneOf, which cannot be prevented; use anyOf"
     lines = [line.strip() for line in message.split("<state>")[0].strip().splitlines() if line.strip()]
     return " ".join(lines)[:300] or "unknown reason"

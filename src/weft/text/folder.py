@@ -32,6 +32,7 @@ MERGES = "merges.txt"  # beside vocab.json, in GPT-2's form
 # A folder of further templates by name, and the name of that for requests with tools, as Transformers has them.
 TEMPLATES, TOOL_USE = "additional_chat_templates", "tool_use"
 MAX_WARNINGS = 10  # about tokens that are left out
+NOT_LEGACY = ("LlamaTokenizer", "LlamaTokenizerFast")
 TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -41,6 +42,10 @@ def read_folder(path: Path) -> tuple[Tokenizer, TokenizerSettings]:
     file = _vocabulary_file(path)
     hf_tokenizer, settings = _vocabulary(file)
     config = _json(folder / "tokenizer_config.json")
+    if file.name != "tokenizer.json":  # which has its own
+        config = _with_added_tokens(folder, config)
+    if file.suffix == ".model" and not _is_legacy(config):
+        spm.prefix_first_only(hf_tokenizer)
     if file.name == KIMI_FILE:
         tiktoken_file.reserve_tokens(hf_tokenizer, _listed_names(config))
     _add_tokens(hf_tokenizer, config)
@@ -54,7 +59,7 @@ def read_folder(path: Path) -> tuple[Tokenizer, TokenizerSettings]:
         tokens=tokens,
         add_bos=_flag(config, "add_bos_token", settings.add_bos),
         add_eos=_flag(config, "add_eos_token", settings.add_eos),
-        end_ids=settings.end_ids or (() if eos is None else (eos,)),
+        end_ids=tuple(dict.fromkeys((*settings.end_ids, *(() if eos is None else (eos,))))),
         chat_template=templates.get("default") or next(iter(templates.values()), settings.chat_template),
         tool_template=templates.get(TOOL_USE),
     )
@@ -115,6 +120,26 @@ def _vocabulary_file(path: Path) -> Path:
         f"{path} has no tokenizer (looked for {PATTERNS}); give another's folder with --tokenizer",
         code="no-tokenizer-in-folder",
     )
+
+
+def _with_added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with what only added_tokens.json and special_tokens_map.json list, as in older folders."""
+    listed = _listed_tokens(config)
+    names = set(_listed_names(config).values())
+    for text, id in _json(folder / "added_tokens.json").items():
+        if isinstance(id, int) and id not in listed and text not in names:
+            listed[id] = {"content": text}  # special only if another file names it
+    named = _json(folder / "special_tokens_map.json")
+    return {**named, **config, "added_tokens_decoder": {str(id): token for id, token in listed.items()}}
+
+
+def _is_legacy(config: Mapping[str, Any]) -> bool:
+    """Return True unless Transformers puts a space only before the beginning of a text.
+
+    Its class for Llama does so unless it is told otherwise, the others if they are told.
+    """
+    flag = _flag(config, "legacy", None)
+    return flag if flag is not None else config.get("tokenizer_class") not in NOT_LEGACY
 
 
 def _add_tokens(hf_tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:

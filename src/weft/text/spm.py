@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from weft.errors import ModelError
 from weft.formats import limits
@@ -135,6 +135,18 @@ def build_sentencepiece(
     )
     add_tokens(hf_tokenizer, [(piece.text, piece.type) for piece in pieces])
     return hf_tokenizer
+
+
+def prefix_first_only(hf_tokenizer: Tokenizer) -> None:
+    """Put the space before a text at its beginning only, not after special tokens, and not before a space.
+
+    This is Transformers' `legacy: false`.
+    """
+    steps = list(hf_tokenizer.normalizer or ())
+    others = [step for step in steps if not isinstance(step, normalizers.Prepend)]
+    if len(others) < len(steps):
+        hf_tokenizer.normalizer = normalizers.Sequence(others)
+        hf_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False)
 
 
 def _create_bpe(pieces: Sequence[Piece], unk_id: int, byte_fallback: bool) -> models.BPE:

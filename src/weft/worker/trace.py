@@ -132,9 +132,14 @@ class RankTrace:
     def __init__(
         self, steps: int, rank: int, directory: str, exchanges: ExchangeTimes, *, engine: int, number: int
     ) -> None:
-        self.left, self._rank, self._before = steps, rank, exchanges
+        self.left, self._wanted, self._rank, self._before = steps, steps, rank, exchanges
         self._file, begun = join_trace(directory, rank, engine, number)
         self.path = self._file.path if self._file and begun else ""
+
+    @property
+    def steps(self) -> int:
+        """Number of steps so far."""
+        return self._wanted - self.left
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:

@@ -132,7 +132,8 @@ class Worker:
             case CaptureGraph():
                 self.capture_graph()
             case Profile(steps, directory):
-                return TraceFile(self.profile(steps, directory))
+                traced = self.trace.steps if self.trace and not steps else 0
+                return TraceFile(self.profile(steps, directory), traced)
             case RankStats(reset):
                 alone = self.links.tensor.size == 1 and self.plan.exchange is None
                 report = self.clock.report(self.runner.device, alone=alone, reset=reset)

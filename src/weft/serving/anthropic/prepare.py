@@ -53,7 +53,7 @@ async def prepare_messages(service: Service, content: bytes) -> PreparedMessages
     common.continue_token_ids = body.continue_token_ids
     lengths = {"stop": body.stop_sequences}
     check_lengths(lengths, vocab=service.frontend.vocab, max_model_len=service.frontend.max_model_len)
-    return PreparedMessages(body, await prepare_chat(service, common, body.stream_state))
+    return PreparedMessages(body, await prepare_chat(service, common, body.stream_state, clips=True))
 
 
 async def count_tokens(service: Service, content: bytes) -> int:
@@ -72,7 +72,7 @@ def common_request(body: CountRequest) -> ChatRequest:
     for number, message in enumerate(body.messages):
         messages += _messages(message, f"messages[{number}]")
     common = ChatRequest(model=body.model, messages=messages)
-    common.tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(body.tools or ())] or None
+    common.tools = [_tool(tool) for tool in body.tools or ()] or None
     if body.tool_choice is not None:
         common.tool_choice = _tool_choice(body.tool_choice)
         common.parallel_tool_calls = not body.tool_choice.disable_parallel_tool_use
@@ -177,13 +177,9 @@ def _block_text(block: Block, place: str) -> str:
     return block.text
 
 
-def _tool(tool: AnthropicTool, place: str) -> dict[str, Any]:
+def _tool(tool: AnthropicTool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        raise RequestError(
-            f"{place} is of type {tool.type!r:.80}, which Anthropic's servers run; give tools with an input_schema",
-            param="tools",
-            code="unsupported-tool",
-        )
+        return {"type": tool.type}  # Anthropic's servers run it: it is left out, as those of OpenAI's are
     function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema or {"type": "object"}}
     if tool.description is not None:
         function["description"] = tool.description

@@ -29,7 +29,7 @@ class AnthropicMessage(Struct, kw_only=True):
 
 
 class AnthropicTool(Struct, kw_only=True):
-    """A tool of the client's. Tools of Anthropic's servers have another `type` and are refused."""
+    """A tool of the client's. Tools of Anthropic's servers have another `type` and are left out."""
 
     name: str
     type: str | None = None

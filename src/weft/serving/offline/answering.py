@@ -15,8 +15,10 @@ from weft.serving.batches.lines import LineLimits, decode_line, request_fault
 from weft.serving.batches.runner import LineError, LineResponse, LineResult, line_error
 from weft.serving.batches.store import new_id
 from weft.serving.batches.types import BatchLine
-from weft.serving.body import check_structure
+from weft.serving.body import check_structure, field_names
 from weft.serving.offline.rows import as_object, row_body
+from weft.serving.openai_types import ChatRequest, CompletionRequest
+from weft.serving.sampling import ACCEPTED_FIELDS
 from weft.serving.service import Service
 from weft.text.limits import LIMITS
 
@@ -134,8 +136,11 @@ def plain_request(kind: RowKind, limits: LineLimits, text: bytes) -> BatchLine:
         raise RequestError("the row needs one of prompt and messages", code="row-without-prompt")
     if row.get("stream"):
         raise RequestError("stream is not possible in a batch; leave it out", code="row-streams")
-    body = {**kind.defaults, **(filled(row) if kind.sparse else row)}
-    return BatchLine(custom_id="", method="POST", url=CHAT if "messages" in row else COMPLETIONS, body=body)
+    url, target = (CHAT, ChatRequest) if "messages" in row else (COMPLETIONS, CompletionRequest)
+    known = field_names(target) | ACCEPTED_FIELDS
+    # The row's other fields, such as an id, are kept in the output: they are none of a request, and no cause to warn.
+    asked = {name: value for name, value in (filled(row) if kind.sparse else row).items() if name in known}
+    return BatchLine(custom_id="", method="POST", url=url, body={**kind.defaults, **asked})
 
 
 def filled(value: Any) -> Any:

@@ -104,12 +104,13 @@ def run_job(job: Job, answer: Answer) -> tuple[int, int]:
     journal = Journal(journal_path(job.out), job.about)
     try:
         done = journal.answered()
-        with Progress(job.rows.count, bar=True) as progress:
+        with Progress(job.rows.count, bar=True, description="Rows, loading the model") as progress:
             for _ in done:
                 progress.advance()
 
             def keep(answered: Answered) -> None:
                 journal.add(answered)
+                progress.describe("Rows")
                 progress.advance()
 
             rows = ((number, text) for number, text in job.rows.rows() if number not in done)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from weft.serving.errors import JsonResponse
 from weft.serving.logprobs import chat_logprobs
 from weft.serving.marks import StreamMarks, line_mark
 from weft.serving.ollama.details import timestamp
+from weft.serving.ollama.loading import load_or_unload, may_unload
 from weft.serving.ollama.prepare import Prepared, prepare_generate, prepare_ollama_chat
 from weft.serving.ollama.stream import NDJSON, encode_line
 from weft.serving.ollama.types import (
@@ -55,12 +56,15 @@ async def generate(request: Request) -> Response:
 async def _reply(request: Request, prepared: Prepared, kind: type[OllamaAnswer]) -> Response:
     service: Service = request.app.state.service
     check_continuation_key(request, prepared.body)
+    unloads = may_unload(request, prepared.body.keep_alive)
     if prepared.chat is None:
-        # Clients load a model by asking for nothing, and unload it by a `keep_alive` of 0; this one stays.
-        reason = "unload" if prepared.body.keep_alive in (0, "0", "0s") else "load"
-        return JsonResponse(kind.part(prepared.name, "", done=True, done_reason=reason))
+        # Clients load a model by asking for nothing, and unload it by a `keep_alive` of 0.
+        load_or_unload(service, unloads)
+        return JsonResponse(kind.part(prepared.name, "", done=True, done_reason="unload" if unloads else "load"))
     report = prepared.chat.report(service, request)
     answer = kind(service, open_answers(service, prepared.chat), prepared)
+    if unloads:
+        answer.at_end = lambda: load_or_unload(service, unloads)
     return await send_reply(
         request,
         answer,
@@ -83,6 +87,7 @@ class OllamaAnswer(ABC):
         self._shows_reasoning = prepared.shows_reasoning
         self._top_logprobs = (prepared.body.top_logprobs or 0) if answers.prepared.body.logprobs else None
         self._told_calls = 0
+        self.at_end: Callable[[], None] = lambda: None
         self._marks = StreamMarks(line_mark, wants=bool(prepared.body.return_token_ids))
         if answers.begun:
             self._new_calls(last=False)  # which another server has sent
@@ -102,6 +107,7 @@ class OllamaAnswer(ABC):
     async def aclose(self) -> None:
         """Abort what has not ended."""
         await self._answers.aclose()
+        self.at_end()
 
     async def lines(self) -> AsyncGenerator[bytes, None]:
         """The parts of the answer; the last has no text, but counts and times."""

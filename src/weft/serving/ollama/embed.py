@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from msgspec import Struct
@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from weft.client.collector import Collector
+from weft.serving.ollama.loading import load_or_unload, may_unload
 from weft.serving.ollama.names import requested_name, resolve_served
 from weft.serving.ollama.types import ModelRequest, OllamaOptions
 from weft.serving.pooled import check_inputs, limited, reply_pooled
@@ -21,7 +22,7 @@ TO_LENGTH = -1  # cut prompts to the model's length
 
 
 class CommonEmbedRequest(ModelRequest, kw_only=True):
-    """Fields of both endpoints. `options` and `keep_alive` change nothing: they are about answers and loading."""
+    """Fields of both endpoints. `options` change nothing: they are about answers."""
 
     options: OllamaOptions | None = None
     keep_alive: float | str | None = None
@@ -62,6 +63,7 @@ class PreparedEmbed:
     name: str
     collectors: list[Collector]
     dimensions: int | None = None
+    keep_alive: float | str | None = None
 
 
 async def embed(request: Request) -> Response:
@@ -78,7 +80,7 @@ async def embed(request: Request) -> Response:
             prompt_eval_count=sum(len(collector.output.prompt_ids) for collector in prepared.collectors),
         )
 
-    return await reply_pooled(request, prepared.collectors, build, _numbers(service, prepared))
+    return await _reply(request, prepared, build)
 
 
 async def embeddings(request: Request) -> Response:
@@ -89,7 +91,17 @@ async def embeddings(request: Request) -> Response:
     def build() -> EmbeddingsAnswer:
         return EmbeddingsAnswer(embedding=next(iter(_vectors(service, prepared)), []))
 
-    return await reply_pooled(request, prepared.collectors, build, _numbers(service, prepared))
+    return await _reply(request, prepared, build)
+
+
+async def _reply(request: Request, prepared: PreparedEmbed, build: Callable[[], Struct]) -> Response:
+    service: Service = request.app.state.service
+    unloads = may_unload(request, prepared.keep_alive)
+    try:
+        return await reply_pooled(request, prepared.collectors, build, _numbers(service, prepared))
+    finally:
+        if unloads or not prepared.collectors:
+            load_or_unload(service, unloads)
 
 
 def prepare_embed(service: Service, content: bytes) -> PreparedEmbed:
@@ -122,7 +134,7 @@ def _prepare(
         check_inputs(len(texts), param)
     now = time.monotonic()
     made = (service.pooler.embedding_collector(text, arrival_s=now, truncate=truncate, param=param) for text in texts)
-    return PreparedEmbed(name, limited(service, made, param), dimensions)
+    return PreparedEmbed(name, limited(service, made, param), dimensions, body.keep_alive)
 
 
 def _vectors(service: Service, prepared: PreparedEmbed) -> list[list[float]]:

@@ -7,7 +7,6 @@ import asyncio
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from weft import __version__
 from weft.errors import ModelError, RequestError
 from weft.formats import local_models
 from weft.formats.local_models import LocalModel
@@ -18,6 +17,10 @@ from weft.serving.ollama.names import requested_name, resolve_served, served_nam
 from weft.serving.ollama.types import ModelList, ModelRequest, RunningList, ShowAnswer, ShowRequest, VersionAnswer
 from weft.serving.run_files import running_servers
 from weft.serving.service import Service
+
+# Release of Ollama whose API this is: clients ask for one, such as 0.6.4 (VS Code's Copilot) or 0.14 (those that send
+# Anthropic's requests, which it was the first to take). Weft's own version is at /version.
+API_VERSION = "0.14.0"
 
 ABSENT = {
     "create": "models are not made here; give the files to `weft serve`",
@@ -33,8 +36,8 @@ async def root(request: Request) -> Response:
 
 
 async def version(request: Request) -> Response:
-    """/api/version: the server's own version."""
-    return JsonResponse(VersionAnswer(__version__))
+    """/api/version: the version of Ollama's API."""
+    return JsonResponse(VersionAnswer(API_VERSION))
 
 
 async def tags(request: Request) -> Response:
@@ -48,9 +51,10 @@ async def tags(request: Request) -> Response:
 
 
 async def running(request: Request) -> Response:
-    """/api/ps: the served model."""
+    """/api/ps: the served model, while it is awake."""
     service: Service = request.app.state.service
-    return JsonResponse(RunningList([details.running_row(service, name) for name in service.listed_names]))
+    names = () if service.unloading.sleeps else service.listed_names
+    return JsonResponse(RunningList([details.running_row(service, name) for name in names]))
 
 
 async def show(request: Request) -> Response:

@@ -38,8 +38,6 @@ OPTIONS = {
 # Options that would change the answer and that Weft does not have, and the values that ask for nothing.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {"mirostat": (0,), "tfs_z": (1,), "typical_p": (0, 1)}
 
-MIN_TOP_P = 1e-6  # in place of Ollama's 0, which means the likeliest token
-
 
 @dataclass(frozen=True)
 class Prepared:
@@ -61,9 +59,8 @@ async def prepare_ollama_chat(service: Service, content: bytes) -> Prepared:
     common.messages = [_message(message) for message in body.messages]
     common.tools = body.tools or None
     continue_last(common)
-    return Prepared(
-        name, body, await prepare_chat(service, common, body.stream_state), shows_reasoning=body.think is not False
-    )
+    chat = await prepare_chat(service, common, body.stream_state, clips=True)
+    return Prepared(name, body, chat, shows_reasoning=body.think is not False)
 
 
 async def prepare_generate(service: Service, content: bytes) -> Prepared:
@@ -81,9 +78,8 @@ async def prepare_generate(service: Service, content: bytes) -> Prepared:
         return Prepared(name, body, await _prepare_raw(service, common, body), shows_reasoning=False)
     system = [{"role": "system", "content": body.system}] if body.system else []
     common.messages = [*system, {"role": "user", "content": body.prompt}]
-    return Prepared(
-        name, body, await prepare_chat(service, common, body.stream_state), shows_reasoning=body.think is not False
-    )
+    chat = await prepare_chat(service, common, body.stream_state, clips=True)
+    return Prepared(name, body, chat, shows_reasoning=body.think is not False)
 
 
 async def _prepare_raw(service: Service, common: ChatRequest, body: GenerateRequest) -> PreparedChat:
@@ -96,7 +92,9 @@ async def _prepare_raw(service: Service, common: ChatRequest, body: GenerateRequ
     prompt = service.frontend.parse_prompt(body.prompt or "")
     prompt = replace(prompt, answered=answered_ids(common, service.frontend.vocab))
     grammar = await service.frontend.answer_grammar(params)
-    collectors = service.create_collectors([prompt], params, priority=None, grammar=grammar)
+    collectors = service.create_collectors(
+        [prompt], params, priority=None, grammar=grammar, wanted_tokens=fields["max_tokens"], clips=True
+    )
     return PreparedChat(common, common.model or "", collectors, AnswerFormat(), ToolUse(), body.stream_state)
 
 
@@ -132,8 +130,6 @@ def option_fields(service: Service, options: OllamaOptions) -> dict[str, Any]:
     fields = {field: value for field, value in values.items() if value is not None}
     if fields.get("max_tokens", 1) <= 0:
         del fields["max_tokens"]  # -1 and 0: no limit, -2: until the context is full
-    if fields.get("top_p") == 0:
-        fields["top_p"] = MIN_TOP_P
     check_lengths(fields, vocab=service.frontend.vocab, max_model_len=service.frontend.max_model_len)
     return fields
 

@@ -138,7 +138,7 @@ class OllamaOptions(Struct, kw_only=True):
 
 
 class AnswerRequest(ModelRequest, kw_only=True):
-    """Fields of /api/chat and /api/generate. `keep_alive` changes nothing: the model of a server stays.
+    """Fields of /api/chat and /api/generate. `keep_alive` of 0 unloads the model, until the next request.
 
     `options` are the model's parameters by Ollama's names. `format` is "json" or a JSON schema. `think`: if the model
     is to reason, or how much. The last four fields are Weft's, for streams that go on at another server; `seed` counts

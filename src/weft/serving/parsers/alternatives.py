@@ -33,7 +33,7 @@ def checked(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises RequestError, with the place, for a schema that the compiler of JSON grammars refuses.
     """
     try:
-        lenient = with_options(schema, lenient=True)
+        lenient = with_options(schema, param="tools", lenient=True)
         text = json.dumps(lenient)
     except RecursionError:
         raise refused("the schema is too deeply nested") from None

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from weft.serving.parsers import text_formats
+from weft.serving.parsers import gemma_format
 from weft.serving.parsers.alternatives import Plain, alternatives, checked, choices_of, refused
 from weft.serving.parsers.arguments import dumped, parts_of, separated
 from weft.serving.parsers.json_text import MAX_DEPTH
@@ -21,16 +21,16 @@ NUMBER = r"/-?(0|[1-9][0-9]{0,14})(\.[0-9]{1,15})?/"
 
 
 def function_gemma(rules: Rules, name: str, schema: Any) -> str:
-    return _gemma(rules, name, schema, "<start_function_call>", text_formats.GEMMA_QUOTES[0])
+    return _gemma(rules, name, schema, "<start_function_call>", gemma_format.GEMMA_QUOTES[0])
 
 
 def gemma4(rules: Rules, name: str, schema: Any) -> str:
-    return _gemma(rules, name, schema, "<|tool_call>", text_formats.GEMMA_QUOTES[1])
+    return _gemma(rules, name, schema, "<|tool_call>", gemma_format.GEMMA_QUOTES[1])
 
 
 def _gemma(rules: Rules, name: str, schema: Any, begin: str, quote: str) -> str:
     schema = checked(schema)
-    end = rules.mark(text_formats.GEMMA_CALLS[begin])
+    end = rules.mark(gemma_format.GEMMA_CALLS[begin])
     arguments = GemmaValues(rules, schema, quote).value(schema)
     return rules.add(f"{rules.mark(begin)} {quoted(f'call:{name}')} {arguments} {end}")
 
@@ -89,7 +89,7 @@ class GemmaValues:
 
     def _key(self, key: str) -> str:
         """Lark for a key and its colon: with quotes if the parser would not read it without."""
-        if key == key.strip() and text_formats.GEMMA_KEY.fullmatch(key) and "<" not in key:
+        if key == key.strip() and gemma_format.GEMMA_KEY.fullmatch(key) and "<" not in key:
             return quoted(f"{key}:")
         if self._quote in key:
             raise refused(f"a key has the mark {self._quote} in it: {key!r:.80}")

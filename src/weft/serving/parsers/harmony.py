@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
-from weft.serving.parsers.json_text import read_value
-from weft.serving.parsers.reader import Reader, Steps
+from weft.serving.parsers.json_calls import arguments_of, read_arguments
+from weft.serving.parsers.reader import Reader, Steps, Take
 from weft.serving.parsers.schemas import ToolSchemas
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
@@ -14,35 +15,62 @@ ENDS = (END, CALL, RETURN)
 MARKS = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
 RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 FIRST_WORD = re.compile(r"[A-Za-z]+")
+# All that belongs to a header; the rest of one without an end is a text.
+HEADER = re.compile(
+    rf"\s*(?:{re.escape(START)})?\s*(?:assistant)?\s*(?:to=[^\s<]*)?\s*"
+    rf"(?:{re.escape(CHANNEL)}\s*[A-Za-z]*\s*(?:to=[^\s<]*)?\s*(?:{re.escape(CONSTRAIN)})?\s*(?:json)?)?\s*"
+)
 
 
 def harmony(reader: Reader, tools: ToolSchemas) -> Steps[None]:
     """Reasoning in the channel analysis, calls in messages to functions.NAME, the answer in all others."""
-    content = False  # some has been said
+    contents = _Contents(reader)
     while (yield from reader.peek(1)):
         header, mark = yield from reader.text_until(MESSAGE, *ENDS)
-        if mark is None:
-            # No header at all: the model has answered without the format.
-            reader.content("" if CHANNEL in header or START in header else header)
-            return
-        if mark != MESSAGE:
-            continue
-        channel = FIRST_WORD.match(header.partition(CHANNEL)[2].strip())
         recipient = RECIPIENT.search(header)
-        if recipient is not None and recipient[1] not in ("assistant", "user"):
-            reader.begin_call(recipient[1])
-            emit = reader.arguments
-            if (yield from reader.peek(1)) == "{":  # whose texts may have marks in them
-                yield from read_value(reader, reader.arguments)
-                emit = _leave_out
-        elif channel is not None and channel[0] == "analysis":
-            emit = reader.reasoning
+        called = recipient[1] if recipient is not None and recipient[1] not in ("assistant", "user") else ""
+        text = HEADER.sub("", header, count=1)
+        if called and (mark == MESSAGE or (mark == CALL and not text)):
+            yield from _call(reader, called, contents, empty=mark == CALL)
+        elif mark != MESSAGE:
+            contents.message(header if called and text else text)  # the model has answered without the format
         else:
-            if content:
-                reader.content("\n")
-            content, emit = True, reader.content
-        yield from reader.until((*ENDS, START), emit)
+            channel = FIRST_WORD.match(header.partition(CHANNEL)[2].strip())
+            is_reasoning = channel is not None and channel[0] == "analysis"
+            yield from reader.until((*ENDS, START), reader.reasoning if is_reasoning else contents.begin())
 
 
-def _leave_out(text: str) -> None:
-    """Emit nothing of what stands behind the arguments of a call."""
+class _Contents:
+    """The messages that are content, one behind the other."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._said = False
+
+    def begin(self) -> Take:
+        """Begin a message; returns what takes its text."""
+        if self._said:
+            self._reader.content("\n")
+        self._said = True
+        return self._reader.content
+
+    def message(self, text: str) -> None:
+        """Say a whole message, unless it is empty."""
+        if text.strip():
+            self.begin()(text)
+
+
+def _call(reader: Reader, name: str, contents: _Contents, *, empty: bool) -> Steps[None]:
+    """Read a message to a tool. One that is no object stays text, as the text behind an object does."""
+    arguments = "{}"
+    if not empty:
+        yield from reader.skip()
+        has_object = yield from read_arguments(reader, partial(reader.begin_call, name))
+        text, mark = yield from reader.text_until(*ENDS, START)
+        written = None if has_object else arguments_of(text)
+        if written is None or (mark is None and reader.cut):
+            contents.message(text)
+            return
+        arguments = written
+    reader.begin_call(name)
+    reader.arguments(arguments)

@@ -1,22 +1,14 @@
-"""JSON values and tool calls in JSON, read while they arrive."""
+"""JSON that any decoder reads, from values and from texts."""
 
 from __future__ import annotations
 
+import ast
 import json
 import math
-import re
-from collections.abc import Collection
 from typing import Any
 
-from weft.serving.parsers.reader import Reader, Steps, Take
-
 MAX_DEPTH = 64  # levels of lists and objects in arguments that are not JSON yet
-ARGUMENT_KEYS = ("arguments", "parameters")
-
-LITERAL = re.compile(r"[A-Za-z0-9+\-.]+")
-SEPARATORS = re.compile(r"[ \t\r\n,]+")
-PLAIN = re.compile(r'[^"\\]+')  # inside a string
-OUTSIDE = re.compile(r'[^"{}\[\]]+')  # of strings and brackets
+NAMES = {"true": True, "false": False, "null": None}  # literals of JSON that Python spells otherwise
 
 
 def to_json(value: Any) -> str:
@@ -56,133 +48,26 @@ def _finite(value: Any) -> Any:
             return value
 
 
-def read_value(reader: Reader, emit: Take) -> Steps[bool]:
-    """Read one JSON value and pass its text to `emit` as it comes.
-
-    Returns False if the answer ends within the value, or if no value follows.
-    """
-    ahead = yield from reader.peek(1)
-    if ahead == '"':
-        return (yield from _read_string(reader, emit))
-    if ahead and ahead in "{[":
-        return (yield from _read_container(reader, emit))
-    literal = yield from reader.skip(LITERAL)
-    emit(literal)
-    return bool(literal)
+def from_python(text: str) -> Any:
+    """The value of a literal in Python's spelling, as from JSON. Raises ValueError for anything else."""
+    try:
+        return python_value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, MemoryError, RecursionError) as error:
+        raise ValueError(f"{text!r:.40} is no literal") from error
 
 
-def _read_string(reader: Reader, emit: Take) -> Steps[bool]:
-    emit((yield from reader.take(1)))
-    while True:
-        yield from reader.read_run(PLAIN, emit)
-        character = yield from reader.take(1)
-        if not character:
-            return False
-        emit(character)
-        if character == '"':
-            return True
-        emit((yield from reader.take(1)))  # after a backslash
-
-
-def _read_container(reader: Reader, emit: Take) -> Steps[bool]:
-    depth = 0
-    while True:
-        yield from reader.read_run(OUTSIDE, emit)
-        ahead = yield from reader.peek(1)
-        if not ahead:
-            return False
-        if ahead == '"':
-            if not (yield from _read_string(reader, emit)):
-                return False
-            continue
-        emit((yield from reader.take(1)))
-        depth += (ahead in "{[") - (ahead in "}]")
-        if not depth:
-            return True
-
-
-class CallReader:
-    """Reads a tool call that is one JSON object: a name and arguments, in any order.
-
-    The arguments go to the reader's events as they come, if the name is known by then. `keys` are the names under
-    which arguments are found, `name_key` that of the name.
-    """
-
-    def __init__(self, reader: Reader, keys: Collection[str] = ARGUMENT_KEYS, name_key: str = "name") -> None:
-        self._reader = reader
-        self._keys, self._name_key = keys, name_key
-        self._name: str | None = None
-        self._waiting: str | None = None  # arguments that came before the name
-        self._begun = False
-
-    def read_call(self) -> Steps[bool]:
-        """Read the object. Returns False if no JSON object or no call follows; the reader has emitted no event then."""
-        if (yield from self._reader.accept("{")) is None:
-            return False
-        while True:
-            yield from self._reader.skip(SEPARATORS)
-            if (yield from self._reader.accept("}")) is not None:
-                return self._end()
-            if not (yield from self._read_member()):
-                return self._begun
-
-    def _read_member(self) -> Steps[bool]:
-        reader = self._reader
-        key = yield from self._text_value()
-        yield from reader.skip()
-        if key is None or (yield from reader.accept(":")) is None:
-            return False
-        yield from reader.skip()
-        if key == self._name_key:
-            self._name = yield from self._text_value()
-            return self._name is not None
-        if key in self._keys and not self._begun:
-            return (yield from self._read_arguments())
-        return (yield from read_value(reader, lambda text: None))
-
-    def _read_arguments(self) -> Steps[bool]:
-        reader = self._reader
-        ahead = yield from reader.peek(1)
-        if ahead == '"':  # an object that was written as a text
-            text = yield from self._text_value()
-            if text is None:
-                return False
-            self._keep(text)
-            return True
-        if self._name is not None and ahead == "{":
-            self._begin()
-            return (yield from read_value(reader, reader.arguments))
-        parts: list[str] = []
-        whole = yield from read_value(reader, parts.append)
-        self._keep("".join(parts))
-        return whole
-
-    def _keep(self, arguments: str) -> None:
-        self._waiting = arguments if arguments not in ("", "null") else "{}"
-
-    def _begin(self) -> None:
-        assert self._name is not None
-        self._reader.begin_call(self._name)
-        self._begun = True
-
-    def _end(self) -> bool:
-        if self._begun:
-            return True
-        if self._name is None or (self._waiting is not None and not self._waiting.lstrip().startswith("{")):
-            return False
-        self._begin()
-        self._reader.arguments("{}" if self._waiting is None else self._waiting)
-        return True
-
-    def _text_value(self) -> Steps[str | None]:
-        """Read a JSON string; None for anything else."""
-        if (yield from self._reader.peek(1)) != '"':
-            return None
-        parts: list[str] = []
-        if not (yield from _read_string(self._reader, parts.append)):
-            return None
-        try:
-            value: Any = json.loads("".join(parts), strict=False)
-        except ValueError:
-            return None
-        return without_halves(value) if isinstance(value, str) else None
+def python_value(node: ast.expr) -> Any:
+    """The value of a literal, in Python's or JSON's spelling. Raises ValueError for anything else."""
+    match node:
+        case ast.Name(id=name) if name in NAMES:
+            return NAMES[name]
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [python_value(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            pairs = zip(keys, values, strict=True)
+            return {str(python_value(key)): python_value(value) for key, value in pairs if key is not None}
+        case _:
+            value = ast.literal_eval(node)
+            if not isinstance(value, str | int | float | bool | None):
+                raise ValueError("not JSON")
+            return value

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
-from typing import Any
 
 from weft.serving.parsers.between import Between
-from weft.serving.parsers.json_text import to_json
+from weft.serving.parsers.json_text import python_value, to_json
 from weft.serving.parsers.reader import Reader, Steps
 from weft.serving.parsers.schemas import ToolSchemas
 
 START, END = "<|python_start|>", "<|python_end|>"
 OUTSIDE = re.compile(r"[^\[\](){}'\"]+")
-NAMES = {"true": True, "false": False, "null": None}
 Call = tuple[str, str]  # the name, and the arguments as JSON
 
 
@@ -25,7 +23,7 @@ def pythonic(reader: Reader, tools: ToolSchemas) -> Steps[None]:
     yield from reader.accept(START)
     yield from reader.skip()
     if (yield from reader.accept("[")) is not None:
-        while (call := _parsed((yield from _call_text(reader)))) is not None:
+        while (call := _parsed((yield from _call_text(reader)), tools)) is not None:
             between.call()
             reader.begin_call(call[0])
             reader.arguments(call[1])
@@ -42,7 +40,7 @@ def pythonic(reader: Reader, tools: ToolSchemas) -> Steps[None]:
 
 
 def _call_text(reader: Reader) -> Steps[str]:
-    """Read one call up to its closing bracket; what has been read if it is none."""
+    """Read one call up to its closing bracket; what has been read if it is none. Line breaks in texts are escaped."""
     parts: list[str] = []
     depth = 0
     while True:
@@ -62,14 +60,15 @@ def _string(reader: Reader, quote: str, parts: list[str]) -> Steps[None]:
     while True:
         yield from reader.read_run(inside, parts.append)
         character = yield from reader.take(1)
-        parts.append(character)
+        parts.append("\\n" if character == "\n" else character)
         if character in ("", quote):
             return
-        parts.append((yield from reader.take(1)))  # after a backslash
+        if character == "\\":
+            parts.append((yield from reader.take(1)))
 
 
-def _parsed(text: str) -> Call | None:
-    """The name and the arguments of a Python call; None for anything else."""
+def _parsed(text: str, tools: ToolSchemas) -> Call | None:
+    """The name and the arguments of a Python call of one of the tools; None for anything else."""
     try:
         node = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -77,29 +76,12 @@ def _parsed(text: str) -> Call | None:
     if not isinstance(node, ast.Call) or node.args:
         return None
     try:
-        arguments = {keyword.arg: _value(keyword.value) for keyword in node.keywords}
-        if None in arguments:
-            return None
-        return ast.unparse(node.func), to_json(arguments)
+        arguments = {keyword.arg: python_value(keyword.value) for keyword in node.keywords}
+        name = ast.unparse(node.func)
+        return None if None in arguments or name not in tools else (name, to_json(arguments))
     except (ValueError, RecursionError):
         return None
 
 
-def _value(node: ast.expr) -> Any:
-    """The value of a literal, in Python's or JSON's spelling. Raises ValueError for anything else."""
-    match node:
-        case ast.Name(id=name) if name in NAMES:
-            return NAMES[name]
-        case ast.List(elts=items) | ast.Tuple(elts=items):
-            return [_value(item) for item in items]
-        case ast.Dict(keys=keys, values=values):
-            return {str(_value(key)): _value(value) for key, value in zip(keys, values, strict=True) if key is not None}
-        case _:
-            value = ast.literal_eval(node)
-            if not isinstance(value, str | int | float | bool | None):
-                raise ValueError("not JSON")
-            return value
-
-
 SEPARATORS = re.compile(r"[ \t\r\n,]+")
-INSIDE = {"'": re.compile(r"[^'\\]+"), '"': re.compile(r'[^"\\]+')}
+INSIDE = {"'": re.compile(r"[^'\\\n]+"), '"': re.compile(r'[^"\\\n]+')}

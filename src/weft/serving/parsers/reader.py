@@ -52,19 +52,25 @@ Event = Content | Reasoning | CallBegin | CallArguments
 
 
 class Reader:
-    """Text that has come and is not read yet. `events` is what the parser has made of the text before it."""
+    """Text that has come and is not read yet. `events` is what the parser has made of the text before it.
+
+    `ended`: nothing follows. `cut`: the end is not the model's own, so that what is open stays open.
+    """
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.ended = False
+        self.cut = False
         self._text = ""
         self._at = 0
-        self._record: list[str] | None = None
+        self._kept: list[int] = []  # places from which the text is kept, though it is read
 
     def add(self, text: str) -> None:
         """Append text that has come."""
-        self._text = self._text[self._at :] + text
-        self._at = 0
+        start = min([*self._kept, self._at])
+        self._text = self._text[start:] + text
+        self._at -= start
+        self._kept = [place - start for place in self._kept]
 
     # Output of a parser
 
@@ -77,6 +83,8 @@ class Reader:
             self.events.append(Reasoning(text))
 
     def begin_call(self, name: str, id: str | None = None) -> None:
+        """Say that a call begins. Text before it that is kept is no longer."""
+        self._kept.clear()
         self.events.append(CallBegin(name, id))
 
     def arguments(self, text: str) -> None:
@@ -87,12 +95,22 @@ class Reader:
 
     def record(self) -> None:
         """Keep what is read from here on, for `recorded`."""
-        self._record = []
+        self._kept.append(self._at)
 
     def recorded(self) -> str:
-        """All that was read since `record`."""
-        text, self._record = "".join(self._record or ()), None
-        return text
+        """All that was read since the last `record`; "" if a call has begun since."""
+        return self._text[self._kept.pop() : self._at] if self._kept else ""
+
+    def ahead(self, steps: Steps[T]) -> Steps[T]:
+        """Take steps that read, and unread what they have read."""
+        self._kept.append(self._at)
+        result = yield from steps
+        self._at = self._kept.pop()
+        return result
+
+    def ends(self) -> Steps[bool]:
+        """Return True if nothing follows."""
+        return not (yield from self.peek(1))
 
     def peek(self, count: int) -> Steps[str]:
         """The next `count` characters, fewer only at the end of the answer. They stay unread."""
@@ -163,14 +181,15 @@ class Reader:
         return self._consume(len(self._text) - self._at)
 
     def unread(self, text: str) -> None:
-        """Put back what was just read. Nothing may be recorded meanwhile."""
-        self._text, self._at = text + self._text[self._at :], 0
+        """Put back what was just read."""
+        if self._text.endswith(text, 0, self._at):
+            self._at -= len(text)
+        else:
+            self._text, self._at = text + self._text[self._at :], 0
 
     def _consume(self, count: int) -> str:
         text = self._text[self._at : self._at + count]
         self._at += count
-        if self._record is not None:
-            self._record.append(text)
         return text
 
 
@@ -195,9 +214,12 @@ class StreamParser:
         self._reader.add(text)
         return self._read_events()
 
-    def finish(self) -> list[Event]:
-        """End the answer; returns what was held back until then."""
-        self._reader.ended = True
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        """End the answer; returns what was held back until then.
+
+        `cut`: the model has not ended it. A call that is open then stays so, else it is closed.
+        """
+        self._reader.ended, self._reader.cut = True, cut
         return self._read_events()
 
     def _read_events(self) -> list[Event]:

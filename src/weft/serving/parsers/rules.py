@@ -64,14 +64,18 @@ class Rules:
 
 
 def schema_of(tool: Tool) -> Mapping[str, Any]:
-    """The schema of a tool's arguments."""
+    """The schema of a tool's arguments; a tool without parameters gets none."""
     schema = tool["function"].get("parameters") or {}
+    if not schema or (
+        schema.get("properties") == {} and schema.keys() <= {"type", "properties", "required", "$schema"}
+    ):
+        return {**schema, "type": "object", "properties": {}, "additionalProperties": False}
     return {"type": "object", **schema} if "type" not in schema else schema
 
 
 def json_rule(schema: Any) -> str:
     """Lark for JSON of a schema. Keywords that the compiler does not know are left out of account."""
-    return "%json " + json.dumps(with_options(schema, lenient=True), ensure_ascii=False)
+    return "%json " + json.dumps(with_options(schema, param="tools", lenient=True), ensure_ascii=False)
 
 
 def is_token(lark: str) -> bool:

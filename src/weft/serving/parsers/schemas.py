@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weft.serving.parsers.json_text import from_json, to_json
+from weft.serving.parsers.json_text import from_json, from_python, to_json
+from weft.structured.references import steps_of
 
 TYPES = frozenset(("string", "number", "integer", "boolean", "null", "array", "object"))
 MAX_REFERENCES = 16  # references in a row, each only to the next
@@ -19,8 +20,7 @@ def resolve(schema: Any, root: Any) -> Any:
         if not isinstance(reference, str) or not reference.startswith("#/"):
             return resolved
         target = root
-        for step in reference.removeprefix("#/").split("/"):
-            name = step.replace("~1", "/").replace("~0", "~")
+        for name in steps_of(reference):
             target = target.get(name) if isinstance(target, Mapping) else None
         if not isinstance(target, Mapping):
             return resolved
@@ -29,17 +29,28 @@ def resolve(schema: Any, root: Any) -> Any:
 
 
 class ToolSchemas:
-    """The parameters of each tool, for formats whose arguments are plain text: only the schema tells 5 from "5"."""
+    """A request's tools: their names, and the parameters of each.
+
+    Formats whose arguments are plain text need them: only the schema tells 5 from "5".
+    """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
         functions = [tool["function"] for tool in tools]
         self._properties = {function["name"]: _properties(function) for function in functions}
         self._parameters = {function["name"]: function.get("parameters") for function in functions}
 
-    def encode(self, tool: str, key: str, text: str) -> str:
-        """The JSON of an argument that is written as plain text.
+    def __contains__(self, name: object) -> bool:
+        return name in self._properties
 
-        It is a string if the schema says so, or if the text is no JSON value of the schema's type.
+    def may_have(self, tool: str, key: str) -> bool:
+        """Return True unless the tool's schema lists its parameters, and this is none of them."""
+        properties = self._properties.get(tool)
+        return not properties or key in properties
+
+    def encode(self, tool: str, key: str, text: str) -> str:
+        """The JSON of an argument that is written as plain text, in JSON's spelling or Python's.
+
+        It is a string if the schema says so, or if the text is no value of the schema's type.
         """
         types = self._types(tool, key)
         if types == {"string"}:
@@ -47,13 +58,22 @@ class ToolSchemas:
         try:
             value = from_json(text)
         except (ValueError, RecursionError):
-            literal = {"True": "true", "False": "false", "None": "null"}.get(text.strip())
-            if literal is not None and "string" not in types:
-                return literal
-            return to_json(text)
+            return self._encode_python(types, text)
         if "string" in types and not isinstance(value, dict | list) and not types & types_of(value):
             return to_json(text)
         return text.strip()
+
+    def _encode_python(self, types: set[str], text: str) -> str:
+        """The JSON of a text that is none, as a value in Python's spelling if the types allow that."""
+        if types == {"boolean"} and text.strip().lower() in ("true", "false"):
+            return text.strip().lower()
+        try:
+            value = from_python(text)
+        except ValueError:
+            return to_json(text)
+        is_literal = isinstance(value, bool | None) and "string" not in types
+        is_structure = isinstance(value, dict | list) and (not types or bool(types & types_of(value)))
+        return to_json(value) if is_literal or is_structure else to_json(text)
 
     def _types(self, tool: str, key: str) -> set[str]:
         """Types that the schema allows for an argument; none if it does not say."""

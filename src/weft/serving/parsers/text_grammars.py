@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from weft.serving.parsers import text_formats
+from weft.serving.parsers import tagged_formats
 from weft.serving.parsers.alternatives import Plain, alternatives, checked, choices_of, refused
 from weft.serving.parsers.arguments import dumped, object_of, parts_of, row, separated
 from weft.serving.parsers.rules import Rules, is_token, json_rule
 from weft.serving.parsers.schemas import resolve, schema_types
 from weft.serving.parsers.text_values import text_until
 from weft.structured.grammar import quoted
+from weft.structured.references import steps_of
 
 # Keywords by which a text is not any text.
 BOUNDS = frozenset(("minLength", "maxLength", "pattern", "format", "anyOf", "oneOf", "allOf", "enum", "const", "not"))
@@ -23,7 +24,7 @@ BOUNDS = frozenset(("minLength", "maxLength", "pattern", "format", "anyOf", "one
 def qwen3_coder(rules: Rules, name: str, schema: Any) -> str:
     schema = checked(schema)
     begin, end = rules.mark("<tool_call>"), rules.mark("</tool_call>")
-    closing = f"\n{text_formats.PARAMETER_END}\n"
+    closing = f"\n{tagged_formats.PARAMETER_END}\n"
     parts, needed = parts_of(object_of(schema))
     items = {
         key: f"{quoted(f'<parameter={key}>' + chr(10))} {_plain_value(rules, schema, part, closing)}"
@@ -35,12 +36,12 @@ def qwen3_coder(rules: Rules, name: str, schema: Any) -> str:
 
 def glm45(rules: Rules, name: str, schema: Any) -> str:
     schema = checked(schema)
-    begin, key_begin, key_end = map(rules.mark, ("<tool_call>", text_formats.KEY, text_formats.KEY_END))
-    value_begin = rules.mark(text_formats.VALUE)
+    begin, key_begin, key_end = map(rules.mark, ("<tool_call>", tagged_formats.KEY, tagged_formats.KEY_END))
+    value_begin = rules.mark(tagged_formats.VALUE)
     parts, needed = parts_of(object_of(schema))
     items = {
         key: f'{key_begin} {quoted(key)} {key_end} "\\n" {value_begin} '
-        f'{_plain_value(rules, schema, part, text_formats.VALUE_END)} "\\n"'
+        f'{_plain_value(rules, schema, part, tagged_formats.VALUE_END)} "\\n"'
         for key, part in parts.items()
     }
     return rules.add(f"{begin} {quoted(name + chr(10))} {row(items, needed)} {rules.mark('</tool_call>')}")
@@ -103,10 +104,10 @@ def _json(root: Any, part: Any) -> str:
         elif isinstance(item, Mapping):
             waiting += item.values()
             reference = item.get("$ref")
-            steps = reference.split("/") if isinstance(reference, str) else []
-            name = steps[2].replace("~1", "/").replace("~0", "~") if len(steps) > 2 else ""
-            held = root.get(steps[1]) if len(steps) > 2 and steps[1] in ("$defs", "definitions") else None
-            if isinstance(held, Mapping) and name in held and name not in reached.setdefault(steps[1], {}):
-                reached[steps[1]][name] = held[name]
+            steps = steps_of(reference) if isinstance(reference, str) else []
+            place, name, *_ = [*steps, "", ""]
+            held = root.get(place) if place in ("$defs", "definitions") else None
+            if isinstance(held, Mapping) and name in held and name not in reached.setdefault(place, {}):
+                reached[place][name] = held[name]
                 waiting.append(held[name])
     return json_rule({**reached, **part})

@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from weft.serving.parsers.between import Between
-from weft.serving.parsers.json_text import CallReader, read_value
+from weft.serving.parsers.json_calls import CALL, CALL_END, CallReader, read_arguments, read_calls
 from weft.serving.parsers.reader import Reader, Steps
 from weft.serving.parsers.schemas import ToolSchemas
 
@@ -34,22 +34,21 @@ DEEPSEEK_MARKS = CallMarks(DEEPSEEK_CALLS, DEEPSEEK_CALLS_END, DEEPSEEK_CALL, DE
 KIMI_CALLS, KIMI_CALLS_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 KIMI_CALL, KIMI_CALL_END, KIMI_ARGS = "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>"
 KIMI_MARKS = CallMarks(KIMI_CALLS, KIMI_CALLS_END, KIMI_CALL, KIMI_CALL_END, KIMI_ARGS)
+KIMI_SECTION, KIMI_SECTION_END = "<|tool_call_section_begin|>", "<|tool_call_section_end|>"  # written by some models
 KIMI_ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?", re.DOTALL)
-NAME = re.compile(r"[^\s{}\[\]()<>\"']+")
+NAME = re.compile(r"[^\s{}\[\]()<>\"'`]+")
+SEPARATORS = re.compile(r"[ \t\r\n;,]+")
 
 
 def hermes(reader: Reader, tools: ToolSchemas) -> Steps[None]:
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of them."""
-    between = Between(reader)
-    while (yield from reader.until(("<tool_call>",), between.say)) is not None:
-        reader.record()
-        yield from reader.skip()
-        if (yield from CallReader(reader).read_call()):
-            reader.recorded()
-            between.call()
-            yield from reader.text_until("</tool_call>")
-        else:
-            between.say("<tool_call>" + reader.recorded())
+    between, called = Between(reader), False
+    while True:
+        mark = yield from reader.until((CALL, CALL_END) if called else (CALL,), between.say)
+        if mark is None:
+            break
+        if mark == CALL:
+            called = (yield from read_calls(reader, tools, between, mark)) or called
     between.end()
 
 
@@ -60,19 +59,13 @@ def llama3_json(reader: Reader, tools: ToolSchemas) -> Steps[None]:
     yield from reader.skip()
     yield from reader.accept(PYTHON_TAG)
     yield from reader.skip()
-    while (yield from CallReader(reader).read_call()):
+    while (yield from CallReader(reader, tools, strict=True).read_call()):
         between.call()
         reader.record()
         yield from reader.skip(SEPARATORS)
         yield from reader.accept(PYTHON_TAG)
+        yield from reader.skip()
     between.say(reader.recorded())
-    yield from _say_rest(reader, between)
-
-
-SEPARATORS = re.compile(r"[ \t\r\n;,]+")
-
-
-def _say_rest(reader: Reader, between: Between) -> Steps[None]:
     while (yield from reader.peek(1)):
         between.say(reader.rest())
     between.end()
@@ -84,103 +77,89 @@ def mistral(reader: Reader, tools: ToolSchemas) -> Steps[None]:
     while (yield from reader.until((MISTRAL_CALLS,), between.say)) is not None:
         reader.record()
         yield from reader.skip()
-        if (yield from reader.accept("[")) is not None:
-            called = yield from _call_list(reader)
-        else:
-            called = yield from _named_call(reader)
-        text = reader.recorded()
-        if called:
+        if (yield from reader.peek(1)) in ("[", "{"):
+            yield from read_calls(reader, tools, between, MISTRAL_CALLS + reader.recorded())
+        elif (yield from _named_call(reader, tools)):
             between.call()
         else:
-            between.say(MISTRAL_CALLS + text)
+            between.say(MISTRAL_CALLS + reader.recorded())
     between.end()
 
 
-def _call_list(reader: Reader) -> Steps[bool]:
-    """Read calls up to the end of their list. False if the first is none."""
-    called = False
-    while True:
-        yield from reader.skip(SEPARATORS)
-        if (yield from reader.accept("]")) is not None or not (yield from CallReader(reader).read_call()):
-            return called
-        called = True
-
-
-def _named_call(reader: Reader) -> Steps[bool]:
+def _named_call(reader: Reader, tools: ToolSchemas) -> Steps[bool]:
     name = yield from reader.skip(NAME)
     id: str | None = None
     if (yield from reader.accept(MISTRAL_ID)) is not None:
         id = yield from reader.skip(NAME)
     yield from reader.accept(MISTRAL_ARGS)
     yield from reader.skip()
-    if not name or (yield from reader.peek(1)) != "{":
-        return False
-    reader.begin_call(name, id)
-    yield from read_value(reader, reader.arguments)
-    return True
+    return (yield from _arguments(reader, tools, name, id, (MISTRAL_CALLS,)))
 
 
-def deepseek_v3(reader: Reader, tools: ToolSchemas) -> Steps[None]:
-    """A name and a ```json block in each call, between DeepSeek's marks."""
-    yield from _deepseek(reader, typed=True)
+def deepseek(reader: Reader, tools: ToolSchemas) -> Steps[None]:
+    """Calls between DeepSeek's marks.
 
-
-def deepseek_v31(reader: Reader, tools: ToolSchemas) -> Steps[None]:
-    """A name and JSON in each call, between DeepSeek's marks."""
-    yield from _deepseek(reader, typed=False)
-
-
-def _deepseek(reader: Reader, *, typed: bool) -> Steps[None]:
-    yield from _marked_calls(reader, DEEPSEEK_MARKS, partial(_deepseek_call, reader, typed=typed))
-
-
-def _marked_calls(reader: Reader, marks: CallMarks, read_call: Callable[[str], Steps[None]]) -> Steps[None]:
-    """Read lists of calls between marks. `read_call` gets the text before a call's separator, and reads the rest."""
-    between = Between(reader)
-    while (yield from reader.until((marks.calls,), between.say)) is not None:
-        between.call()
-        while True:
-            _, mark = yield from reader.text_until(marks.call, marks.calls_end)
-            if mark != marks.call:
-                break
-            head, mark = yield from reader.text_until(marks.separator, marks.call_end)
-            if mark == marks.separator:
-                yield from read_call(head)
-    between.end()
-
-
-def _deepseek_call(reader: Reader, head: str, *, typed: bool) -> Steps[None]:
-    name = head
-    if typed:  # what came before the mark is the type, and the name has a line of its own
-        name, _ = yield from reader.text_until("\n")
-        yield from reader.skip()
-        yield from reader.accept("```json")
-    yield from reader.skip()
-    yield from _arguments(reader, name.strip(), None)
-    yield from reader.text_until(DEEPSEEK_CALL_END)
-
-
-def _arguments(reader: Reader, name: str, id: str | None) -> Steps[None]:
-    """Read a call's arguments. A call without an object is none."""
-    if not name:
-        return
-    ahead = yield from reader.peek(1)
-    if ahead == "{":
-        reader.begin_call(name, id)
-        yield from read_value(reader, reader.arguments)
-    elif ahead == "<":  # the mark that ends the call
-        reader.begin_call(name, id)
-        reader.arguments("{}")
+    Since V3.1, a call is a name and JSON; in V3 it is a type, and then a name and a ```json block.
+    """
+    yield from _marked_calls(reader, DEEPSEEK_MARKS, partial(_deepseek_call, reader, tools))
 
 
 def kimi_k2(reader: Reader, tools: ToolSchemas) -> Steps[None]:
     """An id as functions.NAME:INDEX and JSON in each call, between Kimi's marks."""
-    yield from _marked_calls(reader, KIMI_MARKS, partial(_kimi_call, reader))
+    around = (KIMI_SECTION, KIMI_SECTION_END)
+    yield from _marked_calls(reader, KIMI_MARKS, partial(_kimi_call, reader, tools), around)
 
 
-def _kimi_call(reader: Reader, head: str) -> Steps[None]:
+def _marked_calls(
+    reader: Reader, marks: CallMarks, read_call: Callable[[str], Steps[bool]], around: tuple[str, ...] = ()
+) -> Steps[None]:
+    """Read calls between marks. `read_call` gets the text before a call's separator, and reads the rest.
+
+    The marks around a list of calls, and those at the ends of calls, say nothing: any of them may lack.
+    """
+    between = Between(reader)
+    ends = (marks.call, marks.call_end, marks.calls_end)
+    while (mark := (yield from reader.until((*ends, marks.calls, *around), between.say))) is not None:
+        between.call()
+        if mark != marks.call:
+            continue
+        reader.record()
+        head, end = yield from reader.text_until(marks.separator, *ends)
+        if end in ends:
+            reader.unread(end)
+        if (yield from read_call(head)):
+            yield from reader.skip()
+            yield from reader.accept("```")
+        else:
+            between.say(mark + reader.recorded())
+    between.end()
+
+
+def _deepseek_call(reader: Reader, tools: ToolSchemas, head: str) -> Steps[bool]:
+    name = head.strip()
+    if name == "function" and name not in tools:  # the type
+        yield from reader.skip()
+        name = yield from reader.skip(NAME)
     yield from reader.skip()
+    yield from reader.accept("```json")
+    yield from reader.skip()
+    return (yield from _arguments(reader, tools, name, None, (*DEEPSEEK_MARKS, "```")))
+
+
+def _kimi_call(reader: Reader, tools: ToolSchemas, head: str) -> Steps[bool]:
     id = head.strip()
     match = KIMI_ID.fullmatch(id)
-    yield from _arguments(reader, match[1] if match else id, id)
-    yield from reader.text_until(KIMI_CALL_END)
+    yield from reader.skip()
+    return (yield from _arguments(reader, tools, match[1] if match else id, id, KIMI_MARKS))
+
+
+def _arguments(reader: Reader, tools: ToolSchemas, name: str, id: str | None, ends: tuple[str, ...]) -> Steps[bool]:
+    """Read a call's arguments; a tool may be called without any before one of `ends`. False if there is no call."""
+    if name and (yield from read_arguments(reader, partial(reader.begin_call, name, id))):
+        return True
+    is_last = (yield from reader.ahead(reader.accept(*ends))) is not None
+    if name not in tools or not (is_last or (not reader.cut and (yield from reader.ends()))):
+        return False
+    reader.begin_call(name, id)
+    reader.arguments("{}")
+    return True

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from msgspec.structs import asdict
 
 from weft.errors import RequestError
+from weft.serving.body import Notes
 from weft.serving.chat_prompt import PreparedChat, prepare_chat
+from weft.serving.client_tools import SHELL, SHELL_PARAMETERS, ClientTools, encode_input, response_tools
 from weft.serving.openai_types import ChatRequest
-from weft.serving.responses.types import InputItem, InputPart, ResponsesRequest, ResponsesTool, TextFormat
+from weft.serving.responses.types import InputItem, InputPart, ResponsesRequest, TextFormat
 from weft.serving.service import Service
 from weft.text.messages import result_text
 
 LOGPROBS = "message.output_text.logprobs"
 # Items that a client may ask to include. None of the second kind exist here, and their absence changes no text.
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
+SHELL_FIELDS = frozenset(SHELL_PARAMETERS["properties"])  # of a shell's action, that the model has given
 TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -33,13 +37,14 @@ async def prepare_response(service: Service, content: bytes) -> PreparedResponse
     """Check a body and tokenize its conversation. Raises RequestError and HttpError."""
     body = service.decode_body(content, ResponsesRequest)
     check_stateless(body)
-    common = ChatRequest(model=body.model, messages=read_input(body))
+    given = body.input if isinstance(body.input, list) else []
+    tools = response_tools([*(body.tools or ()), *(tool for item in given for tool in item.tools or ())])
+    common = ChatRequest(model=body.model, messages=read_input(body, tools, service.notes))
     common.max_completion_tokens, common.stream = body.max_output_tokens, body.stream
     common.temperature, common.top_p, common.top_k = body.temperature, body.top_p, body.top_k
     common.seed, common.priority, common.cache_salt = body.seed, body.priority, body.cache_salt
     common.chat_template_kwargs = body.chat_template_kwargs
-    common.tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(body.tools or ())] or None
-    common.tool_choice = _tool_choice(body.tool_choice)
+    common.tool_choice = body.tool_choice
     common.parallel_tool_calls = body.parallel_tool_calls
     if body.reasoning is not None:
         common.reasoning_effort = body.reasoning.effort
@@ -54,7 +59,7 @@ async def prepare_response(service: Service, content: bytes) -> PreparedResponse
             param="continue_token_ids",
             code="continuation-not-possible",
         )
-    return PreparedResponse(body, await prepare_chat(service, common, body.stream_state))
+    return PreparedResponse(body, await prepare_chat(service, common, body.stream_state, tools=tools))
 
 
 def check_stateless(body: ResponsesRequest) -> None:
@@ -73,11 +78,9 @@ def check_stateless(body: ResponsesRequest) -> None:
                 param=name,
                 code="unsupported-field",
             )
-    if body.truncation not in (None, "disabled"):
+    if body.truncation not in (None, "disabled", "auto"):
         raise RequestError(
-            f"truncation {body.truncation!r:.60} is not supported; leave it out",
-            param="truncation",
-            code="unsupported-field",
+            f"truncation is {body.truncation!r:.60}; it is auto or disabled", param="truncation", code="invalid-field"
         )
     for name in body.include or ():
         if name not in INCLUDED:
@@ -86,9 +89,11 @@ def check_stateless(body: ResponsesRequest) -> None:
             )
 
 
-def read_input(body: ResponsesRequest) -> list[dict[str, Any]]:
+def read_input(body: ResponsesRequest, tools: ClientTools, notes: Notes) -> list[dict[str, Any]]:
     """The conversation as messages: what the model said between two other messages is one of them."""
-    reader = _InputReader()
+    if body.truncation == "auto":
+        notes.add("truncation", "truncation 'auto' is left out: a conversation that is too long is refused")
+    reader = _InputReader(tools, notes)
     if body.instructions:
         reader.messages.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
@@ -103,7 +108,8 @@ def read_input(body: ResponsesRequest) -> list[dict[str, Any]]:
 class _InputReader:
     """Gathers messages; `_turn` is what the model has said last."""
 
-    def __init__(self) -> None:
+    def __init__(self, tools: ClientTools, notes: Notes) -> None:
+        self._tools, self._notes = tools, notes
         self.messages: list[dict[str, Any]] = []
         self._turn: dict[str, Any] = {}
 
@@ -127,20 +133,32 @@ class _InputReader:
             case "reasoning":
                 self._add_reasoning(item)
             case "function_call":
-                function = {"name": _required(item.name, f"{place}.name"), "arguments": item.arguments or "{}"}
-                id = _required(item.call_id, f"{place}.call_id")
-                self._turn.setdefault("tool_calls", []).append({"id": id, "type": "function", "function": function})
-            case "function_call_output":
+                self._add_call(item, place, item.arguments if isinstance(item.arguments, str) else "")
+            case "custom_tool_call":
+                self._add_call(item, place, encode_input(item.input or ""))
+            case "local_shell_call":
+                action = {name: value for name, value in (item.action or {}).items() if name in SHELL_FIELDS}
+                item.name, item.call_id = SHELL, item.call_id or item.id
+                self._add_call(item, place, msgspec.json.encode(action).decode())
+            case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
                 self.end_turn()
-                id = _required(item.call_id, f"{place}.call_id")
+                id = _required(item.call_id or item.id, f"{place}.call_id")
                 self.messages.append({"role": "tool", "tool_call_id": id, "content": _output_text(item.output)})
-            case _:
-                raise RequestError(
-                    f"{place} is of type {item.type!r:.80}; it can be message, reasoning, function_call and "
-                    "function_call_output",
-                    param="input",
-                    code="unknown-item",
+            case "additional_tools":
+                pass  # `prepare_response` has read them
+            case kind:
+                self._notes.add(
+                    f"item {kind}",
+                    f"items of type {kind!r:.80} are left out of conversations: nothing is kept between requests, and "
+                    "no tool runs here",
                 )
+
+    def _add_call(self, item: InputItem, place: str, arguments: str) -> None:
+        """Add a call to what the model has said, by the name that it knows."""
+        name = self._tools.model_name(_required(item.name, f"{place}.name"), item.namespace)
+        function = {"name": name, "arguments": arguments or "{}"}
+        id = _required(item.call_id, f"{place}.call_id")
+        self._turn.setdefault("tool_calls", []).append({"id": id, "type": "function", "function": function})
 
     def _add_reasoning(self, item: InputItem) -> None:
         """Add reasoning as the model wrote it; that which only OpenAI's servers can read is left out."""
@@ -168,7 +186,10 @@ def _text(content: str | Sequence[InputPart] | None, place: str) -> str:
     return "\n".join(texts)
 
 
-def _output_text(output: str | Sequence[InputPart] | None) -> str:
+def _output_text(output: str | Sequence[InputPart] | Mapping[str, Any] | None) -> str:
+    """The text of a tool's result; of another tool's than a function's, such as a computer's, its JSON."""
+    if isinstance(output, Mapping):
+        return msgspec.json.encode(output).decode()
     return result_text(output if output is None or isinstance(output, str) else [asdict(part) for part in output])
 
 
@@ -176,23 +197,6 @@ def _required(value: str | None, place: str) -> str:
     if not value:
         raise RequestError(f"{place} is missing", param="input", code="field-missing")
     return value
-
-
-def _tool(tool: ResponsesTool, place: str) -> dict[str, Any]:
-    if tool.type != "function":
-        raise RequestError(
-            f"{place} is of type {tool.type!r:.80}, which OpenAI's servers run; give tools of type 'function'",
-            param="tools",
-            code="unsupported-tool",
-        )
-    named = {"name": tool.name, "description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
-    return {"type": "function", "function": {name: value for name, value in named.items() if value is not None}}
-
-
-def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
 
 
 def _format(text: TextFormat) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
+import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,6 +21,7 @@ from weft.serving.marks import StreamMarks, event_mark
 from weft.serving.responses.errors import encode_event, error_event
 from weft.serving.responses.prepare import PreparedResponse, prepare_response
 from weft.serving.responses.types import (
+    CustomToolCallItem,
     FunctionCallItem,
     IncompleteDetails,
     InputTokensDetails,
@@ -32,6 +35,7 @@ from weft.serving.responses.types import (
     ResponseEvent,
     ResponseObject,
     ResponseUsage,
+    ShellCallItem,
     TextConfig,
     TextFormat,
     TextLogprob,
@@ -40,7 +44,8 @@ from weft.serving.responses.types import (
 from weft.serving.service import Service
 from weft.serving.sse import KEEPALIVE, StreamFormat, send_reply
 
-Item = MessageItem | ReasoningItem | FunctionCallItem
+CallItem = FunctionCallItem | CustomToolCallItem | ShellCallItem
+Item = MessageItem | ReasoningItem | CallItem
 
 
 async def responses(request: Request) -> Response:
@@ -160,18 +165,34 @@ class ResponseStream:
 
     def _add_call(self, call: ToolCallDelta) -> Iterator[ResponseEvent]:
         if call.id is not None:
-            yield from self._begin(
-                FunctionCallItem(
-                    id=self._ids.hexadecimal("fc"),
-                    status="in_progress",
-                    call_id=call.id,
-                    name=call.name or "",
-                    arguments="",
-                )
-            )
-        if isinstance(self._open, FunctionCallItem) and call.arguments:
+            yield from self._begin(self._new_call(call, call.id))
+        if isinstance(self._open, CustomToolCallItem):
+            self._open.input = call.arguments  # it comes whole
+            yield self._event("custom_tool_call_input.delta", delta=call.arguments)
+        elif isinstance(self._open, FunctionCallItem) and call.arguments:
             self._open.arguments += call.arguments
             yield self._event("function_call_arguments.delta", delta=call.arguments)
+
+    def _new_call(self, call: ToolCallDelta, id: str) -> CallItem:
+        """The item of a call in the client's form; that of a custom tool still without its input."""
+        name, form = call.name or "", call.form
+        space = UNSET if form is None or form.namespace is None else form.namespace
+        if form is not None and form.kind == "custom":
+            own_id = self._ids.hexadecimal("ctc")
+            return CustomToolCallItem(
+                id=own_id, status="in_progress", call_id=id, name=form.name, namespace=space, input=""
+            )
+        action = read_action(call.arguments) if form is not None and form.kind == "local_shell" else None
+        if action is not None:
+            return ShellCallItem(id=self._ids.hexadecimal("lsh"), status="in_progress", call_id=id, action=action)
+        return FunctionCallItem(
+            id=self._ids.hexadecimal("fc"),
+            status="in_progress",
+            call_id=id,
+            name=form.name if form is not None else name,
+            namespace=space,
+            arguments="",
+        )
 
     def _begin(self, item: Item) -> Iterator[ResponseEvent]:
         yield from self._end_item("completed")
@@ -192,6 +213,8 @@ class ResponseStream:
             case ReasoningItem(content=[thought]):
                 yield self._event("reasoning_text.done", content_index=0, text=thought.text)
                 yield self._event("content_part.done", content_index=0, part=thought)
+            case CustomToolCallItem():
+                yield self._event("custom_tool_call_input.done", input=item.input)
             case FunctionCallItem():
                 yield self._event("function_call_arguments.done", name=item.name, arguments=item.arguments)
         item.status = status
@@ -238,6 +261,16 @@ class ResponseStream:
             )
             for row in rows
         ]
+
+
+def read_action(arguments: str) -> dict[str, Any] | None:
+    """The action of a shell's call; None for arguments that name no command, such as cut ones."""
+    try:
+        given = msgspec.json.decode(arguments, type=dict[str, Any])
+        command = msgspec.convert(given.pop("command"), list[str])
+    except (msgspec.MsgspecError, KeyError, RecursionError):
+        return None
+    return {"type": "exec", "command": command, "env": {}, **given}
 
 
 def _new_response(prepared: PreparedResponse, answers: ChatAnswers) -> ResponseObject:

@@ -18,7 +18,7 @@ class InputPart(Struct, kw_only=True):
 
 
 class InputItem(Struct, kw_only=True):
-    """An item of a conversation: a message, a call of a tool, the result of one, or reasoning."""
+    """An item of a conversation: a message, a call of a tool, the result of one, reasoning, or more tools."""
 
     type: str = "message"
     role: str | None = None
@@ -26,21 +26,15 @@ class InputItem(Struct, kw_only=True):
     id: str | None = None
     call_id: str | None = None
     name: str | None = None
-    arguments: str | None = None
-    output: str | list[InputPart] | None = None
+    namespace: str | None = None
+    arguments: Any = None
+    input: str | None = None
+    action: dict[str, Any] | None = None
+    output: str | list[InputPart] | dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
     summary: list[InputPart] | None = None
     encrypted_content: str | None = None
     status: str | None = None
-
-
-class ResponsesTool(Struct, kw_only=True):
-    """A tool of the client's. Other types than "function" are tools of OpenAI's servers, and are refused."""
-
-    type: str
-    name: str | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class TextFormat(Struct, kw_only=True):
@@ -81,7 +75,7 @@ class ResponsesRequest(Struct, kw_only=True):
     include: list[str] | None = None
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
-    tools: list[ResponsesTool] | None = None
+    tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = None
@@ -149,7 +143,28 @@ class FunctionCallItem(Struct, kw_only=True):
     status: str
     call_id: str
     name: str
+    namespace: str | UnsetType = UNSET
     arguments: str
+
+
+class CustomToolCallItem(Struct, kw_only=True):
+    type: str = "custom_tool_call"
+    id: str
+    status: str
+    call_id: str
+    name: str
+    namespace: str | UnsetType = UNSET
+    input: str
+
+
+class ShellCallItem(Struct, kw_only=True):
+    """A command for the client's local shell. `action` is of type exec."""
+
+    type: str = "local_shell_call"
+    id: str
+    status: str
+    call_id: str
+    action: dict[str, Any]
 
 
 class InputTokensDetails(Struct, kw_only=True):
@@ -179,7 +194,7 @@ class ResponseError(Struct, kw_only=True):
 
 
 class ResponseObject(Struct, kw_only=True):
-    """A response. `output` holds MessageItem, ReasoningItem and FunctionCallItem."""
+    """A response. `output` holds MessageItem, ReasoningItem and items of calls."""
 
     id: str
     object: str = "response"
@@ -201,7 +216,7 @@ class ResponseObject(Struct, kw_only=True):
     temperature: float
     text: TextConfig
     tool_choice: str | dict[str, Any] = "auto"
-    tools: list[ResponsesTool] = field(default_factory=list)
+    tools: list[dict[str, Any]] = field(default_factory=list)
     top_logprobs: int = 0
     top_p: float
     truncation: str = "disabled"
@@ -225,6 +240,7 @@ class ResponseEvent(Struct, kw_only=True):
     text: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
     logprobs: list[TextLogprob] | UnsetType = UNSET
     code: str | UnsetType | None = UNSET
     message: str | UnsetType = UNSET

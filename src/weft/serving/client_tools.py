@@ -1,0 +1,201 @@
+"""The kinds of tools that clients send, as the functions that models call, and calls of them in the clients' form.
+
+A client runs functions, custom tools (whose input is a text), those of a namespace, and a local shell. Other kinds are
+run by a provider's own servers; without them the model answers as well as it can, so they are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from weft.errors import RequestError
+
+INPUT = "input"  # the parameter of a function that stands for a custom tool
+SHELL = "local_shell"
+
+SHELL_PARAMETERS: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        "command": {"type": "array", "items": {"type": "string"}, "description": "The program and its arguments"},
+        "working_directory": {"type": "string"},
+        "timeout_ms": {"type": "integer"},
+    },
+    "required": ["command"],
+}
+
+
+@dataclass(frozen=True)
+class ToolForm:
+    """The client's form of a tool that the model knows as a function, maybe under another name."""
+
+    kind: Literal["function", "custom", "local_shell"]
+    name: str
+    namespace: str | None = None
+
+
+@dataclass(frozen=True)
+class ClientTools:
+    """Tools as OpenAI's functions, and the forms of those that are none for the client, by the model's names."""
+
+    functions: list[dict[str, Any]] = field(default_factory=list)
+    forms: dict[str, ToolForm] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)  # kinds of which there is none here
+
+    def add(self, function: Mapping[str, Any], form: ToolForm | None = None) -> None:
+        self.functions.append({"type": "function", "function": dict(function)})
+        if form is not None:
+            self.forms[function["name"]] = form
+
+    def model_name(self, name: str, namespace: str | None) -> str:
+        """Return the name by which the model knows a client's tool."""
+        wanted = (name, namespace or None)
+        return next((own for own, form in self.forms.items() if (form.name, form.namespace) == wanted), name)
+
+
+def chat_tools(tools: Sequence[Mapping[str, Any]]) -> ClientTools:
+    """Return the tools of a chat request, each {"type": KIND, KIND: {...}}. Raises RequestError."""
+    read = ClientTools()
+    for number, tool in enumerate(tools):
+        kind = _kind(tool, f"tools[{number}]")
+        if kind not in ("function", "custom"):
+            read.left_out.append(kind)
+            continue
+        given = tool.get(kind)
+        if not isinstance(given, Mapping):
+            raise _wrong(f'tools[{number}] must be {{"type": "{kind}", "{kind}": {{...}}}}')
+        if kind == "custom":
+            _add_custom(read, given, None, lambda name: name)
+        else:
+            read.functions.append(dict(tool))
+    return read
+
+
+def response_tools(tools: Sequence[Mapping[str, Any]]) -> ClientTools:
+    """Return the tools of /v1/responses, whose fields lie beside their type. Raises RequestError.
+
+    A namespace's tools have their own names for the model, with that of the namespace before if two have one name.
+    """
+    flat: list[tuple[Mapping[str, Any], str | None, str]] = []
+    for number, tool in enumerate(tools):
+        place = f"tools[{number}]"
+        if _kind(tool, place) == "namespace":
+            inner = tool.get("tools") or ()
+            if not isinstance(inner, Sequence) or not all(isinstance(one, Mapping) for one in inner):
+                raise _wrong(f"{place}.tools must be a list of tools")
+            flat += [(one, str(tool.get("name")), f"{place}.tools[{at}]") for at, one in enumerate(inner)]
+        else:
+            flat.append((tool, None, place))
+    names = [str(tool.get("name")) for tool, _, _ in flat]
+    read = ClientTools()
+    for tool, namespace, place in flat:
+
+        def known_as(name: str, namespace: str | None = namespace) -> str:
+            return name if namespace is None or names.count(name) == 1 else f"{namespace.rstrip('_')}__{name}"
+
+        match _kind(tool, place):
+            case "function":
+                _add_function(read, tool, namespace, known_as)
+            case "custom":
+                _add_custom(read, tool, namespace, known_as)
+            case "local_shell":
+                described = {"name": SHELL, "description": "Run a command on the user's machine."}
+                read.add({**described, "parameters": SHELL_PARAMETERS}, ToolForm("local_shell", SHELL))
+            case other:
+                read.left_out.append(other)
+    return read
+
+
+def _add_function(
+    read: ClientTools, tool: Mapping[str, Any], namespace: str | None, known_as: Callable[[str], str]
+) -> None:
+    fields = ("description", "parameters", "strict")
+    name = tool.get("name")
+    function = {"name": name, **{key: tool[key] for key in fields if tool.get(key) is not None}}
+    if namespace is None or not isinstance(name, str):
+        read.add(function)
+    else:
+        read.add({**function, "name": known_as(name)}, ToolForm("function", name, namespace))
+
+
+def _add_custom(
+    read: ClientTools, tool: Mapping[str, Any], namespace: str | None, known_as: Callable[[str], str]
+) -> None:
+    """Add a custom tool as a function of one text. A grammar of it is told to the model, and binds it to nothing."""
+    name = tool.get("name")
+    if not isinstance(name, str):
+        raise _wrong(f"a custom tool's name must be a text, not {name!r:.80}")
+    texts = [str(tool.get("description") or ""), _describe_format(tool.get("format"))]
+    parameters = {
+        "type": "object",
+        "properties": {INPUT: {"type": "string"}},
+        "required": [INPUT],
+        "additionalProperties": False,
+    }
+    function = {"name": known_as(name), "description": "\n\n".join(filter(None, texts)), "parameters": parameters}
+    read.add(function, ToolForm("custom", name, namespace))
+
+
+def _describe_format(given: object) -> str:
+    """Tell the form of a custom tool's input; the two APIs nest it differently."""
+    if not isinstance(given, Mapping) or given.get("type") != "grammar":
+        return ""
+    grammar = given.get("grammar")
+    own = grammar if isinstance(grammar, Mapping) else given
+    return f"The input follows this grammar ({own.get('syntax')}):\n{own.get('definition')}"
+
+
+def encode_input(text: str) -> str:
+    """Return the arguments of the function that stands for a custom tool."""
+    return json.dumps({INPUT: text}, ensure_ascii=False)
+
+
+def call_text(form: ToolForm, arguments: str) -> str:
+    """Return what the model gives to a tool of another form than a function's: of a custom tool, the input."""
+    if form.kind == "custom":
+        try:
+            return msgspec.json.decode(arguments, type=dict[str, str])[INPUT]
+        except (msgspec.DecodeError, KeyError, RecursionError):
+            return arguments  # of a call that is cut: what there is of it
+    return arguments
+
+
+def functions_called(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return a chat's messages with earlier calls of custom tools as those of functions."""
+    if not any(_has_custom_calls(message) for message in messages):
+        return messages
+    return [
+        {**message, "tool_calls": [_function_call(call) for call in message["tool_calls"]]}
+        if _has_custom_calls(message)
+        else message
+        for message in messages
+    ]
+
+
+def _has_custom_calls(message: Mapping[str, Any]) -> bool:
+    calls = message.get("tool_calls")
+    return isinstance(calls, list) and any(isinstance(call, Mapping) and "custom" in call for call in calls)
+
+
+def _function_call(call: Any) -> Any:
+    custom = call.get("custom") if isinstance(call, Mapping) else None
+    if not isinstance(custom, Mapping):
+        return call
+    text = custom.get("input")
+    function = {"name": custom.get("name"), "arguments": encode_input(text if isinstance(text, str) else "")}
+    return {"id": call.get("id"), "type": "function", "function": function}
+
+
+def _kind(tool: object, place: str) -> str:
+    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    if not isinstance(kind, str):
+        raise _wrong(f'{place} must be an object with a type, as in {{"type": "function", ...}}')
+    return kind
+
+
+def _wrong(message: str) -> RequestError:
+    return RequestError(message, param="tools", code="invalid-tool")
