@@ -398,7 +398,7 @@ def test_valid_json_is_passed_on_as_it_stands() -> None:
 
 def test_a_template_that_shows_calls_but_no_tools_is_asked_in_the_form_that_is_parsed() -> None:
     chosen = choose_format("{% for c in m.tool_calls %}<｜tool▁calls▁begin｜>{{ c }}\n```json{% endfor %}</think>")
-    assert not chosen.in_prompt and chosen.tools.name == "hermes"
+    assert not chosen.in_prompt and chosen.tools.name == "deepseek_v3"
     assert chosen.reasoning is REASONING_FORMATS["qwen3"]
     assert choose_format("{{ '[/THINK]' }}").reasoning is REASONING_FORMATS["mistral"]
 
