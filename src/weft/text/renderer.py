@@ -138,8 +138,8 @@ class Renderer:
         shown = self._run_template(replaced, variables).text
         if shown is None:
             return None
-        found = set(PLACED.findall(shown))
-        return next((history[index] for index, word in words.items() if word not in found), None)
+        shown_words = set(PLACED.findall(shown))
+        return next((history[index] for index, word in words.items() if word not in shown_words), None)
 
 
 def _has_words(message: Message) -> bool:
