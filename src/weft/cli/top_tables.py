@@ -105,7 +105,7 @@ def verdict(look: Look) -> Section:
 
 
 def _watched(look: Look) -> Iterator[str]:
-    """What the tables show that the diagnosis may find, once it has lasted."""
+    """Faults that the tables show, and that the diagnosis may find once they have lasted."""
     ranks = [row for _, row in rows_of_servers(look, "ranks")]
     if (most := max((row.get("delayed") or 0.0 for row in ranks), default=0.0)) > Limits().delayed:
         yield f"ranks without a core for up to {most:.0%} of a step"
