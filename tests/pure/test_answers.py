@@ -275,3 +275,12 @@ def test_ctrl_c_ends_an_answer_of_a_chat_and_keeps_it(capsys: pytest.CaptureFixt
     with pytest.raises(KeyboardInterrupt):
         engine.print_stream(interrupted())
     assert capsys.readouterr().out == "Hel\n\n\n"
+
+
+def test_the_seed_is_drawn_unless_it_is_given(llm: Any) -> None:
+    """A question that is asked again may be answered otherwise; dummy weights come from the seed, and stay."""
+    seeds = []
+    for words in ([], [], ["--seed", "7"], ["--load-format", "dummy"]):
+        assert main.main(["run", "m", "--prompt", "Hi", *words]) == 0
+        seeds.append(llm.now.config.seed)
+    assert seeds[0] != seeds[1] and seeds[2:] == [7, 0]

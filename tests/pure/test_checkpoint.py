@@ -138,6 +138,9 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "fetch_demo", lambda: tmp_path / "kept.gguf")
     checkpoint = resolve("demo")
     assert (checkpoint.model, checkpoint.path) == ("demo", str(tmp_path / "kept.gguf"))
+    assert checkpoint.generation == {}
+    write_model(tmp_path / demo.FILE, SHAPE)
+    assert resolve(str(tmp_path / demo.FILE)).generation == {"temperature": 0.2, "top_p": 0.9}, "its card's"
 
 
 def test_a_checkpoint_that_is_not_whole(tmp_path: Path, golden: Callable[[str, str], None]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import errno
 import json
+import logging
 import os
 import re
 import shlex
@@ -20,6 +21,7 @@ import msgspec
 import pytest
 import yaml
 
+from tests.log_events import logged
 from tests.pure.commands import HERE, parsed, refused_line, weft
 from tests.pure.worlds import DEAD, HELLO, FakeEngine, World
 from tests.refusals import refuses
@@ -125,6 +127,15 @@ def test_plain_rows(tmp_path: Path) -> None:
 def request_line(name: str, **fields: Any) -> dict[str, Any]:
     body = {"model": "tiny", "messages": CHAT} | fields
     return {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def test_a_row_s_own_fields_are_no_cause_to_warn(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("weft"), "propagate", True)
+    source = write(tmp_path / "in.jsonl", [{"id": 17, "prompt": "a", "gold": 1}, {"id": 18, "messages": CHAT}])
+    run_job(job_of(source, tmp_path / "out.jsonl"), answering(World()))
+    assert [row["id"] for row in read(tmp_path / "out.jsonl")] == [17, 18] and not logged(caplog, "unknown-fields")
 
 
 def test_requests_as_in_openai_s_batches(tmp_path: Path) -> None:

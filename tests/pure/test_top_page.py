@@ -156,3 +156,35 @@ def test_a_line_has_no_values_of_before_its_time() -> None:
         away = Look([], join_figures([], None, 2.0 * number), [], {})
         sparks.add(away)
     assert sparks.values("tok http://rig:8000 m") == [20.0], "of the last looks, one had it"
+
+
+@pytest.mark.parametrize(
+    ("more", "word"),
+    [
+        ({"ranks": [RANK | {"delayed": 0.76}]}, "76%"),
+        ({"models": [MODEL | {"kv_usage": 0.97}]}, "97%"),
+        ({"ranks": [RANK | {"delayed": 0.1}]}, "Nothing found"),
+    ],
+    ids=str,
+)
+def test_what_the_tables_show_is_not_called_nothing(more: dict[str, Any], word: str) -> None:
+    """A finding needs seconds; until then the page does not contradict itself."""
+    said = printed(look_at(diagnosis=[], **more), 120).partition("\nDiagnosis\n")[2]
+    assert word in said and ("Nothing found" in said) == (word == "Nothing found")
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, WIDE, 160])
+def test_columns_are_left_out_and_never_cut(width: int) -> None:
+    name = "SmolLM2-135M-Instruct"
+    look = look_at(ranks=[RANK | {"delayed": 0.3}], models=[MODEL | {"name": name, "kv_usage": 0.3}])
+    text = printed(look, width)
+    assert all(len(line) <= width for line in text.splitlines())
+    heads = [line for line in text.splitlines() if line.strip().startswith(("model ", "rank "))]
+    assert len(heads) == 2
+    known = (
+        "model run running wait waiting KV used cache hits prefix TTFT p50/p95 ITL tok/s rank stage layers weights size"
+    )
+    known += " █ ▒ · comp comm compute communication no core share of a step"
+    assert {word for head in heads for word in head.split()} <= set(known.split())
+    assert all(word in "".join(heads) for word in ("model", "tok/s", "rank", "comp"))
+    assert name in "".join(line.strip().split(" ")[0] for line in text.splitlines()), "folded if need be, but there"

@@ -159,7 +159,7 @@ def main(arguments: Namespace) -> int:
     """Answer messages until the user ends the chat or input ends."""
     options = sampling_options(arguments, max_tokens=None)
     interactive = sys.stdin.isatty()
-    with engine.start_engine(arguments, objective="latency", seed=engine.random_seed()) as llm:
+    with engine.start_engine(arguments, objective="latency", **engine.random_seed(arguments)) as llm:
         chat = Chat(llm, options, system=getattr(arguments, "system_prompt", None))
         if interactive:
             terminal.load_line_editor()

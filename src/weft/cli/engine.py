@@ -27,9 +27,12 @@ def start_engine(arguments: Namespace, **ours: Any) -> LLM:
     return LLM.from_config(config)
 
 
-def random_seed() -> int:
-    """A seed of the engine for a command whose user gives none: each answer to a question may be another one."""
-    return secrets.randbelow(2**31)
+def random_seed(arguments: Namespace) -> dict[str, int]:
+    """The engine's seed for a command whose user gives none: each answer to a question may be another one.
+
+    Dummy weights are drawn from the seed too, and stay the same.
+    """
+    return {} if getattr(arguments, "load_format", "") == "dummy" else {"seed": secrets.randbelow(2**31)}
 
 
 def conversation(text: str, system: str | None = None) -> list[dict[str, str]]:

@@ -31,7 +31,7 @@ def main(arguments: Namespace) -> int:
     """Print the answer as it grows, or as one JSON object."""
     text, options = read_prompt(arguments), sampling_options(arguments, max_tokens=MAX_TOKENS)
     started = time.monotonic()
-    with engine.start_engine(arguments, objective="latency", seed=engine.random_seed()) as llm:
+    with engine.start_engine(arguments, objective="latency", **engine.random_seed(arguments)) as llm:
         loaded = time.monotonic()
         params = llm.sampling_params(**options)
         raw = getattr(arguments, "raw", False)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from weft.formatting import format_bytes
 
 FULL, EMPTY = "█", "░"
+MEASURED = 1000  # columns of a page on which every table has room
+FOLDED = 12  # least characters of a column whose words may be broken
 FIRST = 8  # least characters of a table's first column
 BAR = 10  # characters of a share's bar
 UNKNOWN = "-"
@@ -29,6 +36,41 @@ def dense_table(*columns: str | Text) -> Table:
             min_width=None if number else FIRST,
         )
     return table
+
+
+def fitted(table: Table, width: int, dispensable: Sequence[str]) -> Table:
+    """The table without the columns that find no room in `width`, of those that are dispensable the first ones first.
+
+    A cut head or figure would say something else. A table that leaves much room is as wide as the page.
+    """
+    for head in ("", *dispensable):
+        if head:
+            table = _without(table, head)
+        if _least_width(table) <= width:
+            break
+    table.expand = width >= VERY_WIDE
+    return table
+
+
+def _least_width(table: Table) -> int:
+    """Characters that a table needs: figures whole, and FOLDED of words that may be broken."""
+    console = Console(width=MEASURED)
+    needed = 0
+    for column in table.columns:
+        cells = (column.header, *column.cells)
+        widest = max(Measurement.get(console, console.options, cell).maximum for cell in cells)
+        needed += 2 + (widest if column.no_wrap else min(widest, FOLDED))
+    return needed
+
+
+def _without(table: Table, head: str) -> Table:
+    """A copy of the table without the column of this head."""
+    kept = [column for column in table.columns if str(column.header) != head]
+    copy = Table(*(replace(column, _cells=[]) for column in kept), box=None, padding=(0, 1), header_style=FAINT)
+    for cells in zip(*(column.cells for column in kept), strict=True):
+        copy.add_row(*cells)
+    copy.caption, copy.caption_justify, copy.caption_style = table.caption, table.caption_justify, table.caption_style
+    return copy
 
 
 def share(value: float | None, wide: bool, *, alarming: bool = True) -> Text:

@@ -8,14 +8,17 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from weft.cli.top_cells import FAINT, UNKNOWN, VERY_WIDE, WIDE, dense_table, marked, share, used_of
+from weft.cli.top_cells import FAINT, UNKNOWN, VERY_WIDE, WIDE, dense_table, fitted, marked, share, used_of
 from weft.cli.top_sparks import Sparks, model_key
 from weft.cli.top_watch import Look, rows_of_servers
 from weft.formatting import format_bytes
 
 STEP_BAR = 20  # characters of a rank's step
 MIN_DELAYED = 0.005  # a smaller share of a step without a core is shown as 0 %
-NO_CORE = "no core: other programs had the rank's core; this time is part of the other shares"
+DELAYED = "no core"
+# Columns of ranks, those that are left out first come first.
+RANKS_DISPENSABLE = ("share of a step", "stage", "KV size", "weights", "layers", DELAYED, "▒ comm", "· wait")
+NO_CORE = f"{DELAYED}: other programs had the rank's core; this time is part of the other shares"
 # The parts of a step: name, its short form, character and style.
 PARTS = (
     ("compute", "comp", "█", "green"),
@@ -61,7 +64,7 @@ def model_table(look: Look, sparks: Sparks, width: int) -> Table:
             UNKNOWN if row["tok_s"] is None else f"{row['tok_s']:,.0f}",
             *([_rates(sparks, model_key(url, row))] if lines else []),
         )
-    return table
+    return fitted(table, width, [*more, "prefix hits", "hits", "ITL p50/p95", "TTFT p50/p95", "waiting", "wait"])
 
 
 def _with_layout(name: Text, row: Mapping[str, Any]) -> Text:
@@ -111,6 +114,9 @@ def rank_table(look: Look, width: int) -> Table:
             *([share(row.get("delayed"), False, alarming=False)] if delayed else []),
             *([step_bar(row)] if wide else []),
         )
+    table = fitted(table, width, RANKS_DISPENSABLE)
+    if not any(str(column.header) == DELAYED for column in table.columns):
+        table.caption = None
     return table
 
 
@@ -124,7 +130,7 @@ def _rank_columns(width: int, delayed: bool) -> Table:
     """The empty table of ranks; `delayed`: a rank waits for its core."""
     wide, whole = width >= WIDE, width >= VERY_WIDE
     parts = [Text.assemble((bar, style), f" {name if whole else short}") for name, short, bar, style in PARTS]
-    table = dense_table("rank", "stage", "layers", "weights", "KV size", *parts, *(["no core"] if delayed else []))
+    table = dense_table("rank", "stage", "layers", "weights", "KV size", *parts, *([DELAYED] if delayed else []))
     if wide:
         table.add_column("share of a step", no_wrap=True)
     if delayed:

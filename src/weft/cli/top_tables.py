@@ -11,10 +11,24 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from weft.cli.top_cells import BAD, FAINT, GOOD, SIGN, UNKNOWN, VERY_WIDE, WARN, WIDE, dense_table, share
+from weft.cli.top_cells import (
+    BAD,
+    FAINT,
+    GOOD,
+    NEARLY_FULL,
+    SIGN,
+    UNKNOWN,
+    VERY_WIDE,
+    WARN,
+    WIDE,
+    dense_table,
+    fitted,
+    share,
+)
 from weft.cli.top_models import model_table, rank_table
 from weft.cli.top_sparks import Sparks, gpu_key
 from weft.cli.top_watch import Look, each_gpu, rows_of_servers
+from weft.monitor.finding import Limits
 
 FOLLOWS = "└ "  # before a finding that follows from another one
 
@@ -85,7 +99,19 @@ def verdict(look: Look) -> Section:
         return Section("Diagnosis", Padding(Group(*findings, *problems), (0, 0, 0, 1)), faulty=True)
     if not look.servers:
         return Section("Diagnosis", Text(" No server of this user runs here; --url names others.", style=FAINT))
+    if watched := list(_watched(look)):
+        return Section("Diagnosis", Text(f" watching: {'; '.join(watched)}. It becomes a finding if it lasts.", WARN))
     return Section("Diagnosis", Text(" ✓ Nothing found.", style=GOOD))
+
+
+def _watched(look: Look) -> Iterator[str]:
+    """Faults that the tables show, and that the diagnosis may find once they have lasted."""
+    ranks = [row for _, row in rows_of_servers(look, "ranks")]
+    if (most := max((row.get("delayed") or 0.0 for row in ranks), default=0.0)) > Limits().delayed:
+        yield f"ranks without a core for up to {most:.0%} of a step"
+    for _, row in rows_of_servers(look, "models"):
+        if (row["kv_usage"] or 0.0) >= NEARLY_FULL:
+            yield f"the KV cache of {row['name']} is {row['kv_usage']:.0%} full"
 
 
 def _findings(servers: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[RenderableType]:
@@ -125,7 +151,7 @@ def gpu_table(gpus: Sequence[tuple[str, dict[str, Any]]], sparks: Sparks, width:
             _traffic(gpu["nvlink_tx_Bps"], gpu["nvlink_rx_Bps"]),
             *(sparks.line(gpu_key(node, gpu), 100.0) for _ in more),
         )
-    return table
+    return fitted(table, width, [*more, "NVLink GB/s", "PCIe GB/s", "clock", "temp", "power", "ranks"])
 
 
 def gpu_name(node: str, gpu: Mapping[str, Any]) -> str:
@@ -149,7 +175,7 @@ def memory_table(gpus: Sequence[tuple[str, dict[str, Any]]], look: Look, width: 
             _gib(cache),
             ", ".join(map(_holder, gpu["processes"])) or UNKNOWN,
         )
-    return table
+    return fitted(table, width, ["", "KV cache", "weights", "of"])
 
 
 def memory_of_ranks(look: Look) -> dict[tuple[str, int], tuple[int, int]]:

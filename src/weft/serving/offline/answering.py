@@ -139,8 +139,8 @@ def plain_request(kind: RowKind, limits: LineLimits, text: bytes) -> BatchLine:
     url, target = (CHAT, ChatRequest) if "messages" in row else (COMPLETIONS, CompletionRequest)
     known = field_names(target) | ACCEPTED_FIELDS
     # The row's other fields, such as an id, are kept in the output: they are none of a request, and no cause to warn.
-    asked = {name: value for name, value in (filled(row) if kind.sparse else row).items() if name in known}
-    return BatchLine(custom_id="", method="POST", url=url, body={**kind.defaults, **asked})
+    wanted = {name: value for name, value in (filled(row) if kind.sparse else row).items() if name in known}
+    return BatchLine(custom_id="", method="POST", url=url, body={**kind.defaults, **wanted})
 
 
 def filled(value: Any) -> Any:
