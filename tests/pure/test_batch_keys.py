@@ -34,7 +34,7 @@ def world(folder: Path, limits: str, engine: FakeEngine | None = None, **options
 
 
 async def settled(of: World, least: int = 0) -> int:
-    """Number of the engine's requests once there are `least`, and no further one comes for many times a line's pause."""
+    """Number of the engine's requests: at least `least`, and no further one for many times the pause of a line."""
     count = -1
     while count != len(of.engine.requests) or count < least:
         count = len(of.engine.requests)
@@ -146,7 +146,7 @@ async def test_a_line_that_waits_for_tokens_is_read_once_more_when_they_are_ther
     monkeypatch.setattr(of.service.frontend, "render_chat", counted)
     async with client(of, "one") as api:
         id = await begin(api, [line("abcdefgh"), *(line(f"line {number}") for number in range(8))])
-        asked = await settled(of)
+        asked = await settled(of, 1)
         assert 0 < asked < 9 and rendered <= asked + of.app.state.batches.most_lines
         assert (await api.batches.retrieve(id)).request_counts.failed == 0
 
