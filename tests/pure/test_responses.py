@@ -190,6 +190,7 @@ async def test_logprobs() -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input"),
         ({"input": []}, "messages"),
+        ({"input": [{"role": "user"}]}, "input"),
         ({"input": 5}, "input"),
         ({"max_output_tokens": 0}, "max_tokens"),
         ({"text": {"format": {"type": "xml"}}}, "response_format"),

@@ -83,7 +83,7 @@ def remove(names: Sequence[str], folder: str | None) -> int:
 
 def stop(name: str) -> int:
     """Stop the servers of a model: running requests get --shutdown-timeout seconds."""
-    from weft.serving.ollama.names import tagged
+    from weft.formats.model_names import tagged
     from weft.serving.run_files import running_servers
 
     servers = running_servers()

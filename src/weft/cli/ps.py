@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from weft.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress
 from weft.cli.local_models import print_table, shown_date
+from weft.formats.model_names import tagged
 from weft.formatting import format_bytes
-from weft.serving.ollama.names import tagged
 from weft.serving.run_files import RunningServer, running_servers
 
 PATIENCE_S = 2.0  # for a server's answer: all are on this machine, and asked at once

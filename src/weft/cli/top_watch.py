@@ -150,6 +150,8 @@ class Watch:
         return figures, problems
 
     async def _upstream(self, url: str) -> dict[str, Any] | str:
+        if url.startswith("unix:"):
+            return "a model of a set, which only the set may ask for figures; weft ps shows its state"
         try:
             return await self._target(url, given=url in self._given).figures()
         except (HttpFailure, ConfigError) as error:

@@ -8,6 +8,8 @@ from weft.errors import ModelError
 from weft.formats import catalogue, gguf_reference, hub
 from weft.formats.gguf_reference import GgufReference
 
+LATEST = ":latest"
+
 
 def full_name(typed: str, *, folder: str | None = None) -> str:
     """Resolve a nickname to its id on the hub (`Qwen3-8B` to `Qwen/Qwen3-8B`); any other name is returned unchanged.
@@ -72,3 +74,8 @@ def _exists(typed: str) -> bool:
         return Path(typed).expanduser().exists()
     except (OSError, RuntimeError):  # a name too long, the ~ of an unknown user
         return False
+
+
+def tagged(name: str) -> str:
+    """Return a name with its tag, as Ollama shows it: without one it has LATEST."""
+    return name if ":" in name.rpartition("/")[2] else name + LATEST

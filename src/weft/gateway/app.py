@@ -13,6 +13,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft.errors import ConfigError
+from weft.formats.model_names import tagged
 from weft.gateway.checks import check_health, read_models
 from weft.gateway.config import UpstreamConfig, convert_upstream
 from weft.gateway.fleet import unknown_model
@@ -22,7 +23,6 @@ from weft.serving.app import DateHeader
 from weft.serving.errors import HANDLERS, HttpError, JsonResponse
 from weft.serving.metrics import CONTENT_TYPE
 from weft.serving.ollama.details import timestamp
-from weft.serving.ollama.names import tagged
 from weft.serving.ollama.types import ModelDetails, ModelList, ModelRow
 
 ADMIN_BYTES = 2**16  # bytes of a body

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft import __version__
 from weft.errors import ConfigError, RequestError, WeftError
+from weft.formats.model_names import LATEST
 from weft.gateway.app import describe_replica, read_admin_body
 from weft.gateway.fleet import unknown_model
 from weft.gateway.keys import ANONYMOUS, GatewayClient
@@ -25,7 +26,7 @@ from weft.serving.body import convert_object, parse_object
 from weft.serving.errors import HANDLERS, HttpError, JsonResponse
 from weft.serving.metrics import CONTENT_TYPE
 from weft.serving.ollama.models import API_VERSION
-from weft.serving.ollama.names import LATEST, requested_name
+from weft.serving.ollama.names import requested_name
 from weft.serving.ollama.types import ModelList, ModelRequest, RunningList, VersionAnswer
 
 Endpoint = Callable[[SetProxy, Request], Awaitable[Response]]

@@ -14,6 +14,7 @@ from weft.architectures.model import Model
 from weft.config import EngineConfig
 from weft.errors import ModelError
 from weft.formats import gguf, gguf_types, local_models, lookup
+from weft.formats.model_names import tagged
 from weft.gateway.fleet import Fleet, unknown_model
 from weft.hardware.cluster import Cluster
 from weft.hosting.hosted import Hosted
@@ -23,7 +24,6 @@ from weft.hosting.residency import State
 from weft.hosting.set_plan import HOST, ModelPlan, SetPlan, plan_model
 from weft.serving.errors import HttpError
 from weft.serving.ollama.details import NEVER, family_of, figures_of, local_row, size_label, timestamp
-from weft.serving.ollama.names import tagged
 from weft.serving.ollama.types import ModelDetails, ModelRow, RunningRow, ShowAnswer
 
 RELIST_S = 1.0  # seconds between two looks at the cache of fetched models

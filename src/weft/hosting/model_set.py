@@ -9,7 +9,7 @@ import msgspec
 
 from weft.config import EngineConfig
 from weft.errors import ConfigError
-from weft.serving.ollama.names import tagged
+from weft.formats.model_names import tagged
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):

@@ -267,10 +267,13 @@ class Service:
         return self.check_model(model or self.names[0])
 
     def check_model(self, name: str) -> str:
-        """Return the name of a model that the client may use. HttpError 404 for any other."""
+        """Return the name of a model that the client may use, with or without the tag `latest`. HttpError 404 for others."""
         visible = self.visible_names()
         if name in visible:
             return name
+        for own in visible:
+            if model_names.tagged(own) == model_names.tagged(name):
+                return own
         known = ", ".join(map(repr, visible))
         raise HttpError(
             404, f"the model {name!r:.100} does not exist here; known: {known}", code="model-not-found", param="model"

@@ -15,9 +15,9 @@ from weft.errors import WeftError
 from weft.formats import gguf
 from weft.formats.gguf_types import FILE_TYPES
 from weft.formats.local_models import LocalModel
+from weft.formats.model_names import tagged
 from weft.formats.precision import OF_DTYPE
 from weft.plan.plan import Plan
-from weft.serving.ollama.names import tagged
 from weft.serving.ollama.types import ModelDetails, ModelRow, RunningRow
 from weft.serving.service import Service
 

@@ -10,10 +10,11 @@ from starlette.responses import PlainTextResponse, Response
 from weft.errors import ModelError, RequestError
 from weft.formats import local_models
 from weft.formats.local_models import LocalModel
+from weft.formats.model_names import tagged
 from weft.serving.access import check_owner
 from weft.serving.errors import HttpError, JsonResponse
 from weft.serving.ollama import details
-from weft.serving.ollama.names import requested_name, resolve_served, served_name, tagged
+from weft.serving.ollama.names import requested_name, resolve_served, served_name
 from weft.serving.ollama.types import ModelList, ModelRequest, RunningList, ShowAnswer, ShowRequest, VersionAnswer
 from weft.serving.run_files import running_servers
 from weft.serving.service import Service

@@ -5,11 +5,10 @@ from __future__ import annotations
 from weft.errors import ModelError, RequestError
 from weft.formats import gguf_reference
 from weft.formats.gguf_reference import GgufReference
+from weft.formats.model_names import tagged
 from weft.serving.errors import HttpError
 from weft.serving.ollama.types import ModelRequest
 from weft.serving.service import Service
-
-LATEST = ":latest"
 
 
 def requested_name(body: ModelRequest) -> str:
@@ -18,11 +17,6 @@ def requested_name(body: ModelRequest) -> str:
     if not name:
         raise RequestError("the body must name a model", param="model", code="model-missing")
     return name
-
-
-def tagged(name: str) -> str:
-    """A name with its tag, as Ollama shows it."""
-    return name if ":" in name.rpartition("/")[2] else name + LATEST
 
 
 def served_name(service: Service, name: str) -> str | None:

@@ -128,6 +128,8 @@ class _InputReader:
                     self.end_turn()
                 self._turn["content"] = _text(item.content, f"{place}.content")
             case "message":
+                if item.content is None:
+                    raise _missing(f"{place}.content")
                 self.end_turn()
                 self.messages.append({"role": item.role, "content": _text(item.content, f"{place}.content")})
             case "reasoning":
@@ -195,8 +197,12 @@ def _output_text(output: str | Sequence[InputPart] | Mapping[str, Any] | None) -
 
 def _required(value: str | None, place: str) -> str:
     if not value:
-        raise RequestError(f"{place} is missing", param="input", code="field-missing")
+        raise _missing(place)
     return value
+
+
+def _missing(place: str) -> RequestError:
+    return RequestError(f"{place} is missing", param="input", code="field-missing")
 
 
 def _format(text: TextFormat) -> dict[str, Any]:
