@@ -119,8 +119,16 @@ def result_text(content: object) -> str:
 
 
 def _part_text(part: Mapping[str, Any]) -> str:
-    text = part.get("text")
-    return text if isinstance(text, str) else name_part(part["type"])
+    """The text of a part: its own, that of a document, or those within a search result."""
+    if isinstance(text := part.get("text"), str):
+        return text
+    source, inner = part.get("source"), part.get("content")
+    texts: list[Any] = []
+    if isinstance(source, Mapping) and source.get("type") == "text":
+        texts.append(source.get("data"))
+    if isinstance(inner, list | tuple):
+        texts += [one.get("text") for one in inner if isinstance(one, Mapping)]
+    return "\n".join(text for text in texts if isinstance(text, str)) or name_part(part["type"])
 
 
 def name_part(kind: object) -> str:
