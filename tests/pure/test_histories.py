@@ -192,6 +192,25 @@ def test_reasoning_has_the_name_that_the_template_reads(field: str) -> None:
     assert template("thinking").render([USER, message("assistant", "</think>", **{field: ""})]).count("(") == 0
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {
+            "content": [
+                {"type": "thinking", "thinking": [{"type": "text", "text": "hm hm"}]},
+                {"type": "text", "text": "a"},
+            ]
+        },
+        {"content": [{"type": "reasoning", "reasoning": "hm hm"}, {"type": "text", "text": "a"}]},
+        {"content": "a", "reasoning": [{"type": "text", "text": "hm hm"}]},
+    ],
+    ids=str,
+)
+def test_reasoning_in_parts(fields: Message) -> None:
+    text = template("thinking").render([USER, {"role": "assistant", **fields}, USER])
+    assert "(hm hm)a" in text
+
+
 def test_parallel_calls_are_followed_by_their_own_results() -> None:
     text = check_shown("one call", HISTORIES["two calls"])
     places = [text.index(part) for part in ("a1", "r1", "a2", "r2", "Both.")]

@@ -15,6 +15,7 @@ REASONING = (
     "thinking",
     "reasoning",
 )  # names of a message's reasoning; templates read the first two
+THOUGHTS = ("thinking", "reasoning")  # types of a content's parts that are reasoning, in a field of the same name
 INVALID = "invalid_arguments"  # name of the one argument of a call whose arguments are no object
 
 SEPARATOR = "\n\n"  # between texts that become one message
@@ -66,6 +67,8 @@ def _message(message: object, name: str) -> Message:
     calls = message.get("tool_calls")
     if calls:
         copy["tool_calls"] = _calls(calls, f"{name}.tool_calls")
+    if isinstance(content, list | tuple):
+        content = _part_thoughts(content, copy)
     _name_reasoning(copy)
     # None stays None: by it templates tell a tool call from a text.
     if content is not None:
@@ -75,9 +78,20 @@ def _message(message: object, name: str) -> Message:
     return copy
 
 
+def _part_thoughts(parts: Sequence[Any], message: Message) -> list[Any]:
+    """Take the reasoning out of a content's parts, as the message's own; returns the other parts."""
+    thoughts = [part for part in parts if isinstance(part, Mapping) and part.get("type") in THOUGHTS]
+    text = "\n".join(result_text(part.get(part["type"])) for part in thoughts)
+    if text:
+        message.setdefault("reasoning_content", text)
+    return [part for part in parts if part not in thoughts]
+
+
 def _name_reasoning(message: Message) -> None:
-    """Give the reasoning the names that templates read. An empty one says nothing and is left out."""
+    """Give the reasoning, which may have parts, the names that templates read. An empty one is left out."""
     for field in REASONING:
+        if field in message and not isinstance(message[field], str):
+            message[field] = result_text(message[field] or None)
         if message.get(field) == "":
             del message[field]
     reasoning = next((message[field] for field in REASONING if field in message), None)
