@@ -129,6 +129,14 @@ async def test_the_input_of_a_custom_tool_whatever_the_model_writes(arguments: s
     assert (output.type, output.input) == ("custom_tool_call", text)
 
 
+@pytest.mark.parametrize(("stop", "reason"), [("UT", "stop"), ("</tool_call>", "tool_calls")])
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_call_that_a_stop_string_cuts_is_none_to_make(stop: str, reason: str, streams: bool) -> None:
+    answer = await saying_world(call("get_weather", city="UTC")).chat(tools=TOOLS, stop=stop, stream=streams)
+    choices = [chunk["choices"][0] for chunk in events(answer)] if streams else answer.json()["choices"]
+    assert choices[-1]["finish_reason"] == reason
+
+
 @pytest.mark.parametrize("streams", [False, True])
 async def test_a_local_shell(streams: bool) -> None:
     world = saying_world(call("local_shell", command=["ls", "-l"], timeout_ms=5))
