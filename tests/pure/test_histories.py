@@ -211,6 +211,29 @@ def test_reasoning_in_parts(fields: Message) -> None:
     assert "(hm hm)a" in text
 
 
+@pytest.mark.parametrize(
+    "turn",
+    [
+        message("assistant", None, refusal="never"),
+        message("assistant", [{"type": "refusal", "refusal": "never"}]),
+        message("assistant", [{"type": "output_text", "text": "never"}]),
+        message("assistant", None, function_call={"name": "first", "arguments": '{"value": "never"}'}),
+        message("function", "never", name="first"),
+        message("user", [{"type": "input_text", "text": "never"}]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["thinking", "no system"])
+def test_other_forms_of_messages(name: str, turn: Message) -> None:
+    assert "never" in template(name).render([USER, turn, USER])
+
+
+@pytest.mark.parametrize("kind", [{}, [], None, 5, "image_url"], ids=str)
+def test_parts_that_are_no_text_are_refused(kind: Any) -> None:
+    with refuses(RequestError, "content-part-not-text"):
+        template("thinking").render([message("user", [{"type": kind}])])
+
+
 def test_parallel_calls_are_followed_by_their_own_results() -> None:
     text = check_shown("one call", HISTORIES["two calls"])
     places = [text.index(part) for part in ("a1", "r1", "a2", "r2", "Both.")]

@@ -15,6 +15,8 @@ REASONING = (
     "thinking",
     "reasoning",
 )  # names of a message's reasoning; templates read the first two
+# Types of a content's parts that are text, and the field that has it. Some clients take them from /v1/responses.
+TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 THOUGHTS = ("thinking", "reasoning")  # types of a content's parts that are reasoning, in a field of the same name
 INVALID = "invalid_arguments"  # name of the one argument of a call whose arguments are no object
 
@@ -55,16 +57,18 @@ def _message(message: object, name: str) -> Message:
             code="message-not-object",
         )
     role = message.get("role")
+    role = "tool" if role == "function" else role  # the former name
     if role not in ROLES:
         raise _wrong(f"{name} has the role {role!r:.80}; known roles: {', '.join(ROLES)}", code="unknown-role")
     content = message.get("content")
     # Clients send back the fields that they got, including null ones; templates test only for presence.
     copy = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
     if role == "tool":
-        return {**copy, "content": result_text(content)}
+        return {**copy, "role": role, "content": result_text(content)}
     if role != "assistant":
         return {**copy, "content": _text(content, f"{name}.content")}
-    calls = message.get("tool_calls")
+    calls = message.get("tool_calls") or _former_calls(copy)
+    content = content or copy.pop("refusal", None) or content
     if calls:
         copy["tool_calls"] = _calls(calls, f"{name}.tool_calls")
     if isinstance(content, list | tuple):
@@ -76,6 +80,12 @@ def _message(message: object, name: str) -> Message:
     else:
         copy["content"] = None if calls else ""
     return copy
+
+
+def _former_calls(message: Message) -> list[Any]:
+    """Take the call of a message in the API's former form, before there were tools."""
+    call = message.pop("function_call", None)
+    return [{"type": "function", "function": call}] if call else []
 
 
 def _part_thoughts(parts: Sequence[Any], message: Message) -> list[Any]:
@@ -108,14 +118,15 @@ def _text(content: object, name: str) -> str:
     texts: list[str] = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind not in ("text", "refusal"):
+        if not isinstance(kind, str) or kind not in TEXTS:
             raise _wrong(
                 f"{name}[{index}] is of type {kind!r:.80}; this model takes parts of type 'text' only",
                 code="content-part-not-text",
             )
-        text = part.get(kind)
+        field = TEXTS[kind]
+        text = part.get(field)
         if not isinstance(text, str):
-            raise _wrong(f"{name}[{index}].{kind} must be a text, not {text!r:.80}", code="text-of-part-not-text")
+            raise _wrong(f"{name}[{index}].{field} must be a text, not {text!r:.80}", code="text-of-part-not-text")
         texts.append(text)
     return "\n".join(texts)
 
