@@ -113,10 +113,28 @@ async def test_a_custom_tool_of_a_chat() -> None:
     assert "a\\nb" in prompt_of(world)
 
 
-async def test_a_cut_call_of_a_custom_tool_shows_what_there_is() -> None:
-    world = world_saying('<tool_call>\n{"name": "apply_patch", "arguments": {"input": "ab')
-    message = (await world.chat(tools=[custom(PATCH)], max_tokens=62)).json()["choices"][0]["message"]
-    assert "ab" in json.dumps(message)
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"input": "ab', "ab"),
+        ('{"input": "ab", "why": 3}', "ab"),
+        ('{"patch": "ab"}', "ab"),
+        ('{"input": ["ab"]}', '["ab"]'),
+        ('{"a": "b", "c": "d"}', '{"a": "b", "c": "d"}'),
+    ],
+)
+async def test_the_input_of_a_custom_tool_whatever_the_model_writes(arguments: str, text: str) -> None:
+    answer = '<tool_call>\n{"name": "apply_patch", "arguments": ' + arguments
+    (output,) = (await asked(saying_world(answer), tools=[PATCH], max_output_tokens=len(answer))).output
+    assert (output.type, output.input) == ("custom_tool_call", text)
+
+
+@pytest.mark.parametrize(("stop", "reason"), [("UT", "stop"), ("</tool_call>", "tool_calls")])
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_call_that_a_stop_string_cuts_is_none_to_make(stop: str, reason: str, streams: bool) -> None:
+    answer = await saying_world(call("get_weather", city="UTC")).chat(tools=TOOLS, stop=stop, stream=streams)
+    choices = [chunk["choices"][0] for chunk in events(answer)] if streams else answer.json()["choices"]
+    assert choices[-1]["finish_reason"] == reason
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -222,6 +240,8 @@ async def test_a_choice_that_names_nothing_is_refused(choice: Any) -> None:
         {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "x"}},
         {"type": "compaction", "encrypted_content": "x"},
         {"type": "computer_call_output", "call_id": "c", "output": {"type": "computer_screenshot"}},
+        {"type": "shell_call_output", "call_id": "c", "output": [{"stdout": "x", "outcome": {"type": "exit"}}]},
+        {"type": "mcp_list_tools", "server_label": "x", "tools": [{"name": "find", "input_schema": {}}]},
     ],
     ids=lambda item: item["type"],
 )
@@ -231,6 +251,21 @@ async def test_items_that_live_elsewhere_are_left_out(item: Any, caplog: pytest.
     response = await world.client.post("/v1/responses", json=body)
     assert response.status_code == 200 and response.json()["truncation"] == "disabled"
     assert set(subjects(caplog)) == {f"item {item['type']}", "truncation"}
+
+
+async def test_arguments_that_are_an_object_already() -> None:
+    world = saying_world("hello")
+    made = {"type": "function_call", "call_id": "c", "name": "now", "arguments": {"zone": "UTC"}}
+    await asked(world, input=[{"role": "user", "content": "hi"}, made])
+    assert "UTC" in prompt_of(world)
+
+
+async def test_a_namespace_can_be_allowed() -> None:
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "namespace", "name": "agents"}]}
+    world = saying_world("a")
+    await asked(world, tools=SPACES, tool_choice=choice)
+    grammar = world.engine.requests[-1].grammar
+    assert "spawn" in grammar and "agents__wait" in grammar and '"wait' not in grammar
 
 
 async def test_tools_that_come_as_an_item() -> None:

@@ -192,6 +192,48 @@ def test_reasoning_has_the_name_that_the_template_reads(field: str) -> None:
     assert template("thinking").render([USER, message("assistant", "</think>", **{field: ""})]).count("(") == 0
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {
+            "content": [
+                {"type": "thinking", "thinking": [{"type": "text", "text": "hm hm"}]},
+                {"type": "text", "text": "a"},
+            ]
+        },
+        {"content": [{"type": "reasoning", "reasoning": "hm hm"}, {"type": "text", "text": "a"}]},
+        {"content": "a", "reasoning": [{"type": "text", "text": "hm hm"}]},
+    ],
+    ids=str,
+)
+def test_reasoning_in_parts(fields: Message) -> None:
+    text = template("thinking").render([USER, {"role": "assistant", **fields}, USER])
+    assert "(hm hm)a" in text
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        message("assistant", None, refusal="never"),
+        message("assistant", [{"type": "refusal", "refusal": "never"}]),
+        message("assistant", [{"type": "output_text", "text": "never"}]),
+        message("assistant", None, function_call={"name": "first", "arguments": '{"value": "never"}'}),
+        message("function", "never", name="first"),
+        message("user", [{"type": "input_text", "text": "never"}]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["thinking", "no system"])
+def test_other_forms_of_messages(name: str, turn: Message) -> None:
+    assert "never" in template(name).render([USER, turn, USER])
+
+
+@pytest.mark.parametrize("kind", [{}, [], None, 5, "image_url"], ids=str)
+def test_parts_that_are_no_text_are_refused(kind: Any) -> None:
+    with refuses(RequestError, "content-part-not-text"):
+        template("thinking").render([message("user", [{"type": kind}])])
+
+
 def test_parallel_calls_are_followed_by_their_own_results() -> None:
     text = check_shown("one call", HISTORIES["two calls"])
     places = [text.index(part) for part in ("a1", "r1", "a2", "r2", "Both.")]
@@ -217,6 +259,9 @@ def test_messages_that_a_template_shows_are_given_as_they_are() -> None:
         ([{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}], "a\n[image: "),
         ([{"type": "input_image"}], "[image: "),
         ([{"type": "image", "source": {}}, {"type": "document"}], "[image: this model reads text only]\n[document: "),
+        ([{"type": "document", "source": {"type": "text", "data": "words"}}], "words"),
+        ([{"type": "search_result", "source": "x", "content": [{"type": "text", "text": "words"}]}], "words"),
+        ([{"type": "text", "text": ""}], ""),
         ({"a": 1}, '{"a": 1}'),
         ([1, 2], "[1, 2]"),
         (5, "5"),

@@ -120,6 +120,9 @@ JSON_NOW, JSON_SAVE = '{"name": "now", "arguments": {}}', '{"name": "save", "arg
 SEP = "<｜tool▁sep｜>"
 KIMI = "<|tool_call_begin|>functions.%s:%d<|tool_call_argument_begin|>%s<|tool_call_end|>"
 SAVED: Calls = [("save", {"path": "a"})]
+SAVED_BOTH: Calls = [("save", {"path": "a", "text": "b, c"})]
+JSON_BOTH = '{"name": "save", "arguments": {"path": "a",, "text": "b, c"}}'
+TAGS = ("<tool_call>", "</tool_call>")
 ODD = [
     *(Odd("qwen3_coder", name, qwen(*lines), [("save", {"path": "a", **more})]) for name, lines, more in QWEN),
     Odd(
@@ -141,6 +144,9 @@ ODD = [
     Odd("qwen3_coder", "JSON within the function", qwen('{"path": "a"}', *ENDS[1:]), SAVED),
     Odd("glm45", "JSON behind the name", '<tool_call>save\n{"path": "a"}\n</tool_call>', SAVED),
     Odd("qwen3_coder", "a function that is no tool", "I use <function=foo> here", [], "I use <function=foo> here"),
+    Odd("qwen3_coder", "the mark as an end", f"{qwen('<parameter=path>', 'a', *ENDS[:2])}\n<tool_call>", SAVED),
+    Odd("qwen3_coder", "text in the place of arguments", qwen("path: a", *ENDS[1:]), [], "*"),
+    Odd("qwen3_coder", "arguments of another form", qwen('<parameter name="path">', "a", *ENDS), [], "*"),
     Odd("qwen3_coder", "text behind the call", f"{QWEN_NOW}\nDone.", NOW, "Done."),
     Odd(
         "qwen3_coder",
@@ -159,6 +165,14 @@ ODD = [
     Odd("hermes", "a list of calls", f"<tool_call>[{JSON_NOW}, {JSON_SAVE}]</tool_call>", BOTH),
     Odd("hermes", "no end of the first", f"<tool_call>{JSON_NOW}\n<tool_call>{JSON_SAVE}</tool_call>", BOTH),
     Odd("hermes", "no end", f"<tool_call>{JSON_SAVE}", SAVED),
+    Odd("hermes", "the mark as an end", f"<tool_call>{JSON_NOW}<tool_call>\n<tool_call>{JSON_SAVE}<tool_call>\n", BOTH),
+    Odd("hermes", "keys without quotes", "<tool_call>{name: 'save', arguments: {path: 'a', text: 'b, c'}}", SAVED_BOTH),
+    Odd("hermes", "one key without quotes", JSON_SAVE.replace('"arguments"', "arguments").join(TAGS), SAVED),
+    Odd("hermes", "a comment before the arguments", JSON_SAVE.replace(", ", ", /* x */ ").join(TAGS), [], "*"),
+    Odd("hermes", "no bracket, no arguments", '<tool_call>{"name": "now"</tool_call>', NOW),
+    Odd("hermes", "no name", '<tool_call>{"name": "", "arguments": {}}</tool_call>', [], "*"),
+    Odd("hermes", "two commas", JSON_BOTH.replace(",,", ",,").join(TAGS), SAVED_BOTH),
+    Odd("hermes", "no comma", JSON_BOTH.replace(",,", "").join(TAGS), SAVED_BOTH),
     Odd("hermes", "a bracket is missing", f"<tool_call>{JSON_SAVE[:-1]}\n</tool_call>", SAVED),
     Odd("hermes", "both brackets are missing", f"<tool_call>{JSON_SAVE[:-2]}\n</tool_call> So.", SAVED, "So."),
     Odd("hermes", "a bracket too many", f"<tool_call>{JSON_SAVE}}}\n</tool_call>", SAVED),
@@ -209,6 +223,14 @@ ODD = [
     Odd("glm45", "no call", "Write <tool_call>a text</tool_call>", [], "Write <tool_call>a text</tool_call>"),
     Odd("openai", "no arguments", "<|channel|>commentary to=functions.now<|message|><|call|>", NOW),
     Odd("openai", "no message", "<|channel|>commentary to=functions.now <|constrain|>json<|call|>", NOW),
+    Odd(
+        "openai",
+        "no end of the reasoning",
+        "<|channel|>analysis<|message|>Hm.<|channel|>final<|message|>Hello<|return|>",
+        [],
+        "Hello",
+        "Hm.",
+    ),
     Odd("openai", "no object", "<|channel|>commentary to=python<|message|>print(1)<|call|>", [], "print(1)"),
     Odd("openai", "text without a header", "Hello<|return|>", [], "Hello"),
     Odd(
@@ -220,12 +242,15 @@ ODD = [
     Odd("llama3_json", "a person", '{"name": "Ann", "age": 3}', [], "*"),
     Odd("llama3_json", "a person with parameters", '{"name": "Ann", "parameters": {"age": 3}}', [], "*"),
     Odd("llama3_json", "a tool's name alone", '{"name": "now"}', [], "*"),
+    Odd("llama3_json", "a list", f"[{JSON_NOW}, {JSON_SAVE}]", BOTH),
+    Odd("llama3_json", "a list of others", '[{"name": "Ann", "age": 3}]', [], "*"),
     Odd("llama3_json", "text behind", JSON_SAVE + " is the call", SAVED, "is the call"),
     Odd("pythonic", "no tool", "[print(a=1)]", [], "*"),
     Odd("pythonic", "a raw line break", "[save(path='a\nb')]", [("save", {"path": "a\nb"})]),
     Odd("mistral", "without a list", f"[TOOL_CALLS]{JSON_SAVE}", SAVED),
     Odd("mistral", "without the end of the list", f"[TOOL_CALLS][{JSON_NOW}, {JSON_SAVE}", BOTH),
     Odd("mistral", "no arguments", "[TOOL_CALLS]now[ARGS]", NOW),
+    Odd("mistral", "spaces", '[TOOL_CALLS] save [ARGS] {"path": "a"}', SAVED),
     Odd("mistral", "text in the list", f"[TOOL_CALLS][{JSON_SAVE}, and more]", SAVED, "and more]"),
     Odd(
         "kimi_k2",
@@ -252,6 +277,12 @@ ODD = [
         "deepseek_v3",
         "the form of V3.1",
         f'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>save{SEP}{{"path": "a"}}<｜tool▁call▁end｜>',
+        SAVED,
+    ),
+    Odd(
+        "deepseek_v31",
+        "a type",
+        f'<｜tool▁call▁begin｜>function{SEP}save{SEP}{{"path": "a"}}<｜tool▁call▁end｜>',
         SAVED,
     ),
     Odd(
@@ -317,6 +348,16 @@ IN_REASONING = [
         [],
         "Hello",
         f"I write <tool_call>{JSON_NOW}</tool_call>",
+        "qwen3",
+        THINK,
+    ),
+    Odd(
+        "hermes",
+        "a call, and the end",
+        f"Hm.\n<tool_call>{JSON_NOW}</tool_call>\n</think>\n",
+        NOW,
+        "",
+        "Hm.",
         "qwen3",
         THINK,
     ),

@@ -25,6 +25,7 @@ from tests.log_events import logged
 from tests.pure.commands import HERE, parsed, refused_line, weft
 from tests.pure.worlds import DEAD, HELLO, FakeEngine, World
 from tests.refusals import refuses
+from weft.cli import batch
 from weft.client.arguments import engine_config
 from weft.client.suspects import LOST
 from weft.config import EngineConfig
@@ -82,6 +83,29 @@ def answering(world: World, stop_after: int | None = None) -> Answer:
         asyncio.run(answer_rows(world.service, job.kind, pending, count, attempts))
 
     return answer
+
+
+@pytest.mark.parametrize(
+    ("row", "flags", "clips"),
+    [
+        ({"prompt": "a"}, "--max-tokens 500", True),
+        ({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}, "", False),
+    ],
+    ids=["plain", "request"],
+)
+def test_a_length_of_all_plain_rows_is_a_limit(
+    row: Any, flags: str, clips: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[Job] = []
+
+    def note(job: Job, answer: Answer) -> tuple[int, int]:
+        jobs.append(job)
+        return 1, 0
+
+    monkeypatch.setattr("weft.serving.offline.job.run_job", note)
+    source = write(tmp_path / "in.jsonl", [row])
+    assert batch.main(parsed(f"batch {source} {tmp_path / 'out.jsonl'} --model demo {flags}")) == 0
+    assert jobs[0].options.clip_max_tokens is clips
 
 
 def test_plain_rows(tmp_path: Path) -> None:

@@ -61,6 +61,15 @@ async def test_a_raw_prompt_goes_without_the_template() -> None:
     assert bytes(token for token in world.engine.requests[0].prompt if token < 256) == b"ab"
 
 
+@pytest.mark.parametrize(("arguments", "shown"), [('{"zone": "UTC"}', "UTC"), (None, "{}"), ('{"zone": "U', "U")])
+async def test_arguments_that_another_server_gave(arguments: Any, shown: str) -> None:
+    world = World(max_model_len=8192)
+    turn = {"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": arguments}}]}
+    body = {"model": "tiny", "messages": [*HI, turn, {"role": "tool", "content": "12:00"}], "stream": False}
+    assert (await world.client.post("/api/chat", json=body)).status_code == 200
+    assert shown in bytes(token for token in world.engine.requests[0].prompt if token < 256).decode()
+
+
 async def test_options() -> None:
     world = World()
     options = {"seed": 3, "num_predict": 4, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "temperature": 0.7}

@@ -29,7 +29,8 @@ def main(arguments: Namespace) -> int:
         print(f"weft: {line}", file=sys.stderr)
     arguments.model = model
     config = engine_config(arguments)
-    given = given_values(arguments, ANSWERS)
+    # The same length for rows of any length is a limit and no wish: no row fails by it.
+    given = {"clip_max_tokens": not rows.is_requests, **given_values(arguments, ANSWERS)}
     names = (*given.pop("served_model_name", ()), name, model)
     options = ServeOptions(**given, served_model_name=tuple(dict.fromkeys(names)))
     answer = answer_here

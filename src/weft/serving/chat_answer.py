@@ -112,6 +112,7 @@ class ChoiceReader:
         self._forms = prepared.use.forms
         self._held: ToolCallDelta | None = None  # the call of such a tool, until it is whole
         self._calls = 0  # that have begun; those over the limit are left out
+        self._is_cut = False  # the answer has ended within its last call
 
     def read_text(self, text: str, *, last: bool, cut: bool = False) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
         """Content, reasoning and calls of new text; `last`: nothing follows, and with `cut` the model would go on."""
@@ -140,6 +141,7 @@ class ChoiceReader:
                 case CallArguments(text) if 0 < self._calls <= self._most_calls:
                     calls += self._add_arguments(text)
         if last:
+            self._is_cut = any(not _is_json(call.arguments) for call in self.choice.tool_calls[-1:])
             calls += self._release()
         self.choice.content += content
         self.choice.reasoning += reasoning
@@ -169,10 +171,21 @@ class ChoiceReader:
         return [msgspec.structs.replace(held, arguments=call.arguments)]
 
     def finish_reason(self, given: str | None) -> str | None:
-        """The reason as OpenAI's API says it: a call that the caller named does not count as one of the model's."""
-        if given == "stop" and self.choice.tool_calls and not self._named:
+        """The reason as OpenAI's API says it.
+
+        A call that the caller named does not count as one of the model's, nor does one that a stop string cuts.
+        """
+        if given == "stop" and self.choice.tool_calls and not self._named and not self._is_cut:
             return "tool_calls"
         return given
+
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True
 
 
 def _joined(calls: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:

@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import msgspec
-
 from weft.errors import RequestError
+from weft.serving.parsers.lenient_json import repaired
 
 INPUT = "input"  # the parameter of a function that stands for a custom tool
 SHELL = "local_shell"
@@ -156,12 +155,12 @@ def encode_input(text: str) -> str:
 
 def call_text(form: ToolForm, arguments: str) -> str:
     """Return what the model gives to a tool of another form than a function's: of a custom tool, the input."""
-    if form.kind == "custom":
-        try:
-            return msgspec.json.decode(arguments, type=dict[str, str])[INPUT]
-        except (msgspec.DecodeError, KeyError, RecursionError):
-            return arguments  # of a call that is cut: what there is of it
-    return arguments
+    if form.kind != "custom":
+        return arguments
+    given: Mapping[str, Any] = json.loads(repaired(arguments) or "{}")  # a call may be cut within its input
+    texts = [text for text in given.values() if isinstance(text, str)]
+    text = given.get(INPUT, texts[0] if len(texts) == 1 else arguments)
+    return text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
 
 
 def functions_called(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

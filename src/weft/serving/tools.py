@@ -102,12 +102,17 @@ def _restricted(use: ToolUse, given: ClientTools, choice: Mapping[str, Any], nam
     if mode not in ("auto", "required"):
         raise _wrong_choice(f"tool_choice.mode is {mode!r:.80}; it is auto or required")
     kept = [one for one in listed if one.get("type") not in given.left_out]
-    allowed = frozenset(
-        SHELL if one.get("type") == SHELL else _check_known(_chosen_name(one, given), names) for one in kept
-    )
+    allowed = frozenset(name for one in kept for name in _allowed_names(one, given, names))
     if mode == "required":
         _some(list(allowed), given.left_out)
     return replace(use, choice=mode, allowed=allowed)
+
+
+def _allowed_names(one: Mapping[str, Any], given: ClientTools, names: Sequence[str]) -> list[str]:
+    """Return the model's names of an allowed tool, or of all tools of a namespace."""
+    if one.get("type") == "namespace":
+        return [name for name, form in given.forms.items() if form.namespace == one.get("name")]
+    return [SHELL if one.get("type") == SHELL else _check_known(_chosen_name(one, given), names)]
 
 
 def _some(tools: Sequence[T], left_out: Sequence[str]) -> Sequence[T]:

@@ -7,7 +7,7 @@ begins with the same text.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
@@ -108,11 +108,12 @@ class PlainTraits:
         return None
 
 
-def list_attempts(traits: HistoryTraits) -> list[HistoryTraits]:
-    """Return the traits by which a conversation is tried, the nearest to what was sent first."""
-    if traits is GIVEN:
-        return [traits]
-    return [traits, PlainTraits(traits.empty_text, traits), PlainTraits(traits.empty_text, None)]
+def list_attempts(traits: HistoryTraits) -> Iterator[HistoryTraits]:
+    """The traits by which a conversation is tried, the nearest to what was sent first."""
+    yield traits
+    if traits is not GIVEN:
+        yield PlainTraits(traits.empty_text, traits)
+        yield PlainTraits(traits.empty_text, None)
 
 
 def adapt_history(messages: Sequence[Message], traits: HistoryTraits, form: CallForm) -> list[Message]:

@@ -15,6 +15,9 @@ REASONING = (
     "thinking",
     "reasoning",
 )  # names of a message's reasoning; templates read the first two
+# Types of a content's parts that are text, and the field that has it. Some clients take them from /v1/responses.
+TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+THOUGHTS = ("thinking", "reasoning")  # types of a content's parts that are reasoning, in a field of the same name
 INVALID = "invalid_arguments"  # name of the one argument of a call whose arguments are no object
 
 SEPARATOR = "\n\n"  # between texts that become one message
@@ -54,18 +57,22 @@ def _message(message: object, name: str) -> Message:
             code="message-not-object",
         )
     role = message.get("role")
+    role = "tool" if role == "function" else role  # the former name
     if role not in ROLES:
         raise _wrong(f"{name} has the role {role!r:.80}; known roles: {', '.join(ROLES)}", code="unknown-role")
     content = message.get("content")
     # Clients send back the fields that they got, including null ones; templates test only for presence.
     copy = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
     if role == "tool":
-        return {**copy, "content": result_text(content)}
+        return {**copy, "role": role, "content": result_text(content)}
     if role != "assistant":
         return {**copy, "content": _text(content, f"{name}.content")}
-    calls = message.get("tool_calls")
+    calls = message.get("tool_calls") or _former_calls(copy)
+    content = content or copy.pop("refusal", None) or content
     if calls:
         copy["tool_calls"] = _calls(calls, f"{name}.tool_calls")
+    if isinstance(content, list | tuple):
+        content = _part_thoughts(content, copy)
     _name_reasoning(copy)
     # None stays None: by it templates tell a tool call from a text.
     if content is not None:
@@ -75,9 +82,26 @@ def _message(message: object, name: str) -> Message:
     return copy
 
 
+def _former_calls(message: Message) -> list[Any]:
+    """Take the call of a message in the API's former form, before there were tools."""
+    call = message.pop("function_call", None)
+    return [{"type": "function", "function": call}] if call else []
+
+
+def _part_thoughts(parts: Sequence[Any], message: Message) -> list[Any]:
+    """Take the reasoning out of a content's parts, as the message's own; returns the other parts."""
+    thoughts = [part for part in parts if isinstance(part, Mapping) and part.get("type") in THOUGHTS]
+    text = "\n".join(result_text(part.get(part["type"])) for part in thoughts)
+    if text:
+        message.setdefault("reasoning_content", text)
+    return [part for part in parts if part not in thoughts]
+
+
 def _name_reasoning(message: Message) -> None:
-    """Give the reasoning the names that templates read. An empty one says nothing and is left out."""
+    """Give the reasoning, which may have parts, the names that templates read. An empty one is left out."""
     for field in REASONING:
+        if field in message and not isinstance(message[field], str):
+            message[field] = result_text(message[field] or None)
         if message.get(field) == "":
             del message[field]
     reasoning = next((message[field] for field in REASONING if field in message), None)
@@ -94,14 +118,15 @@ def _text(content: object, name: str) -> str:
     texts: list[str] = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind not in ("text", "refusal"):
+        if not isinstance(kind, str) or kind not in TEXTS:
             raise _wrong(
                 f"{name}[{index}] is of type {kind!r:.80}; this model takes parts of type 'text' only",
                 code="content-part-not-text",
             )
-        text = part.get(kind)
+        field = TEXTS[kind]
+        text = part.get(field)
         if not isinstance(text, str):
-            raise _wrong(f"{name}[{index}].{kind} must be a text, not {text!r:.80}", code="text-of-part-not-text")
+            raise _wrong(f"{name}[{index}].{field} must be a text, not {text!r:.80}", code="text-of-part-not-text")
         texts.append(text)
     return "\n".join(texts)
 
@@ -119,8 +144,16 @@ def result_text(content: object) -> str:
 
 
 def _part_text(part: Mapping[str, Any]) -> str:
-    text = part.get("text")
-    return text if isinstance(text, str) else name_part(part["type"])
+    """The text of a part: its own, that of a document, or those within a search result."""
+    if isinstance(text := part.get("text"), str):
+        return text
+    source, inner = part.get("source"), part.get("content")
+    texts: list[Any] = []
+    if isinstance(source, Mapping) and source.get("type") == "text":
+        texts.append(source.get("data"))
+    if isinstance(inner, list | tuple):
+        texts += [one.get("text") for one in inner if isinstance(one, Mapping)]
+    return "\n".join(text for text in texts if isinstance(text, str)) or name_part(part["type"])
 
 
 def name_part(kind: object) -> str:

@@ -163,11 +163,12 @@ def _find_suspect(history: Sequence[Message], text: str) -> int:
 
 def _end_of(part: str, text: str, at: int) -> int:
     """The place behind `part` in a text from `at`; -1 without it."""
-    if not part:
-        return at
-    forms = [part] if part.isalnum() else [part, json.dumps(part, ensure_ascii=False)[1:-1]]
+    start = text.find(part, at, at + len(part) + NEAR)
+    if start >= 0 or not part:
+        return max(start, at) + len(part)
+    in_json = json.dumps(part, ensure_ascii=False)[1:-1]
     for reach in (NEAR, len(text)):  # near first: a form that the template does not have is looked for in vain
-        for form in forms:
+        for form in (part, in_json):
             start = text.find(form, at, at + len(form) + reach)
             if start >= 0:
                 return start + len(form)

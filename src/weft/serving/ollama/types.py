@@ -92,10 +92,10 @@ class PullStatus(Struct, kw_only=True):
 
 
 class ToolCallFunction(Struct, kw_only=True):
-    """A call of a tool; its `arguments` are an object."""
+    """A call of a tool; its `arguments` are an object. Clients send back what other servers gave them, too."""
 
     name: str
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] | str | None = {}
     index: int | UnsetType = UNSET
 
 

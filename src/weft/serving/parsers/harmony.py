@@ -36,8 +36,10 @@ def harmony(reader: Reader, tools: ToolSchemas) -> Steps[None]:
             contents.message(header if called and text else text)  # the model has answered without the format
         else:
             channel = FIRST_WORD.match(header.partition(CHANNEL)[2].strip())
-            is_reasoning = channel is not None and channel[0] == "analysis"
-            yield from reader.until((*ENDS, START), reader.reasoning if is_reasoning else contents.begin())
+            if channel is None or channel[0] != "analysis":
+                yield from reader.until((*ENDS, START), contents.begin())
+            elif (yield from reader.until((*ENDS, START, CHANNEL), reader.reasoning)) == CHANNEL:
+                reader.unread(CHANNEL)  # the end is missing
 
 
 class _Contents:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from weft.serving.parsers.between import Between
 from weft.serving.parsers.json_text import without_halves
-from weft.serving.parsers.lenient_json import read_text, read_value, repaired
+from weft.serving.parsers.lenient_json import COMMAS, LITERAL, has_key, read_text, read_value, repaired
 from weft.serving.parsers.reader import Reader, Steps
 from weft.serving.parsers.schemas import ToolSchemas
 
@@ -19,9 +19,9 @@ NO_ARGUMENTS = ("", "null", "None")  # texts in the place of arguments that say 
 QUOTES = ('"', "'")
 MAX_WRAPPERS = 2  # objects around a call, as in {"type": "function", "function": {...}}
 
-COMMAS = re.compile(r"[ \t\r\n,]+")
 BETWEEN_CALLS = re.compile(r"[ \t\r\n,;\[\]}]+")  # also brackets of a list, and those that are too many
 FENCES = ("```json", "```")
+AFTER_CALLS = ("", "<", "[", "]", "`")  # what may follow a call without arguments whose bracket is missing
 
 
 class CallReader:
@@ -51,14 +51,17 @@ class CallReader:
             yield from self._reader.skip(COMMAS)
             if (yield from self._reader.accept("}")) is not None:
                 return self._end()
-            if (yield from self._reader.peek(1)) not in QUOTES:
-                return not self._reader.cut and self._end()
+            ahead = yield from self._reader.peek(1)
+            if ahead not in QUOTES and not (yield from self._reader.ahead(has_key(self._reader))):
+                is_last = self._begun or self._waiting is not None or ahead in AFTER_CALLS
+                return is_last and not self._reader.cut and self._end()
             if not (yield from self._read_member(depth)):
                 return False
 
     def _read_member(self, depth: int) -> Steps[bool]:
         reader = self._reader
-        key = yield from self._text_value()
+        is_quoted = (yield from reader.peek(1)) in QUOTES
+        key = (yield from self._text_value()) if is_quoted else (yield from reader.skip(LITERAL))
         yield from reader.skip()
         if key is None or (yield from reader.accept(":")) is None:
             return False
@@ -76,7 +79,7 @@ class CallReader:
         return (yield from read_value(reader, _leave_out))
 
     def _read_arguments(self, ahead: str) -> Steps[bool]:
-        known = self._name is not None and (not self._strict or self._name in self._tools)
+        known = bool(self._name) and (not self._strict or self._name in self._tools)
         if known and ahead == "{":
             self._begin()
             return (yield from read_value(self._reader, self._reader.arguments))
@@ -148,6 +151,12 @@ def read_calls(reader: Reader, tools: ToolSchemas, between: Between, mark: str) 
         reader.record()
     between.say(("" if called else mark) + reader.recorded())
     return called
+
+
+def is_odd_end(reader: Reader) -> Steps[bool]:
+    """Return True if an opening mark that is read ends a call: nothing follows, or the mark of another call."""
+    yield from reader.skip()
+    return (yield from reader.accept(CALL)) is not None or (yield from reader.ends())
 
 
 def _skip_between(reader: Reader) -> Steps[None]:

@@ -17,6 +17,7 @@ LITERAL = re.compile(r"[^\s\"'`{}\[\](),:;<>\\]+")
 OPENING = {"{": "{", "[": "[", "(": "["}
 CLOSING = {"}": "{", "]": "[", ")": "["}  # each with the bracket that opens what it closes
 ENDS = {"{": "}", "[": "]"}
+COMMAS = re.compile(r"[ \t\r\n,]+")
 PLAIN = re.compile(r"[^\"'\\\x00-\x1f]+")  # inside a text
 HEX = re.compile(r"[0-9a-fA-F]+")
 PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
@@ -77,6 +78,7 @@ class _Container:
         self._reader, self._emit = reader, emit
         self._open: list[str] = []  # brackets, the innermost last
         self._expected = Expected.VALUE
+        self._bare_keys = False  # keys have no quotes
         self._spaces = ""  # before the next token
         self._comma = ""  # one that has come, with the spaces before it: it counts once an item follows
 
@@ -151,7 +153,7 @@ class _Container:
             return True
         self._expected = Expected.COMMA
         if ahead in "\"'":
-            return (yield from read_text(self._reader, self._emit, self._open[-1]))
+            return (yield from read_text(self._reader, self._emit, self._open[-1], bare_keys=self._bare_keys))
         return (yield from read_value(self._reader, self._emit))
 
     def _read_key(self, ahead: str) -> Steps[bool]:
@@ -162,6 +164,7 @@ class _Container:
         if ahead in "\"'":
             return (yield from read_text(self._reader, self._emit, ":"))
         self._emit(to_json((yield from self._reader.skip(LITERAL))))
+        self._bare_keys = True
         return True
 
     def _begin(self, bracket: str) -> None:
@@ -187,11 +190,21 @@ class _Container:
             self._emit(token)
 
 
-def read_text(reader: Reader, emit: Take, inside: str = "") -> Steps[bool]:
+def has_key(reader: Reader, quote: str = "") -> Steps[bool]:
+    """Return True if a key of one word and its colon follow; without a `quote` the key has none."""
+    yield from reader.accept(quote)
+    word = yield from reader.skip(LITERAL)
+    if not word or (yield from reader.accept(quote)) is None:
+        return False
+    yield from reader.skip()
+    return (yield from reader.accept(":")) is not None
+
+
+def read_text(reader: Reader, emit: Take, inside: str = "", *, bare_keys: bool = False) -> Steps[bool]:
     """Read a text in quotes, and pass it to `emit` as JSON; returns False if the answer is cut within it.
 
     `inside`: the bracket before a value, ":" for a key, "" if anything may follow. By it a quote within the text is
-    told from its end.
+    told from its end. `bare_keys`: the keys around it have no quotes.
     """
     quote = yield from reader.take(1)
     emit('"')
@@ -202,7 +215,7 @@ def read_text(reader: Reader, emit: Take, inside: str = "") -> Steps[bool]:
             if not reader.cut:
                 emit('"')
             return not reader.cut
-        if character == quote and (yield from reader.ahead(_ends_text(reader, inside))):
+        if character == quote and (yield from reader.ahead(_ends_text(reader, inside, bare_keys))):
             emit('"')
             return True
         if character == "\\":
@@ -216,7 +229,7 @@ def _in_text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _ends_text(reader: Reader, inside: str) -> Steps[bool]:
+def _ends_text(reader: Reader, inside: str, bare_keys: bool) -> Steps[bool]:
     """Return True if a quote ends the text before it, by what follows."""
     spaces = yield from reader.skip()
     ahead = yield from reader.peek(2)
@@ -225,11 +238,14 @@ def _ends_text(reader: Reader, inside: str) -> Steps[bool]:
     if inside == ":":
         return ahead[0] in ":,}"
     if ahead[0] == "," and inside == "{":  # a key comes next
-        yield from reader.take(1)
-        yield from reader.skip()
+        yield from reader.skip(COMMAS)
         ahead = yield from reader.peek(1)
-        return ahead == "" or ahead in "\"'}"
-    return ahead[0] in ",}])" or ("\n" in spaces and ahead[0] in "\"'")
+        return ahead == "" or ahead in "\"'}" or (bare_keys and (yield from has_key(reader)))
+    if ahead[0] in ",}])":
+        return True
+    if ahead[0] not in "\"'":
+        return False
+    return "\n" in spaces or (inside == "{" and (yield from has_key(reader, ahead[0])))
 
 
 def _escape(reader: Reader) -> Steps[str]:

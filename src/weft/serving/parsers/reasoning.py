@@ -55,7 +55,7 @@ class Begin(Enum):
 def think(reader: Reader, form: ReasoningFormat, begin: Begin, rest: Rest, calls: tuple[str, ...] = ()) -> Steps[None]:
     """Reasoning, and then what `rest` parses. The marks in `form.ends` end the reasoning too, and belong to the rest.
 
-    `calls`: marks of calls. Calls at the end of an answer whose reasoning has no end are calls; else such marks are
+    `calls`: marks of calls. Calls at the end of an answer that is nothing but reasoning are calls; else such marks are
     what the model says of them.
     """
     if begin is not Begin.NONE:
@@ -76,7 +76,8 @@ def _reason(reader: Reader, form: ReasoningFormat, rest: Rest, calls: tuple[str,
         held = [mark]
         mark = yield from reader.until(ends, held.append)
         text = "".join(held)
-        events = [] if mark else _calls_at_end(text, rest, trimmed, cut=reader.cut)
+        is_last = mark not in form.ends and (yield from reader.ahead(_is_last(reader)))
+        events = _calls_at_end(text, rest, trimmed, cut=reader.cut) if is_last else []
         if not events:
             trimmed.say(text)
         reader.events += events
@@ -84,6 +85,12 @@ def _reason(reader: Reader, form: ReasoningFormat, rest: Rest, calls: tuple[str,
         reader.unread(mark)
     else:
         yield from reader.skip()
+
+
+def _is_last(reader: Reader) -> Steps[bool]:
+    """Return True if nothing but white space follows."""
+    yield from reader.skip()
+    return (yield from reader.ends())
 
 
 class _EndReader(Reader):

@@ -9,7 +9,7 @@ import re
 from functools import partial
 
 from weft.serving.parsers.between import Between
-from weft.serving.parsers.json_calls import CALL, CALL_END, read_arguments, read_calls
+from weft.serving.parsers.json_calls import CALL, CALL_END, is_odd_end, read_arguments, read_calls
 from weft.serving.parsers.json_text import to_json
 from weft.serving.parsers.marked_values import ValueForm, ValueReader
 from weft.serving.parsers.reader import Reader, Steps
@@ -128,7 +128,7 @@ def _tagged_calls(reader: Reader, tools: ToolSchemas, form: ValueForm) -> Steps[
         mark = yield from reader.until((*form.openings, *(form.closings if called else ())), between.say)
         if mark is None:
             break
-        if mark in form.closings:
+        if mark in form.closings or (called and mark == CALL and (yield from reader.ahead(is_odd_end(reader)))):
             continue  # of a call before
         is_json = mark == CALL and (yield from reader.ahead(_is_json(reader)))
         read = read_calls(reader, tools, between, mark) if is_json else _tagged_call(reader, tools, between, mark, form)
@@ -148,8 +148,8 @@ def _tagged_call(reader: Reader, tools: ToolSchemas, between: Between, mark: str
     """
     reader.record()
     name = yield from form.read_head(reader, mark)
-    is_call = name in tools or (mark == CALL and (yield from reader.ahead(_has_arguments(reader, form))))
-    if not name or not is_call:
+    has_arguments = yield from reader.ahead(_has_arguments(reader, form, required=name not in tools))
+    if not name or not has_arguments or (name not in tools and mark != CALL):
         between.say(mark + reader.recorded())
         return False
     between.call()
@@ -160,9 +160,13 @@ def _tagged_call(reader: Reader, tools: ToolSchemas, between: Between, mark: str
     return True
 
 
-def _has_arguments(reader: Reader, form: ValueForm) -> Steps[bool]:
+def _has_arguments(reader: Reader, form: ValueForm, *, required: bool) -> Steps[bool]:
+    """Return True if arguments follow, or nothing but the end of a call for which they are not `required`."""
     yield from reader.skip()
-    return (yield from reader.accept(form.next)) is not None
+    if not required and (yield from reader.peek(1)) == "{":
+        return True
+    text, mark = yield from reader.text_until(form.next, *form.closings, *form.openings)
+    return mark == form.next if required else mark == form.next or not text.strip()
 
 
 def _tagged_arguments(reader: Reader, writer: ArgumentWriter, form: ValueForm) -> Steps[str]:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from weft.serving.parsers.between import Between
-from weft.serving.parsers.json_calls import CALL, CALL_END, CallReader, read_arguments, read_calls
+from weft.serving.parsers.json_calls import CALL, CALL_END, CallReader, is_odd_end, read_arguments, read_calls
 from weft.serving.parsers.reader import Reader, Steps
 from weft.serving.parsers.schemas import ToolSchemas
 
@@ -37,7 +37,8 @@ KIMI_MARKS = CallMarks(KIMI_CALLS, KIMI_CALLS_END, KIMI_CALL, KIMI_CALL_END, KIM
 KIMI_SECTION, KIMI_SECTION_END = "<|tool_call_section_begin|>", "<|tool_call_section_end|>"  # written by some models
 KIMI_ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?", re.DOTALL)
 NAME = re.compile(r"[^\s{}\[\]()<>\"'`]+")
-SEPARATORS = re.compile(r"[ \t\r\n;,]+")
+SEPARATORS = re.compile(r"[ \t\r\n;,\]]+")
+LIST_START = re.compile(r"[ \t\r\n\[]+")
 
 
 def hermes(reader: Reader, tools: ToolSchemas) -> Steps[None]:
@@ -47,22 +48,22 @@ def hermes(reader: Reader, tools: ToolSchemas) -> Steps[None]:
         mark = yield from reader.until((CALL, CALL_END) if called else (CALL,), between.say)
         if mark is None:
             break
-        if mark == CALL:
+        if mark == CALL and not (called and (yield from reader.ahead(is_odd_end(reader)))):
             called = (yield from read_calls(reader, tools, between, mark)) or called
     between.end()
 
 
 def llama3_json(reader: Reader, tools: ToolSchemas) -> Steps[None]:
-    """{"name": ..., "parameters": {...}} as the whole answer; several are separated by ";"."""
+    """{"name": ..., "parameters": {...}} as the whole answer; several are separated by ";", or a list."""
     between = Between(reader)
     reader.record()
     yield from reader.skip()
     yield from reader.accept(PYTHON_TAG)
-    yield from reader.skip()
+    yield from reader.skip(LIST_START)
     while (yield from CallReader(reader, tools, strict=True).read_call()):
         between.call()
-        reader.record()
         yield from reader.skip(SEPARATORS)
+        reader.record()
         yield from reader.accept(PYTHON_TAG)
         yield from reader.skip()
     between.say(reader.recorded())
@@ -89,8 +90,10 @@ def mistral(reader: Reader, tools: ToolSchemas) -> Steps[None]:
 def _named_call(reader: Reader, tools: ToolSchemas) -> Steps[bool]:
     name = yield from reader.skip(NAME)
     id: str | None = None
+    yield from reader.skip()
     if (yield from reader.accept(MISTRAL_ID)) is not None:
         id = yield from reader.skip(NAME)
+        yield from reader.skip()
     yield from reader.accept(MISTRAL_ARGS)
     yield from reader.skip()
     return (yield from _arguments(reader, tools, name, id, (MISTRAL_CALLS,)))
@@ -150,6 +153,7 @@ def _deepseek_call(reader: Reader, tools: ToolSchemas, head: str) -> Steps[bool]
     if name == "function" and name not in tools:  # the type
         yield from reader.skip()
         name = yield from reader.skip(NAME)
+        yield from reader.accept(DEEPSEEK_SEP)
     yield from reader.skip()
     yield from reader.accept("```json")
     yield from reader.skip()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from msgspec.structs import asdict
 
 from weft.errors import RequestError
 from weft.serving.body import Notes
@@ -22,6 +21,7 @@ LOGPROBS = "message.output_text.logprobs"
 # Items that a client may ask to include. None of the second kind exist here, and their absence changes no text.
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
 SHELL_FIELDS = frozenset(SHELL_PARAMETERS["properties"])  # of a shell's action, that the model has given
+WITH_TOOLS = ("additional_tools", "tool_search_output")  # items that add tools to those of the request
 TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -38,7 +38,8 @@ async def prepare_response(service: Service, content: bytes) -> PreparedResponse
     body = service.decode_body(content, ResponsesRequest)
     check_stateless(body)
     given = body.input if isinstance(body.input, list) else []
-    tools = response_tools([*(body.tools or ()), *(tool for item in given for tool in item.tools or ())])
+    later = [tool for item in given if item.type in WITH_TOOLS for tool in item.tools or ()]
+    tools = response_tools([*(body.tools or ()), *later])
     common = ChatRequest(model=body.model, messages=read_input(body, tools, service.notes))
     common.max_completion_tokens, common.stream = body.max_output_tokens, body.stream
     common.temperature, common.top_p, common.top_k = body.temperature, body.top_p, body.top_k
@@ -135,7 +136,7 @@ class _InputReader:
             case "reasoning":
                 self._add_reasoning(item)
             case "function_call":
-                self._add_call(item, place, item.arguments if isinstance(item.arguments, str) else "")
+                self._add_call(item, place, _json_text(item.arguments))
             case "custom_tool_call":
                 self._add_call(item, place, encode_input(item.input or ""))
             case "local_shell_call":
@@ -145,7 +146,7 @@ class _InputReader:
             case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
                 self.end_turn()
                 id = _required(item.call_id or item.id, f"{place}.call_id")
-                self.messages.append({"role": "tool", "tool_call_id": id, "content": _output_text(item.output)})
+                self.messages.append({"role": "tool", "tool_call_id": id, "content": result_text(item.output)})
             case "additional_tools":
                 pass  # `prepare_response` has read them
             case kind:
@@ -188,11 +189,9 @@ def _text(content: str | Sequence[InputPart] | None, place: str) -> str:
     return "\n".join(texts)
 
 
-def _output_text(output: str | Sequence[InputPart] | Mapping[str, Any] | None) -> str:
-    """The text of a tool's result; of another tool's than a function's, such as a computer's, its JSON."""
-    if isinstance(output, Mapping):
-        return msgspec.json.encode(output).decode()
-    return result_text(output if output is None or isinstance(output, str) else [asdict(part) for part in output])
+def _json_text(arguments: object) -> str:
+    """A call's arguments as the text that they should be."""
+    return arguments if isinstance(arguments, str) else msgspec.json.encode(arguments or {}).decode()
 
 
 def _required(value: str | None, place: str) -> str:
