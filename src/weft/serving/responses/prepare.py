@@ -129,10 +129,8 @@ class _InputReader:
                     self.end_turn()
                 self._turn["content"] = _text(item.content, f"{place}.content")
             case "message":
-                if item.content is None:
-                    raise _missing(f"{place}.content")
                 self.end_turn()
-                self.messages.append({"role": item.role, "content": _text(item.content, f"{place}.content")})
+                self.messages.append({"role": item.role, "content": _message_text(item, f"{place}.content")})
             case "reasoning":
                 self._add_reasoning(item)
             case "function_call":
@@ -192,6 +190,13 @@ def _text(content: str | Sequence[InputPart] | None, place: str) -> str:
 def _json_text(arguments: object) -> str:
     """A call's arguments as the text that they should be."""
     return arguments if isinstance(arguments, str) else msgspec.json.encode(arguments or {}).decode()
+
+
+def _message_text(item: InputItem, place: str) -> str:
+    """The text of a message that is not the model's, which has some content."""
+    if item.content is None:
+        raise _missing(place)
+    return _text(item.content, place)
 
 
 def _required(value: str | None, place: str) -> str:
