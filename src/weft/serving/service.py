@@ -267,7 +267,7 @@ class Service:
         return self.check_model(model or self.names[0])
 
     def check_model(self, name: str) -> str:
-        """Return the name of a model that the client may use; the tag `latest` may lack. HttpError 404 for any other."""
+        """Return the name of a model that the client may use; its tag `latest` may lack. HttpError 404 for others."""
         visible = self.visible_names()
         if name in visible:
             return name
