@@ -69,7 +69,7 @@ def _number(match: re.Match[str]) -> str:
 
 
 def in_pieces(rest: str) -> str:
-    """What stands behind the verb with a comma before each figure and around precisions."""
+    """Put a comma before each figure and around precisions in the words behind the verb."""
     rest = _FIGURE.sub(", ", rest)
     words = (f", {word.strip(',')}, " if is_precision(word.strip(",")) else word for word in rest.split())
     return re.sub(r"(?:(?:\s+(?:in|with))?\s*,\s+)+", ", ", " ".join(words)).strip(" ,")
