@@ -11,7 +11,7 @@ from tests.pure.worlds import HI
 BAD_CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({"temperature": -1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
-    ({"top_p": 0}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
     ({"top_p": 1.5}, "top_p"),
     ({"n": 0}, "n"),
     ({"n": 1.5}, "n"),

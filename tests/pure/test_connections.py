@@ -244,7 +244,7 @@ async def test_a_client_that_pipelines_and_leaves_makes_no_noise(caplog: pytest.
     world.engine.script = endless
     async with weft_server(world) as live:
         client = await live.connect()
-        await client.send(post(asking(max_tokens=500, stream=True, ignore_eos=True)) + GET * 5)
+        await client.send(post(asking(max_tokens=40, stream=True, ignore_eos=True)) + GET * 5)
         assert await client.reader.readuntil(b"data: ")
         client.writer.transport.abort()
         async with asyncio.timeout(PATIENCE_S):

@@ -71,7 +71,7 @@ async def test_unknown_fields_are_ignored_with_one_warning(caplog: pytest.LogCap
 async def test_the_frameworks_own_errors_have_our_shape() -> None:
     world = World()
     refused(await world.client.get("/v1/nothing"), 404, code="unknown_url")
-    refused(await world.client.get("/v1/models/"), 404)
+    refused(await world.client.get("/v1/models/none"), 404)
     answer = await world.client.get("/v1/completions")
     refused(answer, 405, code="method_not_allowed")
     assert answer.headers["allow"] == "POST"

@@ -186,7 +186,7 @@ class StreamedAnswer(ResumableAnswer):
         if not delta and not choice.get("logprobs"):
             return [chunk]
         text = {**choice, "finish_reason": None, **({"stop_reason": None} if "stop_reason" in choice else {})}
-        end = {name: value for name, value in choice.items() if name != "logprobs"} | {"delta": {}}
+        end = {**choice, "delta": {}, **({"logprobs": None} if "logprobs" in choice else {})}
         return [{**chunk, "choices": [one]} for one in (text, end)]
 
     def _keep(self, chunk: dict[str, Any]) -> bool:
