@@ -28,7 +28,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({"logit_bias": {"65": 1000}}, "logit_bias"),
     ({"seed": "x"}, "seed"),
     ({"top_logprobs": 2}, "top_logprobs"),
-    ({"logprobs": True, "top_logprobs": 99}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
     ({"messages": "hi"}, "messages"),
     ({"messages": []}, "messages"),
     ({"messages": ["hi"]}, "messages[0]"),

@@ -187,6 +187,48 @@ def test_different_gpus_are_filled_by_their_size() -> None:
             "2x RTX 5090: PCIe 4.0, 32 GB/s per GPU",
             LinkClaim(gpu="RTX 5090", links="PCIe 4.0", link_Bps=32e9),
         ),
+        # Rows of tables, which have no verb and few commas.
+        ("m 8x7B Q4 26 GB", Claim(model="m 8x7B", precision="Q4", memory_bytes=26 * 10**9)),
+        ("m | FP16 | 16 GB", Claim(model="m", precision="FP16", memory_bytes=16 * 10**9)),
+        ("m 671B FP16 VRAM 640 GB", Claim(model="m 671B", precision="FP16", memory_bytes=640 * 10**9)),
+        ("m BF16 single GPU 16GB", Claim(model="m", precision="BF16", memory_bytes=16 * 10**9, count=1)),
+        (
+            "m int8 2 GPUs 8GB each",
+            Claim(model="m", precision="int8", memory_bytes=8 * 10**9, each=True, count=2),
+        ),
+        (
+            "m int8 2x A100 80GB ~41GB each",
+            Claim(model="m", precision="int8", gpus="2x A100 80GB", memory_bytes=41 * 10**9, each=True),
+        ),
+        (
+            "m int4 1x A100 80GB ~49GB",
+            Claim(model="m", precision="int4", gpus="1x A100 80GB", memory_bytes=49 * 10**9),
+        ),
+        (
+            "m Transformers 2x A100 8.48 145GB total",
+            Claim(model="m", gpus="2x A100", tok_s=8.48, memory_bytes=145 * 10**9, engine="transformers"),
+        ),
+        (
+            "m on 2x A100 40GB, TP=2, FP16, 70–90",
+            Claim(model="m", precision="FP16", gpus="2x A100 40GB", tok_s=70.0, most_tok_s=90.0, tensor=2),
+        ),
+        (
+            "m on 4x RTX 4090 TP=4 FP16 80–100 tokens/sec",
+            Claim(model="m", precision="FP16", gpus="4x RTX 4090", tok_s=80.0, most_tok_s=100.0, tensor=4),
+        ),
+        ("m needs 8 RTX 6000 Pro 96GB", Claim(model="m", gpus="8x RTX 6000 Pro 96GB", fewest=True)),
+        ("m min 4 GPUs RTX 6000 Pro 96GB", Claim(model="m", gpus="4x RTX 6000 Pro 96GB", fewest=True)),
+        ("m in 4 bits on 8GB", Claim(model="m", precision="4-bit", gpus="1x8GB")),
+        ("m 16-bit on 1xH100", Claim(model="m", precision="bf16", gpus="1xH100")),
+        (
+            "NVLink +20-40 % for m fp8",
+            GainClaim(low=0.2, high=0.4, run=Claim(model="m", precision="fp8", gpus="4xA100")),
+        ),
+        ("m uses about 16 GB of VRAM", Claim(model="m", memory_bytes=16 * 10**9)),
+        ("m can run on two RTX 3090 in Q4", Claim(model="m", precision="Q4", gpus="2x RTX 3090")),
+        ("m Q4 fits on one 48GB GPU", Claim(model="m", precision="Q4", gpus="1x48GB")),
+        ("m on 1x4090 with 32k context", Claim(model="m", gpus="1x4090", tokens=32000)),
+        ("m on a single 4090 with vLLM: 50 t/s", Claim(model="m", gpus="1x 4090", tok_s=50.0, engine="vllm")),
         ("L4: no NVLink", LinkClaim(gpu="L4", links="no NVLink")),
         ("NVLink: +20-40 %", GainClaim(low=0.2, high=0.4)),
         (

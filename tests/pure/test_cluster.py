@@ -33,6 +33,8 @@ def names(spec: str) -> list[str]:
         ("2X L40S", 2, "L40S", "pcie"),
         ("4090", 1, "RTX 4090", "pcie"),
         ("4090x2", 2, "RTX 4090", "pcie"),
+        ("8 RTX 6000 Ada", 8, "RTX 6000 Ada", "pcie"),
+        ("2 H100", 2, "H100-SXM", "nvlink"),
         ("RTX 4090 x 2", 2, "RTX 4090", "pcie"),
         ("H100x8@pcie", 8, "H100-SXM", "pcie"),
         ("MI300Xx4", 4, "MI300X", "nvlink"),

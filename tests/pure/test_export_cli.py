@@ -241,8 +241,11 @@ def test_both_of_two_instances_are_served_at_one_address(config: Any, tmp_path: 
 
 def test_a_configuration_is_planned_without_files(config: Any) -> None:
     assert weft_json("plan", "--infernet-config", config(BOOK), "--gpus", "8xRTX4090")[1]["best"]
-    status, plan = weft_json("plan", "--infernet-config", config(TWO), "--gpus", "2xRTX4090+2xRTX4090")
-    assert status == 0 and len(plan["models"]) == 2
+    # Its models get the shares that the written files give them, and that weft serve --config gives them.
+    for flag in ("--infernet-config", "--config"):
+        status, plan = weft_json("plan", flag, config(TWO), "--gpus", "2xRTX4090+2xRTX4090")
+        assert status == 0
+        assert [model["devices"] for model in plan["models"]] == [["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"]]
 
 
 WITHOUT_ROOM = [

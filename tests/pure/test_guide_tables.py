@@ -103,7 +103,13 @@ LINKS = {
     "T4: PCIe, 32 GB/s": [],
     "T4: PCIe, 64 GB/s": ["claim_other_pcie_speed"],
 }
-ROWS = BOOK_MEMORY | BOOK_SPEED | GUIDE_MEMORY | GUIDE_SPEED | HOSTING_MODELS | HOSTING_LINKS | LINKS
+# Requests as long as a model can go, and longer ones.
+LENGTHS = {
+    "gpt2 fp16 on 1xT4 at 1024 tokens": [],
+    "gpt2 fp16 on 1xT4 at 4096 tokens": ["claim_too_long"],
+    "Llama-3-70B fp16 on 4xA100 at 32k tokens": ["claim_too_long"],
+}
+ROWS = BOOK_MEMORY | BOOK_SPEED | GUIDE_MEMORY | GUIDE_SPEED | HOSTING_MODELS | HOSTING_LINKS | LINKS | LENGTHS
 
 
 @pytest.mark.parametrize(("claim", "against"), ROWS.items())

@@ -19,14 +19,14 @@ from weft.formats.precision import meant_precisions
 from weft.formatting import format_bytes
 from weft.hardware.cluster import Cluster
 from weft.planner import cost
-from weft.planner.claim_text import Claim, GainClaim, LinkClaim, parse_claim
+from weft.planner.claim_text import GAIN_GPUS, Claim, GainClaim, LinkClaim, parse_claim
 from weft.planner.claims import RESERVED_BYTES, ClaimVerdict, claimed_tokens, judge_claim
 from weft.planner.cost import Prediction
 from weft.planner.cuts import cut_of
-from weft.planner.deployment import DeploymentLayout, Workload, check_length
+from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.link_claims import has_nvlink, judge_gain, judge_link
 from weft.planner.memory_claims import fewest_gpus, judge_memory
-from weft.planner.note import Note
+from weft.planner.note import Note, create_note
 from weft.planner.objections import unsupported_reasons
 from weft.planner.plan_json import codes, sentences
 from weft.planner.profiles import load_profile
@@ -36,7 +36,7 @@ from weft.planner.search import search
 # Flags for what the claim contains.
 IN_CLAIM = ("model", "gpus", "nodes", "network", "precision", "quantization")
 # The model and the cards of a gain by NVLink, if the claim names none: the guides speak of 70B models.
-SERVED = Claim(model="Llama-3.3-70B-Instruct", precision="bf16", gpus="4xA100")
+SERVED = Claim(model="Llama-3.3-70B-Instruct", precision="bf16", gpus=GAIN_GPUS)
 Predicted = tuple[DeploymentLayout, Prediction] | str | None
 
 
@@ -91,7 +91,7 @@ def judge(claim: Claim | LinkClaim | GainClaim, subject: Subject, engine: str) -
         return judged
     if isinstance(claim, GainClaim):
         return _judge_gain(claim, subject, engine)
-    return _judge_run(claim, subject, engine)
+    return _judge_run(claim, subject, claim.engine or engine)
 
 
 def _fields(verdict: msgspec.Struct) -> dict[str, Any]:
@@ -124,7 +124,10 @@ def _judge_gain(claim: GainClaim, subject: Subject, engine: str) -> Judged:
 def _judge_run(claim: Claim, subject: Subject, engine: str) -> Judged:
     model = subject.find_model(claim.model)
     tokens = claimed_tokens(model.shape, claim.tokens)
-    check_length(tokens, model.name, model.shape.longest)
+    if tokens > model.shape.longest:
+        judged = Judged()
+        judged.refuse([create_note("claim_too_long", tokens=tokens, model=model.name, longest=model.shape.longest)])
+        return judged
     cluster = subject.find_cluster(claim.gpus) if claim.gpus else None
     if claim.precision or cluster is None:
         precisions = meant_precisions(claim.precision or model.precision)

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from dataclasses import replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from weft import __version__
 from weft.cli import emit, plan_set, set_file
 from weft.cli.parser import UsageError
-from weft.errors import PlanError
 from weft.formatting import format_counts
 from weft.hosting.model_set import ModelEntry, ModelSet
 
@@ -21,7 +16,7 @@ if TYPE_CHECKING:
     from weft.export.files import ExportFile
     from weft.export.infernet_config import NodeConfig
     from weft.hardware.cluster import Cluster
-    from weft.hosting.set_plan import SetPlan
+    from weft.hosting.set_plan import ModelPlan, SetPlan
 
 logger = logging.getLogger("weft.cli")
 
@@ -54,6 +49,9 @@ def main(arguments: Namespace, config: NodeConfig) -> int:
     """Write the files of a node whose one server has all models of its configuration. Raises PlanError."""
     from weft.cli.plan import planned_cluster
     from weft.export import infernet
+    from weft.hosting.catalogue import look_up_entry
+    from weft.hosting.set_plan import plan_set as plan_models
+    from weft.hosting.set_plan import with_gpus
 
     given = next((name for name in OF_ONE if hasattr(arguments, name)), None)
     if given is not None:
@@ -63,7 +61,10 @@ def main(arguments: Namespace, config: NodeConfig) -> int:
             code="emit-flag-beside-set",
         )
     cluster = planned_cluster(vars(arguments))
-    models, plan = divide_gpus(_models(arguments, config), cluster)
+    models = _models(arguments, config)
+    plan = plan_models(models, cluster, look_up_entry)
+    if not cluster.on_cpu:
+        models = with_gpus(models, [_gpu_numbers(model) for model in plan.models])
     infernet.check_name(models.entries[0].name)
     memory = [(gpu.name, gpu.memory_bytes) for gpu in cluster.gpus]
     for warning in (*models.warnings, *infernet.tier_warnings(config, memory)):
@@ -76,37 +77,8 @@ def _models(arguments: Namespace, config: NodeConfig) -> ModelSet:
     return set_file.models_of_node(config, arguments.infernet_config)
 
 
-def divide_gpus(models: ModelSet, cluster: Cluster) -> tuple[ModelSet, SetPlan]:
-    """The models with their GPUs, and the plan: equal numbers of them if all models fit, else as few as each needs.
-
-    Raises PlanError if the models do not fit.
-    """
-    from weft.hosting.catalogue import look_up_entry
-    from weft.hosting.set_plan import plan_set as plan_models
-
-    share, left = divmod(len(cluster.gpus), len(models.entries))
-    if share and not cluster.on_cpu:
-        starts = [number * share + min(number, left) for number in range(len(models.entries) + 1)]
-        shares = [tuple(range(start, end)) for start, end in pairwise(starts)]
-        try:
-            equal = _with_gpus(models, shares)
-            return equal, plan_models(equal, cluster, look_up_entry)
-        except PlanError:
-            pass  # one of them needs more
-    plan = plan_models(models, cluster, look_up_entry)
-    if cluster.on_cpu:
-        return models, plan
-    numbers = [tuple(int(device.removeprefix("cuda:")) for device in model.devices) for model in plan.models]
-    return _with_gpus(models, numbers), plan
-
-
-def _with_gpus(models: ModelSet, shares: list[tuple[int, ...]]) -> ModelSet:
-    entries = tuple(_with_own_gpus(entry, share) for entry, share in zip(models.entries, shares, strict=True))
-    return msgspec.structs.replace(models, entries=entries)
-
-
-def _with_own_gpus(entry: ModelEntry, numbers: tuple[int, ...]) -> ModelEntry:
-    return msgspec.structs.replace(entry, config=replace(entry.config, device_ids=numbers))
+def _gpu_numbers(model: ModelPlan) -> tuple[int, ...]:
+    return tuple(int(device.removeprefix("cuda:")) for device in model.devices)
 
 
 def set_files(models: ModelSet, plan: SetPlan, cluster: Cluster, port: int) -> list[ExportFile]:

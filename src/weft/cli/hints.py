@@ -69,6 +69,8 @@ EXPLANATIONS = {
     "VLLM_LOGGING_LEVEL=DEBUG in the environment logs more": "log-level loglevel v",
     "a server keeps its model loaded until it ends": "keepalive keep-alive",
     "2>/dev/null hides the notices; answers and reports go to standard output": "quiet q silent no-progress",
+    "Weft computes no LoRA adapters: merge one into its model and serve that": "lora lora-path lora-modules adapter "
+    "adapters lora-scaled",
     "for a conversation: weft chat MODEL": "i interactive cnv conversation",
 }
 # Flags of other commands, and the way to the same thing in commands that start an engine.
@@ -102,7 +104,8 @@ def unknown_flag(command: Command, option: str) -> str:
 def unknown_command(word: str, commands: Iterable[str]) -> str:
     """Text after "unknown command 'x'"."""
     known = list(commands)
-    alias = COMMAND_ALIASES.get(word)
+    near = get_close_matches(word, [*known, *COMMAND_ALIASES], n=1, cutoff=SIMILAR)
+    alias = COMMAND_ALIASES.get(near[0]) if near else None
     if word in NO_COMMANDS:
         return f"; {NO_COMMANDS[word]}"
     hint = f"did you mean {alias}?" if alias else did_you_mean(word, known)

@@ -199,6 +199,7 @@ def models_of_node(node: NodeConfig, path: str) -> ModelSet:
         entries=tuple(entries),
         source=path,
         port=ports[0] if ports else None,
+        equal_shares=True,
         warnings=(*node.warnings, *warnings),
     )
 

@@ -52,11 +52,12 @@ def judge_run(study: Study, run: Report) -> RunVerdict:
 
 def _overload_text(study: Study, run: Report) -> str:
     assert run.rate is not None
-    times = ceil(run.rate / (study.capacity * run.replicas))
+    capacity = study.capacity * run.replicas
+    times = ceil(run.rate / capacity)
     more = f"{times} times the {study.device}s carry it" if times > 1 else f"more {study.device}s carry it"
     lost = f" ({run.refused:,} refused)" if run.refused else ""
     return (
-        f"overloaded: {run.rate:.4g} requests/s arrive, {run.request_rate:,.2g} are answered{lost}; {more} "
+        f"overloaded: {run.rate:.4g} requests/s arrive, {capacity:,.3g} can be answered{lost}; {more} "
         "(--find replicas with --slo tells how many), or fewer requests"
     )
 

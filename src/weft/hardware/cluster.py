@@ -28,7 +28,8 @@ _TERM = re.compile(
     rf"\s*(?:(?P<count>[-+]?\d{{1,9}}){_TIMES})?(?P<name>[^@]*?)\s*(?:@\s*(?P<link>\S*)\s*)?",
     re.IGNORECASE | re.ASCII,  # digits are 0 to 9, not those of other scripts
 )
-# A count behind the name, as in 4090x2.
+# A count before the name without an x, as in 2 H100; one behind the name, as in 4090x2.
+_COUNT_BEFORE = re.compile(r"(?P<count>\d{1,3})\s+(?P<name>.+)", re.ASCII)
 _COUNT_BEHIND = re.compile(r"(?P<name>.+?)\s*[x×*]\s*(?P<count>\d{1,3})", re.IGNORECASE | re.ASCII)
 _NODES = re.compile(rf"\s*(?P<nodes>[-+]?\d{{1,9}}){_TIMES}(?P<gpus>[-+]?\d+{_TIMES}.*)", re.IGNORECASE | re.ASCII)
 
@@ -214,10 +215,12 @@ def _parse_term(term: str, spec: str) -> tuple[int, str, str]:
 
 
 def _name_and_count(name: str, count: str | None) -> tuple[str, str | None]:
-    """The name of a card, and its count, which may stand behind it: 4090x2, but not in MI300X."""
+    """The name of a card, and its count, which may have no x, or stand behind it: 4090x2, but not in MI300X."""
+    if is_gpu_name(name):
+        return name, count
     written = f"{count}x{name}" if count else name
-    behind = None if is_gpu_name(name) else _COUNT_BEHIND.fullmatch(written)
-    return (behind["name"], behind["count"]) if behind and is_gpu_name(behind["name"]) else (name, count)
+    match = _COUNT_BEHIND.fullmatch(written) or _COUNT_BEFORE.fullmatch(written)
+    return (match["name"], match["count"]) if match and is_gpu_name(match["name"]) else (name, count)
 
 
 def check_node_size(gpus: Sequence[GpuSpec], spec: str) -> None:

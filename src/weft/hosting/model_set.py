@@ -43,7 +43,8 @@ class ModelSet(msgspec.Struct, frozen=True, kw_only=True):
     """The models of one address. `source` is the file that names them; `port` is the one that it gives, if any.
 
     `warnings` are lines about what the file says in vain. With `grows`, models that are fetched later belong to it, and
-    stay awake for `keep_alive_s` after their last request.
+    stay awake for `keep_alive_s` after their last request. `equal_shares`: the models get equal numbers of GPUs if all
+    fit, as the servers of a node's file do.
     """
 
     entries: tuple[ModelEntry, ...]
@@ -51,6 +52,7 @@ class ModelSet(msgspec.Struct, frozen=True, kw_only=True):
     port: int | None = None
     warnings: tuple[str, ...] = ()
     grows: bool = False
+    equal_shares: bool = False
     keep_alive_s: float = math.inf
 
     def find(self, name: str) -> ModelEntry | None:

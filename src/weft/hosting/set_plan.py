@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any, cast
 
 import msgspec
@@ -104,9 +106,15 @@ def plan_set(
     """Plan all models of a set on one machine.
 
     A model without device-ids gets the fewest GPUs on which it fits, of those that no other model names if there are
-    enough. `host_bytes`: free memory of the host beside GPUs, None if unknown. Raises PlanError, with the bytes, for a
-    model that does not fit, and for models that must be awake and do not fit together; ModelError.
+    enough; in a set of equal shares, equal numbers of them if all models fit. `host_bytes`: free memory of the host
+    beside GPUs, None if unknown. Raises PlanError, with the bytes, for a model that does not fit, and for models that
+    must be awake and do not fit together; ModelError.
     """
+    if models.equal_shares and not cluster.on_cpu and len(cluster.gpus) >= len(models.entries):
+        try:
+            return plan_set(_shared_equally(models, len(cluster.gpus)), cluster, look_up, host_bytes)
+        except PlanError:
+            pass  # one of them needs more
     rooms = device_rooms(cluster, host_bytes)
     taken = {f"cuda:{number}" for entry in models.entries for number in entry.config.device_ids or ()}
     planned = []
@@ -117,6 +125,23 @@ def plan_set(
     result = SetPlan(models=tuple(planned), rooms=rooms)
     check_together(result)
     return result
+
+
+def _shared_equally(models: ModelSet, gpus: int) -> ModelSet:
+    """The models with equal numbers of neighbouring GPUs, the first ones with one more if some are left."""
+    share, left = divmod(gpus, len(models.entries))
+    starts = [number * share + min(number, left) for number in range(len(models.entries) + 1)]
+    shares = (tuple(range(start, end)) for start, end in pairwise(starts))
+    return with_gpus(models, shares)
+
+
+def with_gpus(models: ModelSet, shares: Iterable[tuple[int, ...]]) -> ModelSet:
+    """The models, each fixed to its GPUs."""
+    entries = tuple(
+        msgspec.structs.replace(entry, config=replace(entry.config, device_ids=numbers))
+        for entry, numbers in zip(models.entries, shares, strict=True)
+    )
+    return msgspec.structs.replace(models, entries=entries, equal_shares=False)
 
 
 def device_rooms(cluster: Cluster, host_bytes: int | None) -> dict[str, int]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
 
 import msgspec
 
 from weft.errors import ConfigError
 from weft.formats.precision import is_precision
 from weft.hardware.quantities import parse_bytes
+from weft.planner.claim_words import in_pieces, plain_claim
+from weft.planner.profiles import engine_names
 
 FORMS = (
     "MODEL PRECISION on NxGPU[ at N tokens][, X-Y tok/s]",
@@ -18,13 +21,17 @@ FORMS = (
     "GPU: PCIe 5.0, 64 GB/s",
     "NVLink: +20-40 % for MODEL PRECISION on NxGPU",
 )
+GAIN_GPUS = "4xA100"  # cards of a gain by NVLink, if the claim names none
 SEVERAL = 2  # GPUs of "8GB each", if their number is not told
 
 _NUMBER = r"\d[\d,_.]*"
 _TO = r"\s*(?:-|to)\s*"
 _LOW_HIGH = rf"(?P<low>{_NUMBER})(?:{_TO}(?P<high>{_NUMBER}))?"
 _SPEED = re.compile(rf"{_LOW_HIGH}\s*(?:(?:tok(?:en)?s?)(?:\s*/\s*s(?:ec)?|\s+per\s+second)|t/s|tps)", re.IGNORECASE)
-_TOKENS = re.compile(r"(?:at\s+)?(?P<tokens>\d[\d,_]*)(?P<thousands>k)?\s+tokens?", re.IGNORECASE)
+_TOKENS = re.compile(
+    r"(?:at\s+|with\s+)?(?P<tokens>\d[\d,_]*)\s*(?P<thousands>k)?(?:\s+(?:tokens?|context|ctx)\b.*|(?<=k))",
+    re.IGNORECASE,
+)
 _MEMORY = re.compile(
     r"(?P<size>\d+(?:\.\d+)?\s*(?:[GT]i?B))(?:\s+(?:of\s+)?v?ram)?\s*(?P<end>each|per gpu|(?:in )?total|in all)?",
     re.IGNORECASE,
@@ -34,11 +41,11 @@ _COUNT = re.compile(
 )
 _EACH_OF = re.compile(r"(?P<count>\d{1,5})\s*x\s*(?P<memory>\d.*)", re.IGNORECASE)
 _TENSOR = re.compile(r"(?:tp|tensor[ -]parallel)\s*=?\s*(?P<size>\d{1,4})", re.IGNORECASE)
-_SUBJECT = re.compile(r"(?P<subject>.+?)\s+(?P<verb>on|needs|takes|requires)\s+(?P<rest>.+)", re.IGNORECASE)
+_SUBJECT = re.compile(r"(?P<subject>.+?)\s+(?P<verb>on|needs)\s+(?P<rest>.+)", re.IGNORECASE)
 # A comma within a number, 32,768, has no blank behind it.
-_PIECE = re.compile(r"\s+(?:on|in)\s+|\s+at\s+(?=\d)|,\s+|,(?!\d{3}\b)", re.IGNORECASE)
-_ROW = re.compile(r"(?P<subject>[^:]+):\s*(?P<rest>\d[\d.]*\s*[GT]i?B\b.*)", re.IGNORECASE)  # as in a table: 38 GB
-_COUNTS = {"one": 1, "single": 1, "two": 2, "dual": 2, "three": 3, "four": 4, "six": 6, "eight": 8}
+_PIECE = re.compile(r"\s+(?:on|in|with)\s+|\s+at\s+(?=\d)|,\s+|,(?!\d{3}\b)", re.IGNORECASE)
+# A figure of a column of speeds, without its unit: a range or a fraction, since a number may be a card's name.
+_UNITLESS = re.compile(rf"(?=\d+\s*(?:-|to|\.)\s*\d){_LOW_HIGH}", re.IGNORECASE)
 _GAIN = re.compile(
     rf"(?:(?P<before>.+?)\s*[:,]\s*)?nvlink\s*[:,]?\s*(?:is\s+)?\+?{_LOW_HIGH}\s*%"
     r"(?:\s+(?:higher|more|faster|better)\b[a-z ]*?)?"
@@ -58,7 +65,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     `gpus` is a description of hardware, in which a card may be a size of memory. `precision` is empty for the model's
     own, `tokens` None for the usual length. `tok_s` is the speed of one request, or the low end of a range that ends at
     `most_tok_s`. `memory` is what the model is said to need, in all or on `each` of `count` GPUs. `fewest`: the claim
-    is that it needs this hardware, and fits no fewer GPUs. `tensor` is the tensor-parallel size.
+    is that it needs this hardware, and fits no fewer GPUs. `tensor` is the tensor-parallel size, `engine` one that
+    the claim is about.
     """
 
     model: str
@@ -72,6 +80,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     count: int | None = None
     fewest: bool = False
     tensor: int | None = None
+    engine: str = ""
 
 
 class LinkClaim(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,31 +102,17 @@ class GainClaim(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_claim(text: str) -> Claim | LinkClaim | GainClaim:
     """Parse a claim in one of FORMS. Raises ConfigError for a text that is none."""
-    plain = _plain(text)
+    plain = plain_claim(text)
     if match := _GAIN.fullmatch(plain):
         run = match["after"] or match["before"]
         low, high = _ends(match)
+        if run and _SUBJECT.fullmatch(run) is None:  # a model alone
+            run = f"{run} on {GAIN_GPUS}"
         return GainClaim(low=low / 100, high=high / 100, run=_parse_run(run, text) if run else None)
     if match := _LINK.fullmatch(plain):
         speed = match["speed"]
         return LinkClaim(gpu=match["gpu"], links=match["links"], link_Bps=float(speed) * 1e9 if speed else None)
     return _parse_run(plain, text)
-
-
-def _plain(text: str) -> str:
-    """The text with one kind of blank and dash, without remarks in brackets and words for "about", and with numbers for
-    "one" to "eight" cards."""
-    text = re.sub(r"[‐-―−]", "-", text.replace("×", "x")).replace("≈", "~")
-    text = re.sub(r"\(([^()]*)\)", lambda match: f" {match[1]} " if is_precision(match[1]) else " ", text)
-    text = re.sub(r"~|\b(?:about|around|approximately|roughly|up to)\b", " ", text, flags=re.IGNORECASE)
-    text = re.sub(
-        rf"\b(on|needs) (?:a )?({'|'.join(_COUNTS)}) (?=\w)",
-        lambda match: f"{match[1]} {_COUNTS[match[2].lower()]}x ",
-        " ".join(text.split()),
-        flags=re.IGNORECASE,
-    )
-    row = _ROW.fullmatch(text)
-    return re.sub(r"\s+(?=,)", "", f"{row['subject']} needs {row['rest']}" if row else text)
 
 
 def _ends(match: re.Match[str]) -> tuple[float, float]:
@@ -130,14 +125,17 @@ def _ends(match: re.Match[str]) -> tuple[float, float]:
 
 
 def _parse_run(plain: str, text: str) -> Claim:
-    match = _SUBJECT.fullmatch(plain)
+    engine = _engine().search(plain)
+    match = _SUBJECT.fullmatch(_engine().sub("", plain))
     if match is None:
         raise _no_claim(text)
-    model, _, last = match["subject"].rpartition(" ")
-    fields = {"model": model, "precision": last} if model and is_precision(last) else {"model": match["subject"]}
+    subject = match["subject"].rstrip(" ,:")
+    model, _, last = subject.rpartition(" ")
+    fields = {"model": model.rstrip(" ,:"), "precision": last} if model and is_precision(last) else {"model": subject}
     needs = match["verb"].lower() != "on"
     hardware: list[str] = []
-    fields |= _details([piece for piece in _PIECE.split(match["rest"]) if piece], hardware)
+    fields |= {"engine": engine["engine"].lower()} if engine else {}
+    fields |= _details([piece for piece in _PIECE.split(in_pieces(match["rest"])) if piece], hardware)
     fields["model"], tensor = _without_tensor(fields["model"])
     if tensor:
         fields["tensor"] = tensor
@@ -158,9 +156,9 @@ def _details(pieces: Sequence[str], hardware: list[str]) -> dict[str, object]:
         piece, tensor = _without_tensor(piece)
         if tensor:
             fields["tensor"] = tensor
-        if match := _SPEED.fullmatch(piece):
-            fields["tok_s"], most = _ends(match)
-            fields["most_tok_s"] = most if most > fields["tok_s"] else None  # type: ignore[operator]
+        if match := _SPEED.fullmatch(piece) or (_UNITLESS.fullmatch(piece) if hardware else None):
+            low, high = _ends(match)
+            fields |= {"tok_s": low, "most_tok_s": high if high > low else None}
         elif match := _TOKENS.fullmatch(piece):
             fields["tokens"] = int(re.sub("[,_]", "", match["tokens"])) * (1000 if match["thousands"] else 1)
         elif match := _COUNT.fullmatch(piece) or _EACH_OF.fullmatch(piece):
@@ -180,6 +178,13 @@ def _details(pieces: Sequence[str], hardware: list[str]) -> dict[str, object]:
     return fields
 
 
+@cache
+def _engine() -> re.Pattern[str]:
+    """A word that names an engine, as in "with vLLM"."""
+    names = "|".join(map(re.escape, engine_names()))
+    return re.compile(rf"(?:\b(?:with|using|by)\s+)?(?<![\w/.-])(?P<engine>{names})(?![\w/.-])\s*", re.IGNORECASE)
+
+
 def _without_tensor(words: str) -> tuple[str, int | None]:
     match = _TENSOR.search(words)
     return (_TENSOR.sub("", words).strip(" ,"), int(match["size"])) if match else (words, None)
@@ -188,7 +193,7 @@ def _without_tensor(words: str) -> tuple[str, int | None]:
 def _memory_as_card(claim: Claim, text: str) -> Claim:
     """The claim "on 16GB" or "on 2 GPUs, 8GB each", with cards of that memory as its hardware."""
     count = claim.count or (SEVERAL if claim.each else 1)
-    size = _MEMORY.search(_plain(text))
+    size = _MEMORY.search(plain_claim(text))
     assert size is not None
     return msgspec.structs.replace(
         claim, gpus=f"{count}x{size['size'].replace(' ', '')}", memory_bytes=None, each=False, count=None

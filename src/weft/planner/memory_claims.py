@@ -48,6 +48,7 @@ def judge_memory(
         claimed_bytes=claimed,
         count=count,
         several=count > 1,
+        below=claimed < weights,
         precision=precision,
         weight_bytes=weights,
         kv_bytes=cache,

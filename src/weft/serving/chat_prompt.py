@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from weft.client.collector import Collector
 from weft.client.prompt import Prompt
+from weft.core.params import MAX_LOGPROBS
 from weft.errors import RequestError
 from weft.serving.answer_grammar import answer_grammar
 from weft.serving.answer_ids import StreamState, check_state
@@ -86,6 +87,12 @@ async def prepare_chat(
         )
     if body.logprobs:
         fields["logprobs"] = body.top_logprobs or 0
+        if not 0 <= fields["logprobs"] <= MAX_LOGPROBS:
+            raise RequestError(
+                f"top_logprobs is {body.top_logprobs}; it must be from 0 to {MAX_LOGPROBS}",
+                param="top_logprobs",
+                code="invalid-parameter",
+            )
     use = _tool_use(service, body, tools)
     sampling_params = service.frontend.sampling_params(fields, max_tokens=None)
     service.check_capacity(1, sampling_params)

@@ -88,7 +88,7 @@ def parse_duration(text: str, source: str) -> float:
     unit = UNITS_S.get(match["unit"].lower()) if match else None
     if match is None or unit is None or not 0 < float(match["number"]) * unit < inf:
         raise ConfigError(
-            f"{source}: {text.strip()!r} is no time above 0; write it as 50ms, 1.5s, 10m or 1h", code="bad-duration"
+            f"{source}: {text.strip()!r} is no time above 0 with a unit, as 50ms, 1.5s, 10m or 1h", code="bad-duration"
         )
     return float(match["number"]) * unit
 
