@@ -116,6 +116,15 @@ def rank_processes() -> list[psutil.Process]:
     return [member for member in family() if "weft.worker.process" in " ".join(member.cmdline())]
 
 
+def nobody_listens(port: int) -> bool:
+    """True if a connection to a port is refused, or has got the same port at its own end and met itself."""
+    try:
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            return bool(connection.getsockname() == connection.getpeername())
+    except ConnectionRefusedError:
+        return True
+
+
 @pytest.mark.parametrize("layout", [{"stages": 2}, {"tensor": 2}], ids=str)
 def test_nothing_listens_once_the_ranks_are_connected(create: Callable[[], Cluster], layout: dict[str, int]) -> None:
     """Nobody who could not prove the key finds torch's store or gloo, or leaves anything where they listened."""
@@ -131,8 +140,7 @@ def test_nothing_listens_once_the_ranks_are_connected(create: Callable[[], Clust
     assert len(ports) >= 4
     for port in ports:
         for _ in range(300 // len(ports) + 1):
-            with pytest.raises(ConnectionRefusedError):
-                socket.create_connection(("127.0.0.1", port))
+            assert nobody_listens(port)
     for number in range(3):
         step = make_step(number, [number, 2])
         assert cluster.executor.submit(step).result(WAIT_S).tokens == [total(plan, step.tokens)]
