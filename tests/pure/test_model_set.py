@@ -221,6 +221,8 @@ def test_on_a_cpu_a_model_that_sleeps_keeps_its_weights(tmp_path: Path) -> None:
 def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
     with refuses(PlanError, "model-does-not-fit", "'a'", "Qwen/Qwen3-32B", "cuda:0"):
         planned(tmp_path, "1xRTX4090", {"name": "a", "model": "Qwen/Qwen3-32B"})
+    path = written(tmp_path, {"models": [{"name": "a", "model": "Qwen/Qwen3-32B"}]})
+    assert dispatch(["plan", "--config", path, "--gpus", "1xRTX4090"]) == 3, "as of one model"
 
 
 def test_weft_plan_of_a_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,7 +67,8 @@ EXPLANATIONS = {
     "all layers are on the GPUs; with --device cpu none are": "ngl n-gpu-layers gpu-layers num-gpu",
     "each rank uses its share of the cores; OMP_NUM_THREADS limits its threads": "t threads tb threads-batch",
     "VLLM_LOGGING_LEVEL=DEBUG in the environment logs more": "log-level loglevel v",
-    "a server keeps its model loaded until it ends": "keepalive keep-alive",
+    "a server keeps its model until a client sends keep_alive: 0; models of a set have it in their file": "keepalive "
+    "keep-alive",
     "2>/dev/null hides the notices; answers and reports go to standard output": "quiet q silent no-progress",
     "Weft computes no LoRA adapters: merge one into its model and serve that": "lora lora-path lora-modules adapter "
     "adapters lora-scaled",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
 
 from weft.cli import plan_flags
 from weft.cli.parser import UsageError
+from weft.errors import PlanError
 from weft.formatting import format_bytes
 from weft.hosting.model_set import ModelSet
 from weft.hosting.set_plan import ModelPlan, SetPlan, plan_set
@@ -16,8 +18,11 @@ from weft.hosting.set_plan import ModelPlan, SetPlan, plan_set
 ASKED = frozenset(["config", "infernet_config", "gpus", "refresh_hardware", "json"])
 
 
+NO_FIT = ("set-does-not-fit", "model-does-not-fit")
+
+
 def main(arguments: Namespace, models: ModelSet) -> int:
-    """Print the plan of a set. Raises PlanError with the bytes if it does not fit."""
+    """Print the plan of a set; return 3, with the bytes on standard error, if it does not fit."""
     from weft.cli.plan import planned_cluster
     from weft.hardware.host import probe_host
     from weft.hosting.catalogue import look_up_entry
@@ -25,7 +30,13 @@ def main(arguments: Namespace, models: ModelSet) -> int:
     check_flags(arguments, models.source)
     cluster = planned_cluster(vars(arguments))
     here = getattr(arguments, "gpus", None) is None
-    plan = plan_set(models, cluster, look_up_entry, probe_host().memory_free_bytes if here else None)
+    try:
+        plan = plan_set(models, cluster, look_up_entry, probe_host().memory_free_bytes if here else None)
+    except PlanError as error:
+        if error.code not in NO_FIT:
+            raise
+        print(f"weft: error: {error}", file=sys.stderr)
+        return 3
     if getattr(arguments, "json", False):
         print(json.dumps({"source": models.source, "warnings": list(models.warnings), **plan.as_json()}))
         return 0

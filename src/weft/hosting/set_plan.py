@@ -16,6 +16,7 @@ from weft.errors import ConfigError, PlanError
 from weft.formats import lookup
 from weft.formats.precision import OF_DTYPE, canonical, weight_bytes
 from weft.formats.schemes import ONLINE_QUANTIZATIONS
+from weft.formatting import format_bytes
 from weft.hardware.cluster import Cluster
 from weft.hosting.model_set import ModelEntry, ModelSet
 from weft.hosting.residency import Need, Residency, Tenant
@@ -338,10 +339,10 @@ def _check_beside(residency: Residency, model: ModelPlan, pinned: Sequence[Model
 
 def _fits_nowhere(entry: ModelEntry, model: Model, cluster: Cluster, *devices: str) -> PlanError:
     rooms = device_rooms(cluster, None)
-    have = ", ".join(f"{device} {rooms.get(device, 0):,}" for device in devices)
+    have = ", ".join(f"{format_bytes(rooms.get(device, 0))} on {device}" for device in devices)
     need = weight_bytes(model.shape, _precision(entry.config, model))
     return PlanError(
-        f"{entry.name!r} ({entry.config.model}) does not fit: its weights alone take {need:,} bytes, and free are on "
-        f"{have} bytes; compress it with quantization, lower max-model-len, or give it more GPUs",
+        f"{entry.name!r} ({entry.config.model}) does not fit: its weights take {format_bytes(need)}, and {have} "
+        f"are free; compress it with quantization, lower max-model-len, or give it more GPUs",
         code="model-does-not-fit",
     )

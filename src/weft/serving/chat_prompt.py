@@ -121,7 +121,7 @@ def _tool_use(service: Service, body: ChatRequest, given: ClientTools | None = N
     given = given or chat_tools(body.tools or ())
     use = read_tools(given, body.tool_choice)
     for kind in given.left_out:
-        service.notes.add(f"tool {kind}", f"tools of type {kind!r:.80} are left out: a provider's own servers run them")
+        service.notes.add(f"tool {kind}", f"tools of type {kind!r:.80} are left out: no such tool is run or known here")
     return use
 
 

@@ -84,9 +84,7 @@ def read_tools(given: ClientTools, choice: str | Mapping[str, Any] | None) -> To
         case "function" | "custom" if isinstance(choice, Mapping):
             return replace(use, choice="required", named=_check_known(_chosen_name(choice, given), names))
         case str() if kind in given.left_out:
-            raise _wrong_choice(
-                f"tool_choice forces {kind!r:.80}, a tool that a provider's own servers run; none is here"
-            )
+            raise _wrong_choice(f"tool_choice forces {kind!r:.80}, a kind of tool that is neither run nor known here")
         case "local_shell" if SHELL in given.forms:
             return replace(use, choice="required", named=SHELL)
     raise _wrong_choice(f"tool_choice is {kind!r:.80}; it is auto, required, none or an object that names a tool")
@@ -117,7 +115,7 @@ def _allowed_names(one: Mapping[str, Any], given: ClientTools, names: Sequence[s
 
 def _some(tools: Sequence[T], left_out: Sequence[str]) -> Sequence[T]:
     if not tools:
-        there = f" ({', '.join(left_out)[:200]}: run by a provider's own servers, and left out)" if left_out else ""
+        there = f" ({', '.join(left_out)[:200]}: neither run nor known here, and left out)" if left_out else ""
         raise _wrong_choice(f"tool_choice needs tools; give at least one, or leave tool_choice out{there}")
     return tools
 
