@@ -28,7 +28,7 @@ class Server:
     """A running `weft serve WORDS`, with at most `files` open files where that is given. `address` is (host, port), or
     the path of a socket."""
 
-    command: tuple[str, ...] = ("serve", "--api-key", KEY)
+    command: tuple[str, ...] = ("serve", "--clip-max-tokens", "--api-key", KEY)  # attacks ask for endless answers
     address: tuple[str, int] | str
 
     def __init__(
