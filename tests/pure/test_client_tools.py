@@ -78,6 +78,17 @@ async def test_a_tool_beside_a_namespace_keeps_its_name() -> None:
     assert item["name"] == "wait" and item.get("namespace") is None
 
 
+@pytest.mark.parametrize(
+    ("choice", "known"), [({}, "wait"), ({"namespace": "agents"}, "agents__wait")], ids=["alone", "of a namespace"]
+)
+async def test_a_choice_means_the_tool_of_its_namespace(choice: dict[str, str], known: str) -> None:
+    """A tool of a namespace does not stand in for one of its name outside."""
+    world = saying_world(call(known))
+    await asked(world, tools=SPACES, tool_choice={"type": "function", "name": "wait", **choice})
+    grammar = world.engine.requests[-1].grammar
+    assert [name for name in ("agents__wait", "wait") if f'"{name}' in grammar.replace("\\", "")] == [known]
+
+
 async def test_a_custom_tool_takes_a_text() -> None:
     text = '*** Begin "Patch"\n+a\n'
     world = saying_world("so " + call("apply_patch", input=text) + call("apply_patch", input="b"))
@@ -225,9 +236,10 @@ async def test_tools_that_are_not_allowed_are_shown_and_not_called() -> None:
         {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "other"}]},
         {"type": "allowed_tools", "mode": "always", "tools": [FUNCTION]},
         {"type": "allowed_tools"},
+        {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "namespace", "name": "x"}] * 1025},
         {"type": "custom", "custom": {}},
     ],
-    ids=str,
+    ids=lambda choice: str(choice)[:60],
 )
 async def test_a_choice_that_names_nothing_is_refused(choice: Any) -> None:
     refused(await world_saying("a").chat(tools=TOOLS, tool_choice=choice), 400, param="tool_choice")

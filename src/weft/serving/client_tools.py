@@ -7,7 +7,8 @@ run by a provider's own servers; without them the model answers as well as it ca
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -44,16 +45,17 @@ class ClientTools:
     functions: list[dict[str, Any]] = field(default_factory=list)
     forms: dict[str, ToolForm] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)  # kinds of which there is none here
+    _model_names: dict[tuple[str, str | None], str] = field(default_factory=dict)  # by the client's, and its namespace
 
     def add(self, function: Mapping[str, Any], form: ToolForm | None = None) -> None:
         self.functions.append({"type": "function", "function": dict(function)})
         if form is not None:
             self.forms[function["name"]] = form
+            self._model_names.setdefault((form.name, form.namespace), function["name"])
 
     def model_name(self, name: str, namespace: str | None) -> str:
         """Return the name by which the model knows a client's tool."""
-        wanted = (name, namespace or None)
-        return next((own for own, form in self.forms.items() if (form.name, form.namespace) == wanted), name)
+        return self._model_names.get((name, namespace or None), name)
 
 
 def chat_tools(tools: Sequence[Mapping[str, Any]]) -> ClientTools:
@@ -68,7 +70,7 @@ def chat_tools(tools: Sequence[Mapping[str, Any]]) -> ClientTools:
         if not isinstance(given, Mapping):
             raise _wrong(f'tools[{number}] must be {{"type": "{kind}", "{kind}": {{...}}}}')
         if kind == "custom":
-            _add_custom(read, given, None, lambda name: name)
+            _add_custom(read, given, None, str(given.get("name")))
         else:
             read.functions.append(dict(tool))
     return read
@@ -89,13 +91,11 @@ def response_tools(tools: Sequence[Mapping[str, Any]]) -> ClientTools:
             flat += [(one, str(tool.get("name")), f"{place}.tools[{at}]") for at, one in enumerate(inner)]
         else:
             flat.append((tool, None, place))
-    names = [str(tool.get("name")) for tool, _, _ in flat]
+    owners = Counter(str(tool.get("name")) for tool, _, _ in flat)
     read = ClientTools()
     for tool, namespace, place in flat:
-
-        def known_as(name: str, namespace: str | None = namespace) -> str:
-            return name if namespace is None or names.count(name) == 1 else f"{namespace.rstrip('_')}__{name}"
-
+        name = str(tool.get("name"))
+        known_as = name if namespace is None or owners[name] == 1 else f"{namespace.rstrip('_')}__{name}"
         match _kind(tool, place):
             case "function":
                 _add_function(read, tool, namespace, known_as)
@@ -109,21 +109,17 @@ def response_tools(tools: Sequence[Mapping[str, Any]]) -> ClientTools:
     return read
 
 
-def _add_function(
-    read: ClientTools, tool: Mapping[str, Any], namespace: str | None, known_as: Callable[[str], str]
-) -> None:
+def _add_function(read: ClientTools, tool: Mapping[str, Any], namespace: str | None, known_as: str) -> None:
     fields = ("description", "parameters", "strict")
     name = tool.get("name")
     function = {"name": name, **{key: tool[key] for key in fields if tool.get(key) is not None}}
     if namespace is None or not isinstance(name, str):
         read.add(function)
     else:
-        read.add({**function, "name": known_as(name)}, ToolForm("function", name, namespace))
+        read.add({**function, "name": known_as}, ToolForm("function", name, namespace))
 
 
-def _add_custom(
-    read: ClientTools, tool: Mapping[str, Any], namespace: str | None, known_as: Callable[[str], str]
-) -> None:
+def _add_custom(read: ClientTools, tool: Mapping[str, Any], namespace: str | None, known_as: str) -> None:
     """Add a custom tool as a function of one text. A grammar of it is told to the model, and binds it to nothing."""
     name = tool.get("name")
     if not isinstance(name, str):
@@ -135,7 +131,7 @@ def _add_custom(
         "required": [INPUT],
         "additionalProperties": False,
     }
-    function = {"name": known_as(name), "description": "\n\n".join(filter(None, texts)), "parameters": parameters}
+    function = {"name": known_as, "description": "\n\n".join(filter(None, texts)), "parameters": parameters}
     read.add(function, ToolForm("custom", name, namespace))
 
 

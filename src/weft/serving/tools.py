@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
@@ -65,11 +65,8 @@ class ToolUse:
 def read_tools(given: ClientTools, choice: str | Mapping[str, Any] | None) -> ToolUse:
     """Check a request's tools and its tool_choice. Raises RequestError, naming the field."""
     tools = given.functions
-    if len(tools) > LIMITS.tools:
-        raise RequestError(
-            f"tools has {len(tools):,} items; the limit is {LIMITS.tools}", param="tools", code="too-many-items"
-        )
-    names = [_tool_name(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    _check_number("tools", tools)
+    names = dict.fromkeys(_tool_name(tool, f"tools[{index}]") for index, tool in enumerate(tools))
     use = ToolUse(tools, forms=given.forms)
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
     match kind:
@@ -90,13 +87,14 @@ def read_tools(given: ClientTools, choice: str | Mapping[str, Any] | None) -> To
     raise _wrong_choice(f"tool_choice is {kind!r:.80}; it is auto, required, none or an object that names a tool")
 
 
-def _restricted(use: ToolUse, given: ClientTools, choice: Mapping[str, Any], names: Sequence[str]) -> ToolUse:
+def _restricted(use: ToolUse, given: ClientTools, choice: Mapping[str, Any], names: Collection[str]) -> ToolUse:
     """Let only some tools be called, as "allowed_tools" says; chat requests have its fields one level deeper."""
     inner = choice.get("allowed_tools")
     fields = inner if isinstance(inner, Mapping) else choice
     listed, mode = fields.get("tools"), fields.get("mode", "auto")
     if not isinstance(listed, list) or not all(isinstance(one, Mapping) for one in listed):
         raise _wrong_choice("tool_choice.tools must be a list of tools, each with its type and name")
+    _check_number("tool_choice", listed)
     if mode not in ("auto", "required"):
         raise _wrong_choice(f"tool_choice.mode is {mode!r:.80}; it is auto or required")
     kept = [one for one in listed if one.get("type") not in given.left_out]
@@ -106,7 +104,14 @@ def _restricted(use: ToolUse, given: ClientTools, choice: Mapping[str, Any], nam
     return replace(use, choice=mode, allowed=allowed)
 
 
-def _allowed_names(one: Mapping[str, Any], given: ClientTools, names: Sequence[str]) -> list[str]:
+def _check_number(param: str, tools: Sequence[object]) -> None:
+    if len(tools) > LIMITS.tools:
+        raise RequestError(
+            f"{param} has {len(tools):,} items; the limit is {LIMITS.tools}", param=param, code="too-many-items"
+        )
+
+
+def _allowed_names(one: Mapping[str, Any], given: ClientTools, names: Collection[str]) -> list[str]:
     """Return the model's names of an allowed tool, or of all tools of a namespace."""
     if one.get("type") == "namespace":
         return [name for name, form in given.forms.items() if form.namespace == one.get("name")]
@@ -120,7 +125,7 @@ def _some(tools: Sequence[T], left_out: Sequence[str]) -> Sequence[T]:
     return tools
 
 
-def _check_known(name: str, names: Sequence[str]) -> str:
+def _check_known(name: str, names: Collection[str]) -> str:
     if name not in names:
         raise _wrong_choice(f"tool_choice names {name!r:.80}, which is not in tools ({', '.join(names)[:200]})")
     return name
@@ -131,10 +136,9 @@ def _chosen_name(choice: Mapping[str, Any], given: ClientTools) -> str:
     inner = choice.get(str(choice.get("type")))
     fields = inner if isinstance(inner, Mapping) else choice
     name, namespace = fields.get("name"), fields.get("namespace")
-    if not isinstance(name, str):
+    if not isinstance(name, str) or not isinstance(namespace, str | None):
         raise _wrong_choice('tool_choice as an object is {"type": "function", "function": {"name": NAME}}')
-    known = [own for own, form in given.forms.items() if form.name == name and namespace in (None, form.namespace)]
-    return known[0] if known else name
+    return given.model_name(name, namespace)
 
 
 def _tool_name(tool: Mapping[str, Any], place: str) -> str:
