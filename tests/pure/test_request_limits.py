@@ -81,8 +81,8 @@ async def test_unknown_names_are_cut_and_counted(caplog: pytest.LogCaptureFixtur
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 5 and all(line.endswith("and 190 more") for line in lines)
     assert max(map(len, lines)) < 1100
-    assert len(world.service._unknown_fields._seen) == 1000
-    assert {len(name) for name in world.service._unknown_fields._seen} == {80}
+    assert len(world.service._unknown_fields._names._seen) == 1000
+    assert {len(name) for name in world.service._unknown_fields._names._seen} == {80}
 
 
 async def test_a_default_limit_of_bodies_follows_the_models_length() -> None:

@@ -88,7 +88,7 @@ def api_quotes(arguments: Namespace, model: Model, each: Usage) -> list[Quote]:
         quotes.append(api_prices.stated_quote(stated, each))
     if quotes:
         return quotes
-    # Who sells a model does not say in which file.
+    # Sellers name the whole model, and not a file of it.
     reference = gguf_reference.parse_address(model.name)
     name = (model_names.whole_model(reference) if reference else None) or model.name
     sellers = api_prices.find_quotes(name, each)[:SELLERS]

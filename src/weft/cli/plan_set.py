@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
 
 from weft.cli import plan_flags
+from weft.cli.dispatch import fail
 from weft.cli.parser import UsageError
 from weft.errors import PlanError
 from weft.formatting import format_bytes
@@ -35,8 +35,7 @@ def main(arguments: Namespace, models: ModelSet) -> int:
     except PlanError as error:
         if error.code not in NO_FIT:
             raise
-        print(f"weft: error: {error}", file=sys.stderr)
-        return 3
+        return fail(str(error), 3)
     if getattr(arguments, "json", False):
         print(json.dumps({"source": models.source, "warnings": list(models.warnings), **plan.as_json()}))
         return 0

@@ -37,15 +37,6 @@ NUMBERS: dict[str, tuple[float, float]] = {
     "frequency_penalty": (-2.0, 2.0),
     "repetition_penalty": (1e-3, 1e3),
 }
-# Defaults of the numbers: None stands for them.
-NUMBER_DEFAULTS = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-}
 # Descriptions of ranges that are clearer than their two ends.
 RANGE_TEXTS: dict[str, str] = {
     "temperature": "a finite number from 0 (greedy) to 1e6",
@@ -162,13 +153,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """
 
     n: int = 1
-    temperature: float = NUMBER_DEFAULTS["temperature"]
-    top_p: float = NUMBER_DEFAULTS["top_p"]
+    temperature: float = 1.0
+    top_p: float = 1.0
     top_k: int = 0
-    min_p: float = NUMBER_DEFAULTS["min_p"]
-    presence_penalty: float = NUMBER_DEFAULTS["presence_penalty"]
-    frequency_penalty: float = NUMBER_DEFAULTS["frequency_penalty"]
-    repetition_penalty: float = NUMBER_DEFAULTS["repetition_penalty"]
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -197,7 +188,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def _check_numbers(self) -> None:
         if self.top_k is None:
-            self._keep("top_k", None, 0)
+            self._keep("top_k", None, DEFAULTS["top_k"])
         for name, (low, high) in INTEGERS.items():
             value = getattr(self, name)
             if type(value) is int and low <= value <= high:
@@ -207,7 +198,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name, (least, most) in NUMBERS.items():
             value = getattr(self, name)
             if value is None:  # as generation configs of Transformers have it
-                self._keep(name, value, NUMBER_DEFAULTS[name])
+                self._keep(name, value, DEFAULTS[name])
             elif type(value) is not float or not least <= value <= most:
                 self._keep(name, value, _number(name, value, least, most))
         for name in FLAGS:
@@ -268,6 +259,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 def _is_empty(value: object) -> bool:
     """Return True for the value of a sequence that is left out."""
     return type(value) is tuple and not value
+
+
+DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
 
 
 def _refuse(name: str, value: object, limit: str) -> NoReturn:

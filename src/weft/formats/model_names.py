@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from weft.errors import ModelError
@@ -79,3 +80,9 @@ def _exists(typed: str) -> bool:
 def tagged(name: str) -> str:
     """Return a name with its tag, as Ollama shows it: without one it has LATEST."""
     return name if ":" in name.rpartition("/")[2] else name + LATEST
+
+
+def find_tagged(name: str, names: Iterable[str]) -> str | None:
+    """Return the first of `names` that `name` means, with or without the tag LATEST; None if none is."""
+    wanted = tagged(name)
+    return next((own for own in names if tagged(own) == wanted), None)

@@ -7,6 +7,7 @@ from hashlib import blake2b
 from starlette.datastructures import Headers
 from starlette.types import Receive
 
+from weft.formats.model_names import LATEST
 from weft.gateway.accounts import Accounts
 from weft.gateway.bodies import BodyPool
 from weft.gateway.completion import COUNTED, PATHS, Completion, check_counted
@@ -17,7 +18,6 @@ from weft.gateway.keys import Keys
 from weft.gateway.paths import BATCHES, DISK, PUBLIC, WITH_FORMS, is_kept, is_public
 from weft.serving.errors import HttpError
 
-LATEST = ":latest"
 WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
 METHODS = (*WITHOUT_BODY, "POST", "PUT", "PATCH", "DELETE")  # of paths whose requests are passed on uncounted
 COUNTED_METHODS = ("POST", "OPTIONS")  # browsers ask with OPTIONS before they send a POST to another site

@@ -9,7 +9,7 @@ import msgspec
 
 from weft.config import EngineConfig
 from weft.errors import ConfigError
-from weft.formats.model_names import tagged
+from weft.formats.model_names import find_tagged, tagged
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +57,7 @@ class ModelSet(msgspec.Struct, frozen=True, kw_only=True):
 
     def find(self, name: str) -> ModelEntry | None:
         """The model that a name means, with or without the tag `latest`."""
-        return next((entry for entry in self.entries if tagged(name) in map(tagged, entry.names)), None)
+        return next((entry for entry in self.entries if find_tagged(name, entry.names) is not None), None)
 
 
 def check_model_set(models: ModelSet) -> None:

@@ -146,7 +146,7 @@ def _parse_run(plain: str, text: str) -> Claim:
     )
     if claim.tokens == 0 or claim.tok_s == 0 or claim.memory_bytes == 0:
         raise ConfigError(f"the claim {text!r} has 0 of something; give 1 or more", code="claim-of-zero")
-    return _memory_as_card(claim, text) if not needs and claim.memory_bytes and not hardware else _checked(claim, text)
+    return _memory_as_card(claim, plain) if not needs and claim.memory_bytes and not hardware else _checked(claim, text)
 
 
 def _details(pieces: Sequence[str], hardware: list[str]) -> dict[str, object]:
@@ -190,10 +190,10 @@ def _without_tensor(words: str) -> tuple[str, int | None]:
     return (_TENSOR.sub("", words).strip(" ,"), int(match["size"])) if match else (words, None)
 
 
-def _memory_as_card(claim: Claim, text: str) -> Claim:
+def _memory_as_card(claim: Claim, plain: str) -> Claim:
     """The claim "on 16GB" or "on 2 GPUs, 8GB each", with cards of that memory as its hardware."""
     count = claim.count or (SEVERAL if claim.each else 1)
-    size = _MEMORY.search(plain_claim(text))
+    size = _MEMORY.search(plain)
     assert size is not None
     return msgspec.structs.replace(
         claim, gpus=f"{count}x{size['size'].replace(' ', '')}", memory_bytes=None, each=False, count=None

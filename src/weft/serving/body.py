@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from functools import cache
 from threading import Lock
 from typing import Any, TypeVar
@@ -23,8 +23,6 @@ log = logging.getLogger("weft.serving")
 T = TypeVar("T", bound=msgspec.Struct)
 
 FIELD = re.compile(r"`\$\.?([^`]*)`$|required field `([^`]+)`")
-
-
 GOT_FLOAT = "got `float`"  # in msgspec's message
 
 
@@ -140,18 +138,14 @@ def convert_object(raw: dict[str, Any], target: type[T]) -> T:
 
 def _whole_numbers(raw: dict[str, Any]) -> dict[str, Any]:
     """Return an object whose floats without a fraction, and those of objects in it, are ints: some clients' are."""
-    whole: dict[str, Any] = {}
-    for name, value in raw.items():
-        match value:
-            case float() if value.is_integer():
-                whole[name] = int(value)
-            case dict():
-                whole[name] = {
-                    key: int(v) if isinstance(v, float) and v.is_integer() else v for key, v in value.items()
-                }
-            case _:
-                whole[name] = value
-    return whole
+    return {
+        name: {key: _whole(part) for key, part in value.items()} if isinstance(value, dict) else _whole(value)
+        for name, value in raw.items()
+    }
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 # The first use of a type reads its annotations, in Python code: with two threads in it, msgspec 0.22 crashes.
@@ -174,43 +168,48 @@ def field_names(target: type[msgspec.Struct]) -> frozenset[str]:
     return frozenset(target.__struct_fields__)
 
 
-class Notes:
-    """Log lines about what clients ask for and do not get. Each subject is worth one line, however often it comes."""
+class SeenNames:
+    """Names that have come up, so that each appears in the log once.
 
-    def __init__(self) -> None:
-        self._seen: set[str] = set()
-        self._lock = Lock()
-
-    def add(self, subject: str, text: str) -> None:
-        """Log a text about a subject that is new; at most `LIMITS.unknown_names` subjects are remembered."""
-        subject = subject[: LIMITS.unknown_name]
-        with self._lock:
-            if subject in self._seen or len(self._seen) >= LIMITS.unknown_names:
-                return
-            self._seen.add(subject)
-        log.warning("%s", text, extra=event_fields("request-not-as-asked", subject=subject))
-
-
-class UnknownFields:
-    """Log of unknown request fields, which are ignored. Each name appears once.
-
-    At most `LIMITS.unknown_names` names are remembered, each cut to `LIMITS.unknown_name` characters.
+    At most `LIMITS.unknown_names` are remembered, each cut to `LIMITS.unknown_name` characters.
     """
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
         self._lock = Lock()
 
+    def add(self, names: Iterable[str]) -> list[str]:
+        """Remember names; return those that are new."""
+        cut = dict.fromkeys(name[: LIMITS.unknown_name] for name in names)
+        with self._lock:
+            new = [name for name in cut if name not in self._seen][: LIMITS.unknown_names - len(self._seen)]
+            self._seen.update(new)
+        return new
+
+
+class Notes:
+    """Log lines about what clients ask for and do not get. Each subject is worth one line, however often it comes."""
+
+    def __init__(self) -> None:
+        self._subjects = SeenNames()
+
+    def add(self, subject: str, text: str) -> None:
+        """Log a text about a subject that is new."""
+        for new in self._subjects.add([subject]):
+            log.warning("%s", text, extra=event_fields("request-not-as-asked", subject=new))
+
+
+class UnknownFields:
+    """Log of unknown request fields, which are ignored. Each name appears once."""
+
+    def __init__(self) -> None:
+        self._names = SeenNames()
+
     def log_new(self, raw: dict[str, Any], target: type[msgspec.Struct], accepted: Set[str]) -> None:
         """Log the fields of `raw` that are neither fields of `target` nor `accepted`, if they are new."""
         fields = field_names(target)
         unknown = [name for name in raw if name not in fields and name not in accepted]
-        if not unknown:
-            return
-        cut = dict.fromkeys(name[: LIMITS.unknown_name] for name in unknown)
-        with self._lock:
-            names = [name for name in cut if name not in self._seen][: LIMITS.unknown_names - len(self._seen)]
-            self._seen.update(names)
+        names = self._names.add(unknown) if unknown else []
         if not names:
             return
         shown = ", ".join(map(repr, names[: LIMITS.unknown_names_per_line]))

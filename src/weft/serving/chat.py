@@ -121,8 +121,8 @@ class ChatStream(OpenAIStream[ChatChunkChoice]):
             stop_reason=news.stop_reason,
             token_ids=list(news.token_ids) if self._sends_ids else UNSET,
         )
-        # As OpenAI's servers do, the end comes alone: some clients read nothing else of its chunk. With token ids it
-        # does not, since a gateway counts them with the text; it parts the two itself.
+        # The end is a chunk of its own, as at OpenAI: some clients read nothing else of that chunk. Token ids stay with
+        # the text that they made, so that a gateway counts both or none; it parts text and end itself.
         says = news.content or news.reasoning or news.tool_calls or choice.logprobs
         if says and news.finish_reason is not None and not self._sends_ids:
             return [*choices, *_without_end(choice)]

@@ -271,9 +271,8 @@ class Service:
         visible = self.visible_names()
         if name in visible:
             return name
-        for own in visible:
-            if model_names.tagged(own) == model_names.tagged(name):
-                return own
+        if (own := model_names.find_tagged(name, visible)) is not None:
+            return own
         known = ", ".join(map(repr, visible))
         raise HttpError(
             404, f"the model {name!r:.100} does not exist here; known: {known}", code="model-not-found", param="model"

@@ -155,8 +155,10 @@ def _shape_calls(messages: Sequence[Message], traits: HistoryTraits, form: CallF
         message = messages[index]
         index += 1
         if message["role"] == "assistant" and "tool_calls" in message:
-            results = list(takewhile(_is_result, messages[index:]))
-            index += len(results)
+            first = index
+            while index < len(messages) and _is_result(messages[index]):
+                index += 1
+            results = messages[first:index]
             made += write_turn(traits.turn_form(describe_turn(message, results)), message, results, form)
         elif _is_result(message) and not traits.shows_lone_result:
             made.append(_user(write_result(message["content"])))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from weft.errors import ModelError, RequestError
 from weft.formats import gguf_reference
 from weft.formats.gguf_reference import GgufReference
-from weft.formats.model_names import tagged
+from weft.formats.model_names import find_tagged
 from weft.serving.errors import HttpError
 from weft.serving.ollama.types import ModelRequest
 from weft.serving.service import Service
@@ -21,9 +21,8 @@ def requested_name(body: ModelRequest) -> str:
 
 def served_name(service: Service, name: str) -> str | None:
     """The name of the service's own that `name` means; None if it means another model."""
-    for own in service.names:
-        if tagged(own) == tagged(name):
-            return own
+    if (own := find_tagged(name, service.names)) is not None:
+        return own
     wanted = reference_of(name)
     return next((own for own in service.names if wanted is not None and reference_of(own) == wanted), None)
 
