@@ -136,10 +136,10 @@ def test_an_idle_stop_is_noticed_and_sigterm_does_not_wait_for_it(server: Server
         members(server, "weft.worker")[0].suspend()
         eventually(lambda: any(re.search(r"rank 0 .*\bstep\b.*\bSIGSTOP\b", text) for _, text in list(answers)))
     eventually(lambda: health(server).status_code == 200)
+    family, rank = server.family(), members(server, "weft.worker")[0]
     asked = Asked(server.url, stream=True, tokens=480)
     assert asked.begun.wait(30)
-    family = server.family()
-    members(server, "weft.worker")[0].suspend()
+    rank.suspend()  # at once: 480 tokens take less than a second
     server.process.send_signal(signal.SIGTERM)
     assert server.ended() == 0, "though --shutdown-timeout has 30 s left"
     assert not any(member.is_running() for member in family)
