@@ -242,12 +242,8 @@ LIBRARY_RECIPES = {
 def make(name: str, folder: Path) -> Path:
     """Write the checkpoint of a recipe in fp32 into a new folder of its name, and return that folder."""
     recipe = (RECIPES | GGUF_RECIPES | LIBRARY_RECIPES)[name]
-    values = {**recipe.sizes, **recipe.config}
-    if recipe.model in ("Qwen2", "Qwen2Moe"):
-        values.pop("head_dim")
-        values["hidden_size"] = 96
     torch.manual_seed(len(name))
-    model = create_model(recipe, values).float()
+    model = create_model(recipe, config_fields(recipe)).float()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key.endswith("bias"):
@@ -265,10 +261,38 @@ def make(name: str, folder: Path) -> Path:
     # Sampling defaults are not what these tests are about.
     model.generation_config = transformers.GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
     model.save_pretrained(out, max_shard_size="100KB" if recipe.shards else "5GB")
-    if recipe.style == 4:
-        path = out / "config.json"
-        path.write_text(json.dumps(as_version_4(json.loads(path.read_text()))))
+    style_config(out, recipe)
     return out
+
+
+def write_config(name: str, folder: Path, layers: int) -> Path:
+    """Write the config.json of a recipe with so many layers, for weights that are drawn at random, into a new folder of
+    its name, and return that folder."""
+    recipe = RECIPES[name]
+    fields = config_fields(recipe) | {"n_layer" if "n_layer" in recipe.sizes else "num_hidden_layers": layers}
+    if "layer_types" in fields:
+        fields["layer_types"] = fields["layer_types"][1 : 1 + layers]
+    if "mlp_only_layers" in fields:
+        fields["mlp_only_layers"] = [layer for layer in fields["mlp_only_layers"] if layer < layers]
+    create_model(recipe, fields).config.save_pretrained(folder / name)
+    style_config(folder / name, recipe)
+    return folder / name
+
+
+def config_fields(recipe: Recipe) -> dict[str, Any]:
+    """The fields of the config.json of a recipe that are not Transformers' defaults."""
+    fields = {**recipe.sizes, **recipe.config}
+    if recipe.model in ("Qwen2", "Qwen2Moe"):
+        fields.pop("head_dim")
+        fields["hidden_size"] = 96
+    return fields
+
+
+def style_config(folder: Path, recipe: Recipe) -> None:
+    """Turn config.json into the words of the recipe's version of Transformers."""
+    if recipe.style == 4:
+        path = folder / "config.json"
+        path.write_text(json.dumps(as_version_4(json.loads(path.read_text()))))
 
 
 def create_model(recipe: Recipe, values: dict[str, Any]) -> transformers.PreTrainedModel:

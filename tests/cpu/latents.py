@@ -7,7 +7,7 @@ import torch
 from tests.cpu.attention import ragged
 from weft.kernels.base import KVCache
 from weft.kernels.batch import Batch
-from weft.kernels.latents import LatentDims
+from weft.kernels.latents import LatentDims, StepForms, divide_batch
 
 # heads, rank, rope_dim, nope_dim, value_dim
 SMALL = LatentDims(3, 32, 8, 16, 12)
@@ -17,7 +17,8 @@ PUBLISHED = LatentDims(4, 512, 64, 128, 128)
 def random_latents(
     dims: LatentDims, counts: list[int], contexts: list[int], dtype: torch.dtype, block_size: int = 16
 ) -> tuple[torch.Tensor, torch.Tensor, KVCache, Batch]:
-    """Rotated queries, the projection of latents, and a cache with the latents of all rows' contexts."""
+    """Rotated queries, the projection of latents, a cache with the latents of all rows' contexts, and the batch, whose
+    long rows are in the expanded form."""
     batch, blocks = ragged(counts, contexts, block_size, seed=len(counts))
     generator = torch.Generator().manual_seed(3)
 
@@ -27,7 +28,16 @@ def random_latents(
     q = draw(sum(counts), dims.heads, dims.nope_dim + dims.rope_dim)
     weight = draw(dims.heads * (dims.nope_dim + dims.value_dim), dims.rank) * dims.rank**-0.5
     cache = KVCache.of_latents(draw(blocks, block_size, 1, dims.rank + dims.rope_dim), dims.rank)
-    return q, weight, cache, batch
+    return q, weight, cache, in_forms(batch, dims)
+
+
+def in_forms(batch: Batch, dims: LatentDims) -> Batch:
+    """The batch with its long rows in the expanded form, as the worker stages it."""
+    forms = StepForms.of(batch.lengths(), batch.decodes, dims.expands_from)
+    if forms is None:
+        return batch
+    tensors = [torch.from_numpy(array).to(batch.context.device) for array in forms.absorbed]
+    return divide_batch(batch, forms.with_tensors(tensors))
 
 
 def attend_as_published(

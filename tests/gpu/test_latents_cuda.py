@@ -9,7 +9,7 @@ import torch
 
 from tests.cpu.attention import ragged
 from tests.cpu.kernels import triton_kernels
-from tests.cpu.latents import PUBLISHED, SMALL, random_latents
+from tests.cpu.latents import PUBLISHED, SMALL, in_forms, random_latents
 from weft.kernels.base import KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.latents import LatentDims, LatentNorm, attend_by_latents
@@ -31,7 +31,7 @@ CASES = [
 
 def on_card(batch: Batch) -> Batch:
     names = ("tokens", "positions", "slots", "row_starts", "context", "tables", "order")
-    return replace(batch, **{name: getattr(batch, name).to(CUDA) for name in names})
+    return replace(batch, **{name: getattr(batch, name).to(CUDA) for name in names}, forms=None)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -43,7 +43,7 @@ def test_latent_attention_is_that_of_torch(case: tuple, dtype: torch.dtype) -> N
     kernels = triton_kernels(multiprocessor_count(CUDA), CUDA)
     products = kernels.matrices.latent_products(weight.to(CUDA, dtype), dims)
     there = KVCache.of_latents(cache.keys.to(CUDA, dtype), dims.rank)
-    got = attend_by_latents(kernels, products, q.to(CUDA, dtype), there, on_card(batch), 0.07)
+    got = attend_by_latents(kernels, products, q.to(CUDA, dtype), there, in_forms(on_card(batch), dims), 0.07)
     torch.testing.assert_close(got.cpu().float(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 

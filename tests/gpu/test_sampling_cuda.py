@@ -65,8 +65,9 @@ def test_masks(dtype: torch.dtype) -> None:
     assert torch.equal(on_card.cpu(), logits)
 
 
-def test_steps_wait_for_nothing_and_copy_from_pinned_memory_only(tmp_path: Path) -> None:
-    path = checkpoints.make("llama", tmp_path)
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gpt-oss", "gemma3", "deepseek-v3"])
+def test_steps_wait_for_nothing_and_copy_from_pinned_memory_only(name: str, tmp_path: Path) -> None:
+    path = checkpoints.make(name, tmp_path)
     params = [
         SamplingParams(max_tokens=30, ignore_eos=True, **wishes)
         for wishes in (
@@ -77,8 +78,10 @@ def test_steps_wait_for_nothing_and_copy_from_pinned_memory_only(tmp_path: Path)
         )
     ]
     common = {"skip_tokenizer_init": True, "executor": "inline", "kv_cache_memory_bytes": 64_000_000}
+    # Prompts are read in chunks, beside rows that decode.
+    common |= {"max_num_batched_tokens": 64, "enable_prefix_caching": False}
     with LLM(str(path), attention_backend="triton", **common) as llm:
-        prompts = [[3 + i, 4, 5] for i in range(len(params))]
+        prompts = [[3 + i, *[4, 5] * (1 + 14 * i)] for i in range(len(params))]
         llm.generate(prompts, params)
         settle(llm)
         taken = torch.cuda.memory_stats()["num_device_alloc"]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+if TYPE_CHECKING:
+    from weft.kernels.latents import LatentForms
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,8 @@ class Batch:
     token each. `order` [decodes]: their numbers, those with the longest contexts first, the order of decode attention:
     a long row that begins last would run alone at the end.
 
-    `group_tokens` are the numbers of tokens of all attention groups in the step, empty for one group.
+    `group_tokens` are the numbers of tokens of all attention groups in the step, empty for one group. `forms` divides
+    the rows of a model with latent attention, None if all are in the absorbed form.
 
     The tensors of a `fixed` batch are those of a CUDA graph, into which later steps are written. Its last `idle` rows
     are padding.
@@ -60,6 +65,7 @@ class Batch:
     group: int = 0
     others: tuple[Batch, ...] = ()
     group_tokens: tuple[int, ...] = ()
+    forms: LatentForms | None = None
 
     @property
     def groups(self) -> tuple[Batch, ...]:

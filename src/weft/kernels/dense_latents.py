@@ -39,6 +39,5 @@ class DenseLatentProducts:
     def expand(self, latents: torch.Tensor, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
         some, rank = self.weight[heads], self.dims.rank
         both = F.linear(latents[:, :rank], some.flatten(0, 1)).view(len(latents), len(some), -1)
-        rotated = latents[:, None, rank:].expand(-1, len(some), -1)
-        nope, values = both.split((self.dims.nope_dim, self.dims.value_dim), dim=-1)
-        return torch.cat((nope, rotated), dim=-1), values.contiguous()
+        keys, values = both.split((self.dims.nope_dim, self.dims.value_dim), dim=-1)
+        return keys, values

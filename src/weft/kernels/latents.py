@@ -12,19 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from weft.architectures.shape import LatentAttention
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch, Lengths
+from weft.kernels.sampling import Array
 from weft.kernels.warm import KernelLaunch
 from weft.plan import memory
 
 if TYPE_CHECKING:
-    from weft.kernels.base import Kernels
+    from weft.kernels.base import Kernels, PagedAttention
 
 EXPANDED_BLOCK = 8  # positions of a block of expanded keys and values
 
@@ -86,9 +88,21 @@ class LatentProducts(Protocol):
         ...
 
     def expand(self, latents: torch.Tensor, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [N, H, nope_dim + rope_dim] and values [N, H, value_dim] of some heads, from latents [N, rank +
-        rope_dim] of the cache."""
+        """Keys [N, H, nope_dim], without their rotated part, and values [N, H, value_dim] of some heads, from latents
+        [N, rank + rope_dim] of the cache. Both may be views of one tensor; each head's columns are contiguous."""
         ...
+
+
+class ExpandedContext(NamedTuple):
+    """Keys and values of some heads over a row's context of N positions.
+
+    `keys` [N, H, nope_dim] and `values` [N, H, value_dim]: see `LatentProducts.expand`. `rotated` [N, rope_dim]: the
+    part of a key that all heads share.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    rotated: torch.Tensor
 
 
 class LatentKernels(Protocol):
@@ -125,28 +139,109 @@ class LatentKernels(Protocol):
         """
         ...
 
+    def attend_expanded(self, q: torch.Tensor, context: ExpandedContext, scale: float, out: torch.Tensor) -> None:
+        """Causal attention of some heads in the expanded form: of the last T of N positions, q [T, H, nope_dim +
+        rope_dim], into `out` [T, H, value_dim]. q and `out` may be columns of wider tensors."""
+        ...
+
     def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:
         """The same as `PagedAttention.launches`."""
         ...
+
+
+class AbsorbedRows(NamedTuple, Generic[Array]):
+    """The rows of a step that stay in the absorbed form beside rows in the expanded one: their numbers `rows` [R']
+    int64, the numbers of their tokens `tokens` [T'] int64, and the index of each row's first token among these,
+    `row_starts` [R' + 1] int32."""
+
+    rows: Array
+    tokens: Array
+    row_starts: Array
+
+
+@dataclass(frozen=True)
+class StepForms(Generic[Array]):
+    """The rows of a step by their form: the numbers of those that are `expanded`, and the `absorbed` others with their
+    lengths `host`. All decode rows are absorbed, and remain the first ones."""
+
+    expanded: tuple[int, ...]
+    absorbed: AbsorbedRows[Array]
+    host: Lengths
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> StepForms[torch.Tensor]:
+        """The same with the arrays of `absorbed` on a device."""
+        return StepForms(self.expanded, AbsorbedRows(*tensors), self.host)
+
+    @classmethod
+    def of(cls, lengths: Lengths, decodes: int, least: int) -> StepForms[np.ndarray] | None:
+        """Divide the rows of a step, of which the first `decodes` have one token: those with `least` tokens or more are
+        expanded. None if there are none."""
+        counts = np.diff(lengths.row_starts)
+        is_long = (counts >= least) & (np.arange(len(counts)) >= decodes)
+        if not is_long.any():
+            return None
+        rows = np.flatnonzero(~is_long)
+        row_starts = np.concatenate(([0], counts[rows].cumsum()))
+        tokens = np.flatnonzero(np.repeat(~is_long, counts))
+        absorbed = AbsorbedRows(rows, tokens, row_starts.astype(np.int32))
+        return StepForms(tuple(np.flatnonzero(is_long).tolist()), absorbed, Lengths(row_starts, lengths.context[rows]))
+
+
+@dataclass(frozen=True)
+class ExpandedRow:
+    """A row in the expanded form: its tokens in the step, the number of its positions, and its `table` of blocks."""
+
+    tokens: slice
+    context: int
+    table: torch.Tensor
+
+
+@dataclass(frozen=True)
+class LatentForms:
+    """The rows of a batch by their form, for all layers of a step: `absorbed` has those in the absorbed form, for
+    attention alone, and `tokens` [T'] int64 the numbers of their tokens; it is None if there are none."""
+
+    absorbed: Batch | None
+    tokens: torch.Tensor
+    expanded: tuple[ExpandedRow, ...]
+
+
+def divide_batch(batch: Batch, forms: StepForms[torch.Tensor]) -> Batch:
+    """The batch with its `forms`, once its tables are filled. Nothing waits for the device."""
+    rows, tokens, row_starts = forms.absorbed
+    absorbed = None
+    if len(rows):
+        absorbed = replace(
+            batch,
+            tokens=batch.tokens[:0],
+            positions=batch.positions[:0],
+            slots=batch.slots[:0],
+            row_starts=row_starts,
+            context=batch.context.index_select(0, rows),
+            tables=batch.tables.index_select(0, rows),
+            host=forms.host,
+            others=(),
+        )
+    starts, context = batch.lengths().row_starts.tolist(), batch.lengths().context.tolist()
+    expanded = (ExpandedRow(slice(*starts[row : row + 2]), context[row], batch.tables[row]) for row in forms.expanded)
+    return replace(batch, forms=LatentForms(absorbed, tokens, tuple(expanded)))
 
 
 def attend_by_latents(
     kernels: Kernels, products: LatentProducts, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float
 ) -> torch.Tensor:
     """Causal attention of all rows over their latents: rotated queries [T, heads, nope_dim + rope_dim] -> [T, heads *
-    value_dim]. Rows of many tokens are computed in the expanded form, the others in the absorbed one."""
-    expanded = [] if batch.fixed or batch.decodes == batch.rows else long_rows(batch, products.dims.expands_from)
-    if not expanded:
+    value_dim]. The rows that the batch's `forms` name are computed in the expanded form, the others in the absorbed
+    one."""
+    forms = batch.forms
+    if forms is None:
         return attend_absorbed(kernels, products, q, cache, batch, scale)
     out = q.new_empty(q.shape[0], products.dims.heads * products.dims.value_dim)
-    starts = batch.lengths().row_starts
-    others = [row for row in range(batch.rows) if row not in expanded]
-    if others:
-        part, tokens = select_rows(batch, others)
-        out[tokens] = attend_absorbed(kernels, products, q[tokens], cache, part, scale)
-    for row in expanded:
-        tokens_of_row = slice(int(starts[row]), int(starts[row + 1]))
-        attend_expanded(kernels, products, q[tokens_of_row], cache, batch, row, scale, out[tokens_of_row])
+    if forms.absorbed:
+        some = q.index_select(0, forms.tokens)
+        out.index_copy_(0, forms.tokens, attend_absorbed(kernels, products, some, cache, forms.absorbed, scale))
+    for row in forms.expanded:
+        attend_expanded(kernels, products, q[row.tokens], cache, row, scale, out[row.tokens])
     return out
 
 
@@ -162,81 +257,53 @@ def attend_expanded(
     products: LatentProducts,
     q: torch.Tensor,
     cache: KVCache,
-    batch: Batch,
-    row: int,
+    row: ExpandedRow,
     scale: float,
     out: torch.Tensor,
 ) -> None:
     """`attend_by_latents` of one row's tokens in the expanded form, into `out`, some heads at a time."""
-    dims, context = products.dims, int(batch.lengths().context[row])
-    latents = gather_latents(cache, batch, row, context)
-    part = contiguous_row(q.shape[0], context, q.device)
-    step = dims.heads_at_once(context, q.dtype.itemsize)
-    kernels.attention.prepare(part)
+    dims = products.dims
+    blocks = row.table[: -(-row.context // cache.block_size)]
+    latents = cache.keys.index_select(0, blocks).flatten(0, 2)[: row.context]
+    step = dims.heads_at_once(row.context, q.dtype.itemsize)
+    mixed = out.view(len(out), dims.heads, dims.value_dim)
     for first in range(0, dims.heads, step):
         heads = slice(first, min(first + step, dims.heads))
         keys, values = products.expand(latents, heads)
-        own = q[:, heads].contiguous()
-        # Attention takes queries, keys and values of one length.
-        width = max(keys.shape[2], values.shape[2])
-        own, keys, values = (torch.nn.functional.pad(x, (0, width - x.shape[2])) for x in (own, keys, values))
-        keys, values = (x.unflatten(0, (-1, EXPANDED_BLOCK)) for x in (keys, values))
-        mixed = kernels.attention.attend(own, KVCache(keys, values), part, scale, None)
-        mixed = mixed.view(len(out), heads.stop - first, -1)[..., : dims.value_dim]
-        out.view(len(out), dims.heads, -1)[:, heads] = mixed
-    kernels.attention.prepare(batch)
+        context = ExpandedContext(keys, values, latents[:, dims.rank :])
+        kernels.latents.attend_expanded(q[:, heads], context, scale, mixed[:, heads])
 
 
-def gather_latents(cache: KVCache, batch: Batch, row: int, context: int) -> torch.Tensor:
-    """Latents of the first `context` positions of a row: [N, rank + rope_dim], zeros after them up to whole blocks of
-    EXPANDED_BLOCK."""
-    blocks = batch.tables[row, : -(-context // cache.block_size)].long()
-    latents = cache.keys[blocks].flatten(0, 2)[:context]
-    return torch.nn.functional.pad(latents, (0, 0, 0, -context % EXPANDED_BLOCK))
+def attend_padded(
+    attention: PagedAttention, q: torch.Tensor, context: ExpandedContext, scale: float, out: torch.Tensor
+) -> None:
+    """`LatentKernels.attend_expanded` by attention that takes queries, keys and values of one length, in blocks."""
+    keys, values, rotated = context
+    positions, heads = keys.shape[:2]
+    keys = torch.cat((keys, rotated[:, None].expand(-1, heads, -1)), dim=-1)
+    width, missing = max(keys.shape[2], values.shape[2]), -positions % EXPANDED_BLOCK
+    own = F.pad(q, (0, width - q.shape[2]))
+    keys, values = (
+        F.pad(x, (0, width - x.shape[2], 0, 0, 0, missing)).unflatten(0, (-1, EXPANDED_BLOCK)) for x in (keys, values)
+    )
+    part = contiguous_row(q.shape[0], positions, q.device)
+    attention.prepare(part)
+    mixed = attention.attend(own.contiguous(), KVCache(keys, values), part, scale, None)
+    out.copy_(mixed.view(len(out), heads, width)[..., : out.shape[2]])
 
 
 def contiguous_row(tokens: int, context: int, device: torch.device) -> Batch:
     """A batch of one row with the last `tokens` of `context` positions, which lie one after the other in blocks of
     EXPANDED_BLOCK. Nothing is stored for it."""
     blocks = torch.arange(-(-context // EXPANDED_BLOCK), dtype=torch.int32, device=device)
-    numbers = torch.tensor([0, tokens, context], dtype=torch.int32, device=device)
     none = blocks[:0]
     return Batch(
         tokens=none,
         positions=none,
         slots=none.long(),
-        row_starts=numbers[:2],
-        context=numbers[2:],
+        row_starts=torch.arange(0, tokens + 1, tokens, dtype=torch.int32, device=device),
+        context=torch.full((1,), context, dtype=torch.int32, device=device),
         tables=blocks[None],
         order=none,
         decodes=0,
     )
-
-
-def long_rows(batch: Batch, least: int) -> list[int]:
-    """Numbers of the rows with `least` tokens or more."""
-    starts = batch.lengths().row_starts
-    return [row for row in range(batch.decodes, batch.rows) if starts[row + 1] - starts[row] >= least]
-
-
-def select_rows(batch: Batch, rows: Sequence[int]) -> tuple[Batch, torch.Tensor]:
-    """The batch of some rows in their order, all decode rows among them, for attention alone; and the numbers of their
-    tokens [T'] int64."""
-    device, lengths = batch.context.device, batch.lengths()
-    index, starts = np.asarray(rows), lengths.row_starts
-    counts = np.diff(starts)[index]
-    host = Lengths(np.concatenate(([0], counts.cumsum())), lengths.context[index])
-    tokens = torch.from_numpy(np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows])).to(device)
-    here = torch.from_numpy(index).to(device)
-    part = replace(
-        batch,
-        tokens=batch.tokens[:0],
-        positions=batch.positions[tokens],
-        slots=batch.slots[tokens],
-        row_starts=torch.from_numpy(host.row_starts).int().to(device),
-        context=batch.context[here],
-        tables=batch.tables[here],
-        host=host,
-        others=(),
-    )
-    return part, tokens

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from weft.kernels.batch import Batch, Lengths, split_groups
+
+if TYPE_CHECKING:
+    from weft.kernels.latents import StepForms
 
 NOWHERE = -1  # slot of a padding token of a captured batch
 
@@ -19,6 +23,7 @@ class StagedStep:
     `tokens` [T]: an id, or ~slot for the token that the request slot sampled last. `positions`, `places` [G, T] int64,
     `row_starts`, `context`, `order`, `decodes`, `host` and `group_tokens` are those of a Batch, whose `slots` are
     `places` here; `graph_rows` is that of a StepPlan.
+    `forms` are those of a model with latent attention, if rows are expanded.
     `slots` [R]: the request slot of each row. `growth` [3, R]: number of blocks in a row's tables before the step,
     number of blocks now, and index in `blocks` [G, N] of its first new block.
 
@@ -42,6 +47,7 @@ class StagedStep:
     host: Lengths
     group_tokens: tuple[int, ...] = ()
     graph_rows: int = 0
+    forms: StepForms[torch.Tensor] | None = None
 
     @property
     def rows(self) -> int:

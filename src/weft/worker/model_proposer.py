@@ -190,7 +190,9 @@ class ModelProposer:
     def _run_step(self, step: StepPlan, samples: SampleBatch | None) -> SampledTokens | None:
         """Run a step through the draft model; return its tokens if it samples any."""
         runner, arrays = self._runner, samples.arrays if samples else None
-        staged, tensors = self._slots.stage(step, arrays, singly=runner.runs_singly(step))
+        staged, tensors = self._slots.stage(
+            step, arrays, singly=runner.runs_singly(step), expands_from=runner.expands_from
+        )
         hidden = runner.forward(runner.fill_batch(staged))
         if samples is None or tensors is None:
             return None

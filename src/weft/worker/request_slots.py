@@ -9,6 +9,7 @@ import torch
 
 from weft.core.step import UNKNOWN, Admission, StepPlan
 from weft.kernels.batch import Lengths, table_columns
+from weft.kernels.latents import StepForms
 from weft.kernels.sampling import Array
 from weft.kernels.staged import StagedStep
 from weft.worker.pooling import PooledPrompt
@@ -75,12 +76,17 @@ class RequestSlots:
         self.pooled.pop(slot, None)
 
     def stage(
-        self, step: StepPlan, samples: SampleArrays[np.ndarray] | None = None, *, singly: bool = False
+        self,
+        step: StepPlan,
+        samples: SampleArrays[np.ndarray] | None = None,
+        *,
+        singly: bool = False,
+        expands_from: int | None = None,
     ) -> tuple[StagedStep, SampleArrays[torch.Tensor] | None]:
         """Take the step's new blocks into the tables, and copy its arrays and `samples` to the device.
 
         With `singly`, every token is a row of its own that attends to the tokens before it, which gives the same
-        result.
+        result. Latent attention expands rows of `expands_from` tokens or more.
         """
         # `row_slots` and `token_slots` are request slots; `kv_slots` are places in the KV cache.
         row_slots, starts, counts = (np.array(x, dtype=np.int64) for x in (step.slots, step.starts, step.counts))
@@ -113,8 +119,11 @@ class RequestSlots:
             growth=growth.astype(np.int32),
             blocks=blocks,
         )
-        tensors = self._staging.put([*arrays, *(samples.flatten() if samples else ())])
-        on_device = StepArrays(*tensors[: len(arrays)])
+        host = Lengths(row_starts, context)
+        forms = StepForms.of(host, decodes, expands_from) if expands_from else None
+        divided = forms.absorbed if forms else ()
+        tensors = self._staging.put([*arrays, *divided, *(samples.flatten() if samples else ())])
+        on_device, rest = StepArrays(*tensors[: len(arrays)]), tensors[len(arrays) :]
         staged = StagedStep(
             tokens=on_device.tokens,
             positions=on_device.positions,
@@ -129,11 +138,12 @@ class RequestSlots:
             tables=self._device_tables,
             decodes=decodes,
             width=table_columns(int(growth[1].max())),
-            host=Lengths(row_starts, context),
+            host=host,
             group_tokens=tuple(step.group_tokens),
             graph_rows=step.graph_rows,
+            forms=forms.with_tensors(rest[: len(divided)]) if forms else None,
         )
-        return staged, samples.with_tensors(tensors[len(arrays) :]) if samples else None
+        return staged, samples.with_tensors(rest[len(divided) :]) if samples else None
 
     def _append_blocks(self, step: StepPlan, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Append the step's new blocks to the tables of `slots`; return `growth` and `blocks` of StagedStep."""

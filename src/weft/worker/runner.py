@@ -22,6 +22,7 @@ from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.capture import synchronize_device
 from weft.kernels.fused import PhaseTimes
+from weft.kernels.latents import LatentDims, divide_batch
 from weft.kernels.staged import StagedStep
 from weft.kernels.warm import warm_kernels
 from weft.layers.exchange import TokenExchange, create_exchange
@@ -314,6 +315,12 @@ class ModelRunner:
         assert self.graphs
         self.graphs.capture_next()
 
+    @property
+    def expands_from(self) -> int | None:
+        """Number of tokens of a row from which on its latents are expanded; None without latent attention."""
+        latent = self.attention.latent
+        return LatentDims.of(latent, self.attention.q_heads).expands_from if latent else None
+
     def runs_singly(self, step: StepPlan) -> bool:
         """Return True if each token of the step is to run as a row of its own.
 
@@ -334,7 +341,7 @@ class ModelRunner:
         """Turn a staged step into a batch: in a graph's tensors if it can be replayed, unless `eager`."""
         batch = (self.graphs and not eager and self.graphs.captured_batch(staged)) or staged.eager()
         self.kernels.pointwise.fill_batch(staged, batch)
-        return batch
+        return divide_batch(batch, staged.forms) if staged.forms else batch
 
     def trace(self, log: PhaseTimes | None) -> None:
         """Log the layers of later steps, see `DecoderModel.trace`; None ends that."""

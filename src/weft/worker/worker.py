@@ -227,7 +227,9 @@ class Worker:
             return StepResult(step.id, [], [], {}) if self.sampler else None
         samples, arrays = self._prepare_samples(step)
         runner = self.runner
-        staged, tensors = self.request_slots.stage(step, arrays, singly=runner.runs_singly(step))
+        staged, tensors = self.request_slots.stage(
+            step, arrays, singly=runner.runs_singly(step), expands_from=runner.expands_from
+        )
         batch = runner.fill_batch(staged)
         if self.proposer:
             self.proposer.note(step)

@@ -48,7 +48,7 @@ def complete_kernels(attention: PagedAttention, device: torch.device, shape: Att
         pointwise=NativePointwise(entries),
         matrices=NativeMatrices(entries),
         sampling=NativeSampling(entries),
-        latents=NativeLatents(entries),
+        latents=NativeLatents(entries, attention),
         fuse_layers=fuse_layers,
     )
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.kernels.base import AttentionShape, ExpertStack, KVCache
+from weft.kernels.base import AttentionShape, ExpertStack, KVCache, PagedAttention
 from weft.kernels.batch import Batch
-from weft.kernels.latents import LatentDims, LatentNorm
+from weft.kernels.latents import ExpandedContext, LatentDims, LatentNorm, attend_padded
 from weft.kernels.native.experts import NativeStack, pack_stack
 from weft.kernels.warm import KernelLaunch
 from weft.native.entries import Entries
@@ -20,10 +20,10 @@ from weft.quant.quantised import QuantisedWeight
 
 
 class NativeLatents:
-    """The C++ implementation of `LatentKernels`."""
+    """The C++ implementation of `LatentKernels`; `attention` is used in the expanded form."""
 
-    def __init__(self, entries: Entries) -> None:
-        self._entries = entries
+    def __init__(self, entries: Entries, attention: PagedAttention) -> None:
+        self._entries, self._attention = entries, attention
 
     def rotate_and_store(
         self,
@@ -78,6 +78,9 @@ class NativeLatents:
         )
         return out
 
+    def attend_expanded(self, q: torch.Tensor, context: ExpandedContext, scale: float, out: torch.Tensor) -> None:
+        attend_padded(self._attention, q, context, scale, out)
+
     def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:
         return ()
 
@@ -125,7 +128,7 @@ class NativeLatentProducts:
             keys.data_ptr(),
             values.data_ptr(),
         )
-        return keys, values
+        return keys[..., : self.dims.nope_dim], values
 
 
 def pack_latent_products(

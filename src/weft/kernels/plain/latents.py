@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
-from weft.kernels.latents import LatentNorm
+from weft.kernels.latents import ExpandedContext, LatentNorm, attend_padded
 from weft.kernels.plain.attention import PlainAttention
 from weft.kernels.warm import KernelLaunch
 
@@ -42,6 +42,9 @@ class PlainLatents:
     ) -> torch.Tensor:
         mixed = PlainAttention().attend(q, cache, batch, scale, None, lse)
         return mixed.view(q.shape[0], q.shape[1], -1)
+
+    def attend_expanded(self, q: torch.Tensor, context: ExpandedContext, scale: float, out: torch.Tensor) -> None:
+        attend_padded(PlainAttention(), q, context, scale, out)
 
     def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:
         return ()

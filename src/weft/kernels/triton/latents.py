@@ -15,7 +15,7 @@ import triton.language as tl
 from weft.kernels import attention_inputs
 from weft.kernels.base import AttentionShape, KVCache, PagedAttention
 from weft.kernels.batch import Batch
-from weft.kernels.latents import EXPANDED_BLOCK, LatentDims, LatentNorm, contiguous_row
+from weft.kernels.latents import EXPANDED_BLOCK, ExpandedContext, LatentDims, LatentNorm, attend_padded, contiguous_row
 from weft.kernels.triton.attention import LN_2, LOG2_E, MAX_SPLITS, MIN_PRODUCT, _join
 from weft.kernels.usable import AMPERE_SHARED_BYTES
 from weft.kernels.warm import KernelLaunch, first_of_variants
@@ -281,6 +281,9 @@ class TritonLatents:
         if batch.decodes < batch.rows:
             self._prefill(q, cache, batch, scale, out, lse)
         return out
+
+    def attend_expanded(self, q: torch.Tensor, context: ExpandedContext, scale: float, out: torch.Tensor) -> None:
+        attend_padded(self._attention, q, context, scale, out)
 
     def _decode(
         self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, out: torch.Tensor, lse: torch.Tensor | None
