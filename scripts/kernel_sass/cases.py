@@ -21,11 +21,12 @@ from weft.formats.schemes import UNIT, Scheme
 from weft.hardware.gpus import FP8_CAPABILITY
 from weft.kernels.base import ExpertStack, HeadNorm, KVCache
 from weft.kernels.batch import NO_ROWS, Batch
-from weft.kernels.latents import LatentNorm
+from weft.kernels.latents import ExpandedContext, LatentNorm
 from weft.kernels.sampling import mask_words
 from weft.kernels.staged import StagedStep
 from weft.kernels.triton import attention, experts, latents, pointwise, products, reduce, rounding, routing, sampling
 from weft.kernels.triton.staged import fill_batch
+from weft.kernels.usable import AMPERE_SHARED_BYTES
 from weft.quant.quantised import QuantisedWeight
 
 PROCESSORS = 132  # of the GPU that launches are cut for: an H200
@@ -45,6 +46,8 @@ GROUPED = Experts(  # DeepSeek-V3
     group_score="top2",
 )
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+HOPPER = 90, 100  # instructions for groups of warps that no other architecture has
+HOPPER_SHARED_BYTES = 227 << 10
 FP8_SINCE = 10 * FP8_CAPABILITY[0] + FP8_CAPABILITY[1]
 Arguments = Mapping[str, Any]  # of a launch, by the kernel's own names
 
@@ -68,8 +71,10 @@ def join_work(a: Arguments) -> Work:
 
 
 def latents_work(a: Arguments) -> Work:
-    """A tile of latents, which are keys and values of a block of heads. The parts of a tile are padded."""
-    return Work(bytes=a["TILE"] * (a["rank"] + a["rope_dim"]) * a["latents"].itemsize)
+    """A tile of latents, which are keys and values of a block of heads; of several blocks, the first reads it, and the
+    others find it in the second cache. The parts of a tile are padded."""
+    blocks = -(-a["heads"] // a["ROWS"])
+    return Work(bytes=a["TILE"] * (a["rank"] + a["rope_dim"]) * a["latents"].itemsize / blocks)
 
 
 def store_latents_work(a: Arguments) -> Work:
@@ -80,6 +85,11 @@ def store_latents_work(a: Arguments) -> Work:
 def latents_flops(a: Arguments) -> Work:
     """Scores and weighted latents of a tile."""
     return Work(flops=2 * a["ROWS"] * a["TILE"] * (2 * a["RANK"] + a["ROPE"]))
+
+
+def expanded_flops(a: Arguments) -> Work:
+    """Scores and weighted values of a tile of one head."""
+    return Work(flops=2 * a["ROWS"] * a["TILE"] * (a["NOPE"] + a["ROPE"] + a["VALUE"]))
 
 
 def prefill_work(a: Arguments) -> Work:
@@ -171,14 +181,19 @@ def mask_work(a: Arguments) -> Work:
 @dataclass(frozen=True)
 class Case:
     """A kernel in one variant: `call` launches it, once or beside other kernels, and `work` is that of one pass of its
-    innermost loop with the most instructions, or of number `loop` in that order. GPUs below `since` do not have it."""
+    innermost loop with the most instructions, or of number `loop` in that order. GPUs below `since` do not have it, nor
+    those from `until` on."""
 
     kernel: str
     variant: str
     work: Callable[[Arguments], Work]
     call: Callable[[], object]
     since: int = 80
+    until: int = 1 << 16
     loop: int = 0
+
+    def is_for(self, architecture: int) -> bool:
+        return self.since <= architecture < self.until
 
     def launch(self) -> Launch:
         """The recorded launch of the kernel; raises ValueError unless there is exactly one."""
@@ -215,16 +230,29 @@ def decode(rows: int, head_dim: int, kept: torch.dtype = BF16) -> None:
     attention.decode(q, made_cache(head_dim, kept), made_batch(rows), rows, 1.0, None, PROCESSORS, out)
 
 
-def attend_latents(rows: int, decodes: int) -> None:
+def attend_latents(rows: int, decodes: int, heads: int = LATENT_HEADS, *, hopper: bool = False) -> None:
     """A step of `rows` requests, of which `decodes` write one token each."""
     cache = KVCache.of_latents(torch.empty(1, 16, 1, RANK + ROPE_DIM, dtype=BF16), RANK)
-    kernels = latents.TritonLatents(PROCESSORS, attention.TritonAttention(PROCESSORS))
-    kernels.attend(torch.empty(rows, LATENT_HEADS, RANK + ROPE_DIM, dtype=BF16), cache, made_batch(rows, decodes), 1.0)
+    shared = HOPPER_SHARED_BYTES if hopper else AMPERE_SHARED_BYTES
+    kernels = latents.TritonLatents(PROCESSORS, shared, warp_groups=hopper)
+    kernels.attend(torch.empty(rows, heads, RANK + ROPE_DIM, dtype=BF16), cache, made_batch(rows, decodes), 1.0)
+
+
+def attend_expanded(*, hopper: bool = False) -> None:
+    """A prompt of 512 tokens in the expanded form, the last ones of 2,048."""
+    both = torch.empty(2048, LATENT_HEADS, 2 * 128, dtype=BF16)
+    q = torch.empty(512, LATENT_HEADS, 128 + ROPE_DIM, dtype=BF16)
+    context = ExpandedContext(
+        both[..., :128], both[..., 128:], torch.empty(2048, RANK + ROPE_DIM, dtype=BF16)[:, RANK:]
+    )
+    shared = HOPPER_SHARED_BYTES if hopper else AMPERE_SHARED_BYTES
+    kernels = latents.TritonLatents(PROCESSORS, shared, warp_groups=hopper)
+    kernels.attend_expanded(q, context, 1.0, torch.empty(512, LATENT_HEADS, 128, dtype=BF16))
 
 
 def store_latents(tokens: int) -> None:
     cache = KVCache.of_latents(torch.empty(1, 16, 1, RANK + ROPE_DIM, dtype=BF16), RANK)
-    kernels = latents.TritonLatents(PROCESSORS, attention.TritonAttention(PROCESSORS))
+    kernels = latents.TritonLatents(PROCESSORS)
     q = torch.empty(tokens, LATENT_HEADS, 128 + ROPE_DIM, dtype=BF16)
     new, norm = torch.empty(tokens, RANK + ROPE_DIM, dtype=BF16), LatentNorm(torch.empty(RANK, dtype=BF16), 1e-6)
     rope = torch.empty(64, ROPE_DIM)
@@ -369,11 +397,35 @@ CASES = (
     Case("_decode", "head 128, parts joined", join_work, partial(decode, 1, 128), loop=1),
     Case("_decode_latents", "bf16, 512 + 64", latents_work, partial(attend_latents, 256, 256)),
     Case("_decode_latents", "bf16, 512 + 64, context split", latents_work, partial(attend_latents, 1, 1)),
-    Case("_prefill_latents", "bf16, 512 + 64", latents_flops, partial(attend_latents, 256, 0)),
+    Case(
+        "_decode_latents",
+        "bf16, 512 + 64, 128 heads, Hopper",
+        latents_work,
+        partial(attend_latents, 256, 256, 128, hopper=True),
+        *HOPPER,
+    ),
+    Case("_prefill_latents", "bf16, 512 + 64", latents_flops, partial(attend_latents, 256, 0), loop=1),
+    Case(
+        "_prefill_latents",
+        "bf16, 512 + 64, Hopper",
+        latents_flops,
+        partial(attend_latents, 256, 0, hopper=True),
+        *HOPPER,
+        loop=1,
+    ),
+    Case("_attend_expanded", "bf16, 128 + 64, values of 128", expanded_flops, attend_expanded, loop=1),
+    Case(
+        "_attend_expanded",
+        "bf16, 128 + 64, values of 128, Hopper",
+        expanded_flops,
+        partial(attend_expanded, hopper=True),
+        *HOPPER,
+        loop=1,
+    ),
     Case("_store_latents", "512 + 64", store_latents_work, partial(store_latents, 2)),
-    Case("_prefill", "bf16, head 128", prefill_work, partial(prefill, 128)),
-    Case("_prefill", "bf16, head 64", prefill_work, partial(prefill, 64)),
-    Case("_prefill", "FP8 cache, head 128", prefill_work, partial(prefill, 128, FP8), FP8_SINCE),
+    Case("_prefill", "bf16, head 128", prefill_work, partial(prefill, 128), loop=1),
+    Case("_prefill", "bf16, head 64", prefill_work, partial(prefill, 64), loop=1),
+    Case("_prefill", "FP8 cache, head 128", prefill_work, partial(prefill, 128, FP8), FP8_SINCE, loop=1),
     Case("_rotate_and_store", "head 128", rotate_work, partial(rotate, 128, None)),
     Case("_rotate_and_store", "head 128, norms of heads", rotate_work, partial(rotate, 128, head_norm(128))),
     Case("_lay", "256 rows", lay_work, partial(lay, 256)),

@@ -23,7 +23,7 @@ def compiled_case(index: int, architecture: int) -> Compiled:
 def rows(architectures: Sequence[int], *, first_variants: bool = False) -> list[dict[str, Any]]:
     """A row for each case and architecture, cases first; with `first_variants` only those of each kernel's first."""
     chosen = [i for i, case in enumerate(CASES) if is_first_variant(case) or not first_variants]
-    tasks = [(i, each) for each in architectures for i in chosen if each >= CASES[i].since]
+    tasks = [(i, each) for each in architectures for i in chosen if CASES[i].is_for(each)]
     # Forked: each would otherwise import torch and Triton for itself.
     with multiprocessing.get_context("fork").Pool(len(usable_cores())) as pool:
         compiled = dict(zip(tasks, pool.starmap(compiled_case, tasks, chunksize=1), strict=True))

@@ -41,19 +41,22 @@ def narrow_matrices(dtype: torch.dtype) -> NativeMatrices:
 
 
 def triton_kernels(
-    processors: int = 1, device: torch.device = CPU, *, fp8_units: bool = False, shared: int = 99 << 10
+    processors: int = 1,
+    device: torch.device = CPU,
+    *,
+    fp8_units: bool = False,
+    shared: int = 99 << 10,
+    warp_groups: bool = False,
 ) -> Kernels:
     """The Triton kernels, as on a GPU with this number of multiprocessors, and bytes of shared memory for a program."""
     from weft.kernels.triton.attention import TritonAttention
     from weft.kernels.triton.kernels import TritonMatrices, TritonPointwise, TritonSampling
     from weft.kernels.triton.latents import TritonLatents
 
-    attention = TritonAttention(processors, shared=shared)
-
     return Kernels(
-        attention=attention,
+        attention=TritonAttention(processors, shared=shared),
         pointwise=TritonPointwise(),
         matrices=TritonMatrices(processors, fp8_units=fp8_units),
         sampling=TritonSampling(device),
-        latents=TritonLatents(processors, attention, shared),
+        latents=TritonLatents(processors, shared, warp_groups=warp_groups),
     )

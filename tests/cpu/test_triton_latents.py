@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,15 +12,18 @@ from tests.cpu.attention import ragged
 from tests.cpu.kernels import triton_kernels
 from tests.cpu.latents import PUBLISHED, SMALL, attend_absorbed_by_loop, attend_as_published, random_latents
 from weft.kernels.base import KVCache
-from weft.kernels.latents import LatentDims, LatentNorm, attend_by_latents
+from weft.kernels.latents import ExpandedRow, LatentDims, LatentNorm, attend_by_latents, attend_expanded
 from weft.kernels.plain import create_plain_kernels
 
 pytest.importorskip("triton", reason="needs triton")
 
+from weft.kernels.triton import latents
+from weft.kernels.triton.latents import decode_tiles, latent_sizes
+
 # Triton's interpreter multiplies bfloat16 matrices wrongly: tests/gpu has that.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 PLAIN = create_plain_kernels()
-AMPERE, TURING = 99 << 10, 64 << 10  # bytes of shared memory of a program
+AMPERE, TURING, HOPPER = 99 << 10, 64 << 10, 227 << 10  # bytes of shared memory of a program
 
 CASES = [
     # dims, counts, contexts, block_size
@@ -48,6 +52,87 @@ def test_absorbed_attention_is_exact(case: tuple, processors: int, dtype: torch.
     torch.testing.assert_close(got.double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     torch.testing.assert_close(lse.double(), want_lse, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert torch.equal(kernels.latents.attend(absorbed, cache, batch, 0.2), got)
+
+
+@pytest.mark.parametrize(
+    ("processors", "counts", "contexts"),
+    [(1, [1, 1, 30], [70, 5, 90]), (12, [1, 1, 1], [130, 9, 300])],
+    ids=["whole", "split"],
+)
+def test_many_heads_are_attended_to_by_wide_programs(
+    processors: int, counts: list[int], contexts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dims = LatentDims(70, 24, 6, 10, 7)
+    kernels = triton_kernels(processors, shared=HOPPER, warp_groups=True)
+    q, weight, cache, batch = random_latents(dims, counts, contexts, torch.float16)
+    absorbed = PLAIN.matrices.latent_products(weight, dims).absorb(q)
+    lse, launched = torch.full((len(q), dims.heads), torch.nan), list[tuple[int, int]]()
+    decode = latents._decode_latents
+
+    class Recorded:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def launch(*given: Any, **constants: Any) -> None:
+                launched.append((constants["ROWS"], grid[2]))
+                decode[grid](*given, **constants)
+
+            return launch
+
+    monkeypatch.setattr(latents, "_decode_latents", Recorded())
+    got = kernels.latents.attend(absorbed, cache, batch, 0.2, lse)
+    want, want_lse = attend_absorbed_by_loop(absorbed, cache, batch, 0.2, dims.rank)
+    torch.testing.assert_close(got.double(), want, atol=4e-3, rtol=4e-3)
+    torch.testing.assert_close(lse.double(), want_lse, atol=4e-3, rtol=4e-3)
+    assert launched == [(64, 1 if processors == 1 else 2)]
+
+
+def test_programs_are_wide_where_they_fill_the_card() -> None:
+    sizes = latent_sizes(512, 576, torch.bfloat16, HOPPER, warp_groups=True)
+    chosen = {rows: decode_tiles(sizes, 132, rows, 128) for rows in (1, 16, 17, 32, 66, 256)}
+    assert {rows: (tiles.queries, splits) for rows, (tiles, splits) in chosen.items()} == {
+        1: (16, 32),
+        16: (16, 3),
+        17: (64, 4),
+        32: (64, 3),
+        66: (64, 1),
+        256: (64, 1),
+    }
+    assert decode_tiles(sizes, 132, 256, 16)[0].queries == 16  # a rank's heads with tensor parallelism
+    for other in (
+        latent_sizes(512, 576, torch.bfloat16, HOPPER),
+        latent_sizes(512, 576, torch.bfloat16, AMPERE, warp_groups=True),
+        latent_sizes(512, 576, torch.float32, HOPPER, warp_groups=True),
+    ):
+        assert other.wide is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shared"),
+    [(torch.float32, AMPERE), (torch.float16, AMPERE), (torch.float16, HOPPER), (torch.float16, TURING)],
+    ids=["float32", "float16", "hopper", "turing"],
+)
+@pytest.mark.parametrize(
+    ("dims", "tokens", "positions"),
+    [
+        (SMALL, 40, 90),
+        (SMALL, 90, 90),
+        (LatentDims(20, 24, 6, 10, 7), 33, 150),  # no whole tiles, no whole vectors
+        (LatentDims(2, 32, 8, 16, 30), 130, 200),  # values longer than keys, and more tokens than a program has
+        (LatentDims(1, 128, 64, 128, 128), 3, 130),
+    ],
+    ids=str,
+)
+def test_a_row_in_the_expanded_form_is_the_published_one(
+    dims: LatentDims, tokens: int, positions: int, dtype: torch.dtype, shared: int
+) -> None:
+    kernels = triton_kernels(shared=shared, warp_groups=shared == HOPPER)
+    q, weight, cache, batch = random_latents(dims, [tokens], [positions], dtype)
+    products = kernels.matrices.latent_products(weight, dims)
+    row = ExpandedRow(slice(0, tokens), positions, batch.tables[0])
+    got = q.new_full((tokens, dims.heads * dims.value_dim), torch.nan)
+    attend_expanded(kernels, products, q, cache, row, 0.2, got)
+    want = attend_as_published(q, weight, dims, cache, batch, 0.2)
+    tolerance = 2 * TOLERANCE[dtype]
+    torch.testing.assert_close(got.double(), want, atol=tolerance, rtol=tolerance)
 
 
 def test_either_form_is_the_published_one() -> None:

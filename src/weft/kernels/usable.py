@@ -37,6 +37,11 @@ def multiprocessor_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+def has_warp_groups(device: torch.device) -> bool:
+    """Return True if a GPU multiplies matrices by groups of four warps (wgmma), which Hopper alone does."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def shared_memory_bytes(device: torch.device) -> int:
     """Bytes of shared memory that a program on a GPU may ask for; else the least that any GPU since Ampere has."""
     if device.type != "cuda":

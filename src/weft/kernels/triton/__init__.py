@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft.kernels.base import AttentionShape, Kernels, PagedAttention
-from weft.kernels.usable import multiprocessor_count, shared_memory_bytes
+from weft.kernels.usable import has_warp_groups, multiprocessor_count, shared_memory_bytes
 from weft.quant.rounding import Rounding, round_into
 
 if TYPE_CHECKING:
@@ -47,5 +47,9 @@ def complete_kernels(attention: PagedAttention, device: torch.device, shape: Att
         pointwise=TritonPointwise(),
         matrices=TritonMatrices(multiprocessor_count(device), fp8_units=has_fp8_units(device)),
         sampling=TritonSampling(device),
-        latents=TritonLatents(multiprocessor_count(device), attention, shared_memory_bytes(device)),
+        latents=TritonLatents(
+            multiprocessor_count(device),
+            shared_memory_bytes(device),
+            warp_groups=has_warp_groups(device),
+        ),
     )

@@ -29,31 +29,47 @@ AT_ONCE = tl.constexpr(4)  # parts that the program that joins them loads at onc
 
 
 @triton.jit
-def _scores(query, keys, table, at, oldest, stop, kv_head, kv_heads, head_dim, columns, inside, scale,
-            WINDOWED: tl.constexpr, KV_BLOCK: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
-    """Scores [M, TILE] in base 2, positions of the keys, offsets of the keys, and whether each exists. Keys past `stop`
-    are not read, nor those before `oldest`, behind every window: their blocks may be another request's."""
-    position = at + tl.arange(0, TILE)
-    exists = position < stop
+def _mix_tile(
+    query, keys, values, table, at, oldest, stop, last, window, kv_head, kv_heads, scale, top, total, mixed,
+    head_dim: tl.constexpr, WINDOWED: tl.constexpr, KV_BLOCK: tl.constexpr, HEAD: tl.constexpr, TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of the online softmax: the maximum of unscaled scores, the sum of weights and the weighted values after
+    TILE positions from `at` on. Unless MASKED, all of them exist and are seen by every row.
+
+    Keys past `stop` are not read, nor those before `oldest`, behind every window: their blocks may be another
+    request's.
+    """
+    columns, position = tl.arange(0, HEAD), at + tl.arange(0, TILE)
+    inside, exists = columns < head_dim, position < stop
     if WINDOWED:
         exists = exists & (position >= oldest)
     block = tl.load(table + position // KV_BLOCK, exists, other=0).to(tl.int64)
     place = ((block * KV_BLOCK + position % KV_BLOCK) * kv_heads + kv_head) * head_dim
-    key = tl.load(keys + place[None, :] + columns[:, None], exists[None, :] & inside[:, None], other=0.0)
-    scores = tl.dot(query, key.to(query.dtype), input_precision="ieee") * scale
-    return scores, position, place, exists
-
-
-@triton.jit
-def _weigh(scores, seen, top, total, mixed, values, place, exists, columns, inside):
-    """One tile of the online softmax: the new maximum, sum of weights and weighted values."""
-    scores = tl.where(seen, scores, float("-inf"))
+    if MASKED:
+        key = tl.load(keys + place[None, :] + columns[:, None], exists[None, :] & inside[:, None], other=0.0)
+    elif head_dim == HEAD:
+        key = tl.load(keys + place[None, :] + columns[:, None])
+    else:
+        key = tl.load(keys + place[None, :] + columns[:, None], inside[:, None], other=0.0)
+    scores = tl.dot(query, key.to(query.dtype), input_precision="ieee")
+    if MASKED:
+        seen = exists[None, :] & (position[None, :] <= last[:, None])
+        if WINDOWED:
+            seen = seen & (position[None, :] > last[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
     peak = tl.maximum(top, tl.max(scores, 1))
     # A row that has seen no key yet stays as it is: infinity less infinity would be NaN.
-    still = tl.where(peak == float("-inf"), 0.0, peak)
-    weights = tl.exp2(scores - still[:, None])
-    fade = tl.exp2(top - still)
-    value = tl.load(values + place[:, None] + columns[None, :], exists[:, None] & inside[None, :], other=0.0)
+    still = tl.where(peak == float("-inf"), 0.0, peak) * scale
+    # One multiplication and addition for each weight: the scores themselves are not scaled.
+    weights = tl.exp2(scores * scale - still[:, None])
+    fade = tl.exp2(top * scale - still)
+    if MASKED:
+        value = tl.load(values + place[:, None] + columns[None, :], exists[:, None] & inside[None, :], other=0.0)
+    elif head_dim == HEAD:
+        value = tl.load(values + place[:, None] + columns[None, :])
+    else:
+        value = tl.load(values + place[:, None] + columns[None, :], inside[None, :], other=0.0)
     kind = tl.float32 if value.dtype == tl.float32 else tl.bfloat16 if value.dtype == tl.bfloat16 else tl.float16
     mixed = mixed * fade[:, None] + tl.dot(weights.to(kind), value.to(kind), input_precision="ieee")
     return peak, total * fade + tl.sum(weights, 1), mixed
@@ -61,33 +77,40 @@ def _weigh(scores, seen, top, total, mixed, values, place, exists, columns, insi
 
 @triton.jit
 def _mix(
-    query, keys, values, table, begin, oldest, stop, last, window, kv_head, kv_heads, head_dim, scale,
-    WINDOWED: tl.constexpr, KV_BLOCK: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr, TILE: tl.constexpr,
+    query, keys, values, table, begin, whole, rest, oldest, stop, last, window, kv_head, kv_heads, scale,
+    head_dim: tl.constexpr, WINDOWED: tl.constexpr, KV_BLOCK: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Weighted values [ROWS, HEAD] for query [ROWS, HEAD] over positions from `oldest` to `stop`; `begin` is the first
     of a tile, at most `oldest`; and logarithms to base 2 of the sums of weights [ROWS].
 
-    A row sees positions up to its `last` [ROWS], of which only the last `window`. A row that sees none gets zeros.
+    A row sees positions up to its `last` [ROWS], of which only the last `window`. A row that sees none gets zeros. All
+    rows see the tiles from `whole` to `rest`, which come first and without masks; None if no tile is known to be such.
     """
-    columns = tl.arange(0, HEAD)
-    inside = columns < head_dim
     if keys.dtype.element_ty == tl.float8e4nv and query.dtype == tl.bfloat16:
         # Two 8-bit keys become float16 in one instruction, but bfloat16 only by way of float32.
         query = query.to(tl.float16)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, HEAD], tl.float32)
-    for at in range(begin, stop, TILE):
-        scores, position, place, exists = _scores(
-            query, keys, table, at, oldest, stop, kv_head, kv_heads, head_dim, columns, inside, scale, WINDOWED,
-            KV_BLOCK, TILE,
+    skipped = 0
+    if whole is not None:
+        for at in range(whole, rest, TILE):
+            top, total, mixed = _mix_tile(
+                query, keys, values, table, at, oldest, stop, last, window, kv_head, kv_heads, scale, top, total, mixed,
+                head_dim, False, KV_BLOCK, HEAD, TILE, False,
+            )  # fmt: skip
+        skipped = rest - whole
+    for tile in range(begin, stop - skipped, TILE):
+        at = tile
+        if whole is not None:
+            at = tl.where(tile < whole, tile, tile + skipped)
+        top, total, mixed = _mix_tile(
+            query, keys, values, table, at, oldest, stop, last, window, kv_head, kv_heads, scale, top, total, mixed,
+            head_dim, WINDOWED, KV_BLOCK, HEAD, TILE, True,
         )  # fmt: skip
-        seen = exists[None, :] & (position[None, :] <= last[:, None])
-        if WINDOWED:
-            seen = seen & (position[None, :] > last[:, None] - window)
-        top, total, mixed = _weigh(scores, seen, top, total, mixed, values, place, exists, columns, inside)
     total = tl.where(total == 0.0, 1.0, total)
-    return mixed / total[:, None], top + tl.log2(total)
+    return mixed / total[:, None], top * scale + tl.log2(total)
 
 
 @triton.jit
@@ -124,7 +147,7 @@ def _join(parts, sums, heads, mine, kept, splits, head_dim, GROUP: tl.constexpr,
 @triton.jit(do_not_specialize=["table_width", "window", "splits"])
 def _decode(
     q, keys, values, out, lse, sinks, parts, sums, through, tables, context, order, table_width, q_heads, kv_heads,
-    head_dim, scale, window, splits, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, LSE: tl.constexpr,
+    head_dim: tl.constexpr, scale, window, splits, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, LSE: tl.constexpr,
     SINKS: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     # Heads first: programs that run at the same time then read whole lines of the KV cache, in which a token's heads
@@ -149,8 +172,8 @@ def _decode(
     # A row without context is padding of a captured batch: it gets zeros.
     last = tl.full([GROUP], length - 1, tl.int32)
     result, logs = _mix(
-        query, keys, values, tables + row.to(tl.int64) * table_width, start, oldest, stop, last, window, kv_head,
-        kv_heads, head_dim, scale, WINDOWED, KV_BLOCK, GROUP, HEAD, TILE,
+        query, keys, values, tables + row.to(tl.int64) * table_width, start, None, None, oldest, stop, last, window,
+        kv_head, kv_heads, scale, head_dim, WINDOWED, KV_BLOCK, GROUP, HEAD, TILE,
     )  # fmt: skip
     if SPLIT:
         at_part = heads * splits + split
@@ -244,8 +267,9 @@ def decode(
 @triton.jit(do_not_specialize=["first_row", "rows", "table_width", "window"])
 def _prefill(
     q, keys, values, out, lse, sinks, row_starts, tables, context, first_row, rows, table_width, q_heads, kv_heads,
-    head_dim, scale, window, WINDOWED: tl.constexpr, LSE: tl.constexpr, SINKS: tl.constexpr, KV_BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr, TILE: tl.constexpr,
+    head_dim: tl.constexpr, scale, window, WINDOWED: tl.constexpr, LSE: tl.constexpr, SINKS: tl.constexpr,
+    KV_BLOCK: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     number, kv_head = tl.program_id(0), tl.program_id(1)
     # Row r's programs begin at (its first token // QUERIES) + r: there is at most one surplus program per row.
@@ -261,8 +285,9 @@ def _prefill(
     row = first_row + low
     start = tl.load(row_starts + row)
     count = tl.load(row_starts + row + 1) - start
-    first = (number - (start - origin) // QUERIES - low) * QUERIES
-    if first < count:
+    # A row's last tokens first: they see the most keys, and would run alone at the end.
+    first = (tl.cdiv(count, QUERIES) - 1 - number + (start - origin) // QUERIES + low) * QUERIES
+    if first >= 0:
         length = tl.load(context + row)
         lanes, columns = tl.arange(0, ROWS), tl.arange(0, HEAD)
         token, member = first + lanes // GROUP, lanes % GROUP
@@ -273,13 +298,16 @@ def _prefill(
         query = tl.load(q + places[:, None] + columns[None, :], kept, other=0.0)
         stop = length - count + tl.minimum(first + QUERIES, count)
         begin = 0
+        whole = 0
+        rest = (length - count + first + 1) // TILE * TILE
         oldest = 0
         if WINDOWED:
             oldest = tl.maximum(0, length - count + first - window + 1)
             begin = oldest // TILE * TILE
+            whole = tl.minimum(tl.cdiv(tl.maximum(0, stop - window), TILE) * TILE, rest)
         result, logs = _mix(
-            query, keys, values, tables + row.to(tl.int64) * table_width, begin, oldest, stop, length - count + token,
-            window, kv_head, kv_heads, head_dim, scale, WINDOWED, KV_BLOCK, ROWS, HEAD, TILE,
+            query, keys, values, tables + row.to(tl.int64) * table_width, begin, whole, rest, oldest, stop,
+            length - count + token, window, kv_head, kv_heads, scale, head_dim, WINDOWED, KV_BLOCK, ROWS, HEAD, TILE,
         )  # fmt: skip
         result = _shrink(result, logs, sinks, kv_head * GROUP + member, real, SINKS)
         tl.store(out + places[:, None] + columns[None, :], result.to(out.dtype.element_ty), kept)

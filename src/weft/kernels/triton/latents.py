@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 
 from weft.kernels import attention_inputs
-from weft.kernels.base import AttentionShape, KVCache, PagedAttention
+from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
-from weft.kernels.latents import EXPANDED_BLOCK, ExpandedContext, LatentDims, LatentNorm, attend_padded, contiguous_row
+from weft.kernels.latents import ExpandedContext, LatentDims, LatentNorm
 from weft.kernels.triton.attention import LN_2, LOG2_E, MAX_SPLITS, MIN_PRODUCT, _join
 from weft.kernels.usable import AMPERE_SHARED_BYTES
 from weft.kernels.warm import KernelLaunch, first_of_variants
@@ -25,6 +25,11 @@ QUERIES = 32  # queries of a program of a row of several tokens, tokens times he
 QUERY_BYTES = 1 << 10  # bytes of the widest query of which so many fit beside the latents; of wider ones half as many
 PROGRAMS = 2  # per multiprocessor, until which contexts are split
 TILE_BYTES = 32 << 10  # bytes of the latents that a program works on at once
+WIDE_HEADS, WIDE_TILE = 64, 64  # queries and latents of a program that multiplies by warp groups
+WIDE_SHARED_BYTES = 216 << 10  # bytes of shared memory that such a program takes, with latents of 512 + 64 values
+EXPANDED_WIDTH = 1 << 10  # bytes of a key and its value, the next power of two, of which whole tiles fit
+JOINED_NUMBERS = 512  # float32 numbers of one part of a context that a warp joins at once
+WIDE_SPLITS = 4  # parts of a context, up to which wide programs decode: then all latents are read half as often
 ROTATED = 8  # heads of queries that a program rotates
 
 
@@ -40,46 +45,86 @@ def _load_queries(q, places, kept, rank, rope_dim, RANK: tl.constexpr, ROPE: tl.
 
 
 @triton.jit
+def _load_rows(rows, places, exists, width: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
+    """Rows [M, WIDTH] of `width` columns at `places` [M]; if MASKED, zeros for those that do not exist."""
+    columns = tl.arange(0, WIDTH)
+    at = rows + places[:, None] + columns[None, :]
+    if MASKED:
+        loaded = tl.load(at, exists[:, None] & (columns < width)[None, :], other=0.0)
+    elif width == WIDTH:
+        loaded = tl.load(at)
+    else:
+        loaded = tl.load(at, (columns < width)[None, :], other=0.0)
+    return loaded
+
+
+@triton.jit
+def _weigh(scores, scale, top, total):
+    """One tile of the online softmax: the weights of unscaled `scores`, the factor by which earlier sums fade, the new
+    maximum and the new sum of weights."""
+    peak = tl.maximum(top, tl.max(scores, 1))
+    # A row that has seen no key yet stays as it is: infinity less infinity would be NaN.
+    still = tl.where(peak == float("-inf"), 0.0, peak) * scale
+    weights, fade = tl.exp2(scores * scale - still[:, None]), tl.exp2(top * scale - still)
+    return weights, fade, peak, total * fade + tl.sum(weights, 1)
+
+
+@triton.jit
+def _mix_tile(
+    low, high, latents, table, at, stop, last, scale, top, total, mixed,
+    rank: tl.constexpr, rope_dim: tl.constexpr, KV_BLOCK: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
+    TILE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The maximum, sum of weights and weighted latents after TILE positions from `at` on; unless MASKED, all of them
+    exist and are seen by every row."""
+    position = at + tl.arange(0, TILE)
+    exists = position < stop
+    block = tl.load(table + position // KV_BLOCK, exists, other=0).to(tl.int64)
+    place = (block * KV_BLOCK + position % KV_BLOCK) * (rank + rope_dim)
+    latent = _load_rows(latents, place, exists, rank, RANK, MASKED)
+    rotated = _load_rows(latents + rank, place, exists, rope_dim, ROPE, MASKED)
+    scores = tl.dot(low, tl.trans(latent), input_precision="ieee")
+    scores = tl.dot(high, tl.trans(rotated), acc=scores, input_precision="ieee")
+    if MASKED:
+        scores = tl.where(exists[None, :] & (position[None, :] <= last[:, None]), scores, float("-inf"))
+    weights, fade, top, total = _weigh(scores, scale, top, total)
+    mixed = tl.dot(weights.to(latent.dtype), latent, acc=mixed * fade[:, None], input_precision="ieee")
+    return top, total, mixed
+
+
+@triton.jit
 def _mix_latents(
-    low, high, latents, table, start, stop, last, rank, rope_dim, scale,
-    KV_BLOCK: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, TILE: tl.constexpr,
+    low, high, latents, table, start, whole, stop, last, scale,
+    rank: tl.constexpr, rope_dim: tl.constexpr, KV_BLOCK: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr,
+    ROPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Weighted latents [ROWS, RANK] over positions [start, stop), and logarithms to base 2 of the sums of weights. A
-    row sees positions up to its `last`; one that sees none gets zeros."""
-    columns, turned = tl.arange(0, RANK), tl.arange(0, ROPE)
+    row sees positions up to its `last`; one that sees none gets zeros. All rows see the tiles before `whole`."""
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, RANK], tl.float32)
+    if whole is not None:
+        for at in range(start, whole, TILE):
+            top, total, mixed = _mix_tile(
+                low, high, latents, table, at, stop, last, scale, top, total, mixed, rank, rope_dim, KV_BLOCK, RANK,
+                ROPE, TILE, False,
+            )  # fmt: skip
+        start = whole
     for at in range(start, stop, TILE):
-        position = at + tl.arange(0, TILE)
-        exists = position < stop
-        block = tl.load(table + position // KV_BLOCK, exists, other=0).to(tl.int64)
-        place = (block * KV_BLOCK + position % KV_BLOCK) * (rank + rope_dim)
-        latent = tl.load(
-            latents + place[:, None] + columns[None, :], exists[:, None] & (columns < rank)[None, :], other=0.0
-        )
-        rotated = tl.load(
-            latents + place[:, None] + rank + turned[None, :], exists[:, None] & (turned < rope_dim)[None, :], other=0.0
-        )
-        scores = tl.dot(low, tl.trans(latent), input_precision="ieee")
-        scores = tl.dot(high, tl.trans(rotated), acc=scores, input_precision="ieee") * scale
-        scores = tl.where(exists[None, :] & (position[None, :] <= last[:, None]), scores, float("-inf"))
-        peak = tl.maximum(top, tl.max(scores, 1))
-        # A row that has seen no key yet stays as it is: infinity less infinity would be NaN.
-        still = tl.where(peak == float("-inf"), 0.0, peak)
-        weights, fade = tl.exp2(scores - still[:, None]), tl.exp2(top - still)
-        mixed = tl.dot(weights.to(latent.dtype), latent, acc=mixed * fade[:, None], input_precision="ieee")
-        top, total = peak, total * fade + tl.sum(weights, 1)
+        top, total, mixed = _mix_tile(
+            low, high, latents, table, at, stop, last, scale, top, total, mixed, rank, rope_dim, KV_BLOCK, RANK, ROPE,
+            TILE, True,
+        )  # fmt: skip
     total = tl.where(total == 0.0, 1.0, total)
-    return mixed / total[:, None], top + tl.log2(total)
+    return mixed / total[:, None], top * scale + tl.log2(total)
 
 
 # Integers that differ from step to step must not cause a new compilation.
 @triton.jit(do_not_specialize=["table_width", "splits"])
 def _decode_latents(
-    q, latents, out, lse, parts, sums, through, tables, context, order, table_width, heads, rank, rope_dim, scale,
-    splits, SPLIT: tl.constexpr, LSE: tl.constexpr, KV_BLOCK: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr,
-    ROPE: tl.constexpr, TILE: tl.constexpr,
+    q, latents, out, lse, parts, sums, through, tables, context, order, table_width, heads, rank: tl.constexpr,
+    rope_dim: tl.constexpr, scale, splits, SPLIT: tl.constexpr, LSE: tl.constexpr, KV_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, TILE: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
     # Blocks of heads first: programs that run at the same time then read the same latents.
     block, row, split = tl.program_id(0), tl.load(order + tl.program_id(1)), tl.program_id(2)
@@ -95,8 +140,8 @@ def _decode_latents(
     # A row without context is padding of a captured batch: it gets zeros.
     last = tl.full([ROWS], length - 1, tl.int32)
     result, logs = _mix_latents(
-        low, high, latents, tables + row.to(tl.int64) * table_width, start, tl.minimum(start + share, length), last,
-        rank, rope_dim, scale, KV_BLOCK, ROWS, RANK, ROPE, TILE,
+        low, high, latents, tables + row.to(tl.int64) * table_width, start, None, tl.minimum(start + share, length),
+        last, scale, rank, rope_dim, KV_BLOCK, ROWS, RANK, ROPE, TILE,
     )  # fmt: skip
     if SPLIT:
         at_part = each * splits + split
@@ -107,10 +152,15 @@ def _decode_latents(
         arrived = through + row * tl.num_programs(0) + block
         if tl.atomic_add(arrived, 1, sem="acq_rel") == splits - 1:
             tl.store(arrived, 0)  # for the next layer
-            joined, logs = _join(parts, sums, each, mine, kept, splits, rank, ROWS, RANK)
-            tl.store(out + each[:, None] * rank + columns[None, :], joined.to(out.dtype.element_ty), kept)
-            if LSE:
-                tl.store(lse + each, logs * LN_2, mine)
+            # Some columns at a time: all of them, of the parts that are loaded at once, would not fit the registers.
+            some = tl.arange(0, JOINED)
+            for at in range(0, rank, JOINED):
+                within = mine[:, None] & (at + some < rank)[None, :]
+                joined, logs = _join(parts + at, sums, each, mine, within, splits, rank, ROWS, JOINED)
+                target = out + each[:, None] * rank + at + some[None, :]
+                tl.store(target, joined.to(out.dtype.element_ty), within)
+                if LSE:
+                    tl.store(lse + each, logs * LN_2, mine)
     else:
         tl.store(out + each[:, None] * rank + columns[None, :], result.to(out.dtype.element_ty), kept)
         if LSE:
@@ -119,9 +169,9 @@ def _decode_latents(
 
 @triton.jit(do_not_specialize=["first_row", "rows", "table_width"])
 def _prefill_latents(
-    q, latents, out, lse, row_starts, tables, context, first_row, rows, table_width, heads, rank, rope_dim, scale,
-    LSE: tl.constexpr, KV_BLOCK: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
-    TILE: tl.constexpr,
+    q, latents, out, lse, row_starts, tables, context, first_row, rows, table_width, heads, rank: tl.constexpr,
+    rope_dim: tl.constexpr, scale, LSE: tl.constexpr, KV_BLOCK: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr,
+    ROPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
     # Row r's programs begin at (its first query // ROWS) + r: there is at most one surplus program per row.
@@ -137,8 +187,9 @@ def _prefill_latents(
     row = first_row + low
     start = tl.load(row_starts + row)
     count = tl.load(row_starts + row + 1) - start
-    first = (number - (start - origin) * heads // ROWS - low) * ROWS
-    if first < count * heads:
+    # A row's last queries first: they see the most latents, and would run alone at the end.
+    first = (tl.cdiv(count * heads, ROWS) - 1 - number + (start - origin) * heads // ROWS + low) * ROWS
+    if first >= 0:
         length = tl.load(context + row)
         query, columns = first + tl.arange(0, ROWS), tl.arange(0, RANK)
         real = query < count * heads
@@ -146,14 +197,71 @@ def _prefill_latents(
         last = length - count + query // heads
         near, far = _load_queries(q, each * (rank + rope_dim), real, rank, rope_dim, RANK, ROPE)
         stop = length - count + tl.minimum(first + ROWS - 1, count * heads - 1) // heads + 1
+        whole = (length - count + first // heads + 1) // TILE * TILE
         result, logs = _mix_latents(
-            near, far, latents, tables + row.to(tl.int64) * table_width, 0, stop, last, rank, rope_dim, scale, KV_BLOCK,
-            ROWS, RANK, ROPE, TILE,
+            near, far, latents, tables + row.to(tl.int64) * table_width, 0, whole, stop, last, scale, rank, rope_dim,
+            KV_BLOCK, ROWS, RANK, ROPE, TILE,
         )  # fmt: skip
         kept = real[:, None] & (columns < rank)[None, :]
         tl.store(out + each[:, None] * rank + columns[None, :], result.to(out.dtype.element_ty), kept)
         if LSE:
             tl.store(lse + each, logs * LN_2, real)
+
+
+@triton.jit
+def _expanded_tile(
+    low, high, keys, values, rotated, at, stop, last, key_row, value_row, rotated_row, scale, top, total, mixed,
+    nope_dim: tl.constexpr, rope_dim: tl.constexpr, value_dim: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
+    VALUE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The same as `_mix_tile` for keys and values of one head, rows of which are `key_row` and `value_row` apart."""
+    position = at + tl.arange(0, TILE)
+    exists, place = position < stop, position.to(tl.int64)
+    key = _load_rows(keys, place * key_row, exists, nope_dim, NOPE, MASKED)
+    shared = _load_rows(rotated, place * rotated_row, exists, rope_dim, ROPE, MASKED)
+    scores = tl.dot(low, tl.trans(key), input_precision="ieee")
+    scores = tl.dot(high, tl.trans(shared), acc=scores, input_precision="ieee")
+    if MASKED:
+        scores = tl.where(exists[None, :] & (position[None, :] <= last[:, None]), scores, float("-inf"))
+    value = _load_rows(values, place * value_row, exists, value_dim, VALUE, MASKED)
+    weights, fade, top, total = _weigh(scores, scale, top, total)
+    mixed = tl.dot(weights.to(value.dtype), value, acc=mixed * fade[:, None], input_precision="ieee")
+    return top, total, mixed
+
+
+# Integers that differ from step to step must not cause a new compilation.
+@triton.jit(do_not_specialize=["tokens", "context"])
+def _attend_expanded(
+    q, keys, values, rotated, out, tokens, context, q_row, key_row, value_row, rotated_row, out_row, key_head,
+    value_head, scale, nope_dim: tl.constexpr, rope_dim: tl.constexpr, value_dim: tl.constexpr, NOPE: tl.constexpr,
+    ROPE: tl.constexpr, VALUE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    # The last tokens first: they see the most keys, and would run alone at the end.
+    first, head = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS, tl.program_id(1).to(tl.int64)
+    token, columns = first + tl.arange(0, ROWS), tl.arange(0, VALUE)
+    real, before = token < tokens, context - tokens
+    places = token.to(tl.int64) * q_row + head * (nope_dim + rope_dim)
+    low, high = _load_queries(q, places, real, nope_dim, rope_dim, NOPE, ROPE)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, VALUE], tl.float32)
+    keys += head * key_head
+    values += head * value_head
+    # All tokens see the tiles before `whole`, so nothing of these is masked.
+    whole, stop = (before + first + 1) // TILE * TILE, before + tl.minimum(first + ROWS, tokens)
+    for at in range(0, whole, TILE):
+        top, total, mixed = _expanded_tile(
+            low, high, keys, values, rotated, at, stop, before + token, key_row, value_row, rotated_row, scale, top,
+            total, mixed, nope_dim, rope_dim, value_dim, NOPE, ROPE, VALUE, TILE, False,
+        )  # fmt: skip
+    for at in range(whole, stop, TILE):
+        top, total, mixed = _expanded_tile(
+            low, high, keys, values, rotated, at, stop, before + token, key_row, value_row, rotated_row, scale, top,
+            total, mixed, nope_dim, rope_dim, value_dim, NOPE, ROPE, VALUE, TILE, True,
+        )  # fmt: skip
+    target = out + (token.to(tl.int64) * out_row + head * value_dim)[:, None] + columns[None, :]
+    kept = real[:, None] & (columns < value_dim)[None, :]
+    tl.store(target, (mixed / total[:, None]).to(out.dtype.element_ty), kept)
 
 
 @triton.jit
@@ -202,40 +310,100 @@ def _store_latents(
             _turn(source, target, angles, one == 0, half, INTERLEAVED, HALF)
 
 
-def splits_of(processors: int, programs: int) -> int:
-    """Number of parts into which the contexts of a decode step are split that would take `programs` programs."""
-    return max(1, min(MAX_SPLITS, triton.cdiv(PROGRAMS * processors, programs)))
+def splits_of(programs: int, wanted: int) -> int:
+    """Number of parts into which the contexts of a decode step are split that would take `programs` programs, so that
+    it takes about `wanted`."""
+    return max(1, min(MAX_SPLITS, triton.cdiv(wanted, programs)))
 
 
 class LatentTiles(NamedTuple):
-    """Sizes of a program: the columns of the two parts of a latent, the latents of a tile, the query heads of a program
-    that decodes, the queries of one of a row of several tokens, and the tiles that are on their way at once."""
+    """Sizes of a program: the columns of the two parts of a latent, the `queries` of a program, tokens times heads, the
+    latents of a tile, the tiles that are on their way at once, and its warps."""
 
     low: int
     high: int
-    latents: int
-    heads: int
     queries: int
+    latents: int
     stages: int
+    warps: int
+
+    @property
+    def joined(self) -> int:
+        """Columns of the parts of a context that a program joins at once."""
+        return min(self.low, JOINED_NUMBERS * self.warps // self.queries)
 
 
-def latent_tiles(rank: int, width: int, dtype: torch.dtype, shared: int) -> LatentTiles:
-    """Sizes whose programs need at most `shared` bytes of shared memory."""
+class LatentSizes(NamedTuple):
+    """Sizes on a device: of programs that decode, of those of rows of several tokens, and of those that decode many
+    heads by warp groups, if the device has these instructions."""
+
+    decode: LatentTiles
+    prefill: LatentTiles
+    wide: LatentTiles | None
+
+
+def latent_sizes(rank: int, width: int, dtype: torch.dtype, shared: int, *, warp_groups: bool = False) -> LatentSizes:
+    """Sizes whose programs need at most `shared` bytes of shared memory; `warp_groups`: the device multiplies by groups
+    of four warps, as Hopper does."""
     low, high = (max(MIN_PRODUCT, triton.next_power_of_2(part)) for part in (rank, width - rank))
-    latents = max(MIN_PRODUCT, min(64, TILE_BYTES // (low * dtype.itemsize)))
     if shared < AMPERE_SHARED_BYTES:
         # Turing multiplies in 32 bits, and has 64 KiB for the queries and the latents.
-        return LatentTiles(low, high, MIN_PRODUCT, HEADS // 2, HEADS // 2, 1)
-    wide = low * dtype.itemsize > QUERY_BYTES
-    return LatentTiles(low, high, latents, HEADS, QUERIES // 2 if wide else QUERIES, 2)
+        few = LatentTiles(low, high, HEADS // 2, MIN_PRODUCT, 1, 4)
+        return LatentSizes(few, few._replace(warps=8), None)
+    latents = max(MIN_PRODUCT, min(64, TILE_BYTES // (low * dtype.itemsize)))
+    decode = LatentTiles(low, high, HEADS, latents, 2, 4)
+    if warp_groups and shared >= WIDE_SHARED_BYTES and dtype.itemsize == 2:
+        wide = LatentTiles(low, high, WIDE_HEADS, WIDE_TILE, 2, 8)
+        return LatentSizes(decode, wide, wide)
+    queries = QUERIES // 2 if low * dtype.itemsize > QUERY_BYTES else QUERIES
+    return LatentSizes(decode, LatentTiles(low, high, queries, latents, 2, 8), None)
+
+
+class ExpandedTiles(NamedTuple):
+    """Sizes of a program in the expanded form: columns of the two parts of a key and of a value, tokens, keys of a
+    tile, tiles that are on their way at once, and warps."""
+
+    nope: int
+    rope: int
+    value: int
+    tokens: int
+    keys: int
+    stages: int
+    warps: int
+
+
+def expanded_tiles(
+    nope_dim: int, rope_dim: int, value_dim: int, dtype: torch.dtype, shared: int, *, warp_groups: bool = False
+) -> ExpandedTiles:
+    """Sizes whose programs need at most `shared` bytes of shared memory."""
+    widths = [max(MIN_PRODUCT, triton.next_power_of_2(part)) for part in (nope_dim, rope_dim, value_dim)]
+    # Of wider heads, and of numbers of 32 bits, fewer fit.
+    part = max(1, triton.next_power_of_2(sum(widths) * dtype.itemsize) // EXPANDED_WIDTH)
+    if shared < AMPERE_SHARED_BYTES:
+        return ExpandedTiles(*widths, max(MIN_PRODUCT, 32 // part), MIN_PRODUCT, 1, 4)
+    keys = 64 if warp_groups else 32
+    return ExpandedTiles(*widths, max(MIN_PRODUCT, 128 // part), max(MIN_PRODUCT, keys // part), 2, 8)
+
+
+def decode_tiles(sizes: LatentSizes, processors: int, rows: int, heads: int) -> tuple[LatentTiles, int]:
+    """Sizes for a decode step of `rows` rows, and the number of parts of each context.
+
+    A wide program takes a multiprocessor for itself, and reads the latents once for four times as many heads.
+    """
+    if sizes.wide and heads >= WIDE_HEADS:
+        splits = splits_of(rows * triton.cdiv(heads, WIDE_HEADS), processors)
+        if splits <= WIDE_SPLITS:
+            return sizes.wide, splits
+    return sizes.decode, splits_of(rows * triton.cdiv(heads, sizes.decode.queries), PROGRAMS * processors)
 
 
 class TritonLatents:
-    """The Triton implementation of `LatentKernels`; `attention` is used in the expanded form. `processors` is the
-    number of the device's multiprocessors, `shared` the bytes of shared memory that a program may ask for."""
+    """The Triton implementation of `LatentKernels`. `processors` is the number of the device's multiprocessors,
+    `shared` the bytes of shared memory that a program may ask for. With `warp_groups` the device multiplies by groups
+    of four warps."""
 
-    def __init__(self, processors: int, attention: PagedAttention, shared: int = AMPERE_SHARED_BYTES) -> None:
-        self._processors, self._attention, self._shared = processors, attention, shared
+    def __init__(self, processors: int, shared: int = AMPERE_SHARED_BYTES, *, warp_groups: bool = False) -> None:
+        self._processors, self._shared, self._warp_groups = processors, shared, warp_groups
         # By their number. They are never freed, as CUDA graphs read them.
         self._through: dict[int, torch.Tensor] = {}
 
@@ -283,15 +451,41 @@ class TritonLatents:
         return out
 
     def attend_expanded(self, q: torch.Tensor, context: ExpandedContext, scale: float, out: torch.Tensor) -> None:
-        attend_padded(self._attention, q, context, scale, out)
+        (tokens, heads, _), (keys, values, rotated) = q.shape, context
+        dims = keys.shape[2], rotated.shape[1], values.shape[2]
+        tiles = expanded_tiles(*dims, q.dtype, self._shared, warp_groups=self._warp_groups)
+        _attend_expanded[(triton.cdiv(tokens, tiles.tokens), heads)](
+            q,
+            keys,
+            values,
+            rotated,
+            out,
+            tokens,
+            len(keys),
+            q.stride(0),
+            keys.stride(0),
+            values.stride(0),
+            rotated.stride(0),
+            out.stride(0),
+            keys.stride(1),
+            values.stride(1),
+            scale * LOG2_E,
+            *dims,
+            NOPE=tiles.nope,
+            ROPE=tiles.rope,
+            VALUE=tiles.value,
+            ROWS=tiles.tokens,
+            TILE=tiles.keys,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
 
     def _decode(
         self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, out: torch.Tensor, lse: torch.Tensor | None
     ) -> None:
         (_, heads, width), rank, rows = q.shape, out.shape[2], batch.decodes
-        tiles = latent_tiles(rank, width, q.dtype, self._shared)
-        blocks = triton.cdiv(heads, tiles.heads)
-        splits = splits_of(self._processors, rows * blocks)
+        tiles, splits = decode_tiles(self._sizes(rank, width, q.dtype), self._processors, rows, heads)
+        blocks = triton.cdiv(heads, tiles.queries)
         count = triton.next_power_of_2(rows * blocks)
         if count not in self._through:
             self._through[count] = torch.zeros(count, dtype=torch.int32, device=q.device)
@@ -319,11 +513,12 @@ class TritonLatents:
             SPLIT=splits > 1,
             LSE=lse is not None,
             KV_BLOCK=cache.block_size,
-            ROWS=tiles.heads,
+            ROWS=tiles.queries,
             RANK=tiles.low,
             ROPE=tiles.high,
             TILE=tiles.latents,
-            num_warps=4,
+            JOINED=tiles.joined,
+            num_warps=tiles.warps,
             num_stages=tiles.stages,
         )
 
@@ -331,7 +526,7 @@ class TritonLatents:
         self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, out: torch.Tensor, lse: torch.Tensor | None
     ) -> None:
         (tokens, heads, width), rank, rows = q.shape, out.shape[2], batch.rows - batch.decodes
-        tiles = latent_tiles(rank, width, q.dtype, self._shared)
+        tiles = self._sizes(rank, width, q.dtype).prefill
         _prefill_latents[((tokens - batch.decodes) * heads // tiles.queries + rows,)](
             q,
             cache.keys,
@@ -353,9 +548,12 @@ class TritonLatents:
             RANK=tiles.low,
             ROPE=tiles.high,
             TILE=tiles.latents,
-            num_warps=8,
+            num_warps=tiles.warps,
             num_stages=tiles.stages,
         )
+
+    def _sizes(self, rank: int, width: int, dtype: torch.dtype) -> LatentSizes:
+        return latent_sizes(rank, width, dtype, self._shared, warp_groups=self._warp_groups)
 
     def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:
         assert shape.latent
@@ -366,21 +564,30 @@ class TritonLatents:
         def attend(q: torch.Tensor, cache: KVCache, batch: Batch) -> torch.Tensor:
             return self.attend(q, KVCache.of_latents(cache.keys, dims.rank), batch, shape.scale)
 
-        tiles = latent_tiles(dims.rank, absorbed.head_dim, shape.dtype, self._shared)
-        blocks = triton.cdiv(shape.q_heads, tiles.heads)
-        variants = first_of_variants(lambda rows: splits_of(self._processors, rows * blocks) > 1, shape.rows)
+        sizes = self._sizes(dims.rank, absorbed.head_dim, shape.dtype)
+
+        def variant(rows: int) -> tuple[LatentTiles, bool]:
+            tiles, splits = decode_tiles(sizes, self._processors, rows, shape.q_heads)
+            return tiles, splits > 1
+
+        variants = first_of_variants(variant, shape.rows)
         decodes = [attention_inputs.decode_inputs(absorbed, device, [1] * rows) for rows in variants]
         prompts = [attention_inputs.prompt_inputs(absorbed, device, [2], [2])] * (shape.length > 1)
-        expanded = first_of_variants(lambda heads: (heads == 1, heads % 16 == 0), shape.q_heads)
+        # Triton compiles anew if a row's length is no multiple of 16.
+        expanded = first_of_variants(lambda heads: heads * (dims.nope_dim + dims.value_dim) % 16, shape.q_heads)
         return [
             [partial(attend, *inputs) for inputs in decodes],
             [partial(attend, *inputs) for inputs in prompts],
-            [partial(self._attend_expanded, shape, heads, device) for heads in expanded],
+            [partial(self._attend_expanded, shape, dims, heads, device) for heads in expanded],
         ]
 
-    def _attend_expanded(self, shape: AttentionShape, heads: int, device: torch.device) -> None:
-        """Attention of one prompt in the expanded form, with some heads."""
-        keys = torch.zeros(1, EXPANDED_BLOCK, heads, shape.head_dim, dtype=shape.dtype, device=device)
-        batch = contiguous_row(2, EXPANDED_BLOCK, device)
-        self._attention.prepare(batch)
-        self._attention.attend(keys[0, :2].contiguous(), KVCache(keys, keys), batch, shape.scale, None)
+    def _attend_expanded(self, shape: AttentionShape, dims: LatentDims, heads: int, device: torch.device) -> None:
+        """Attention of one prompt in the expanded form, with the first `heads` heads."""
+
+        def zeros(*size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=shape.dtype, device=device)
+
+        keys, values = zeros(2, heads, dims.nope_dim + dims.value_dim).split((dims.nope_dim, dims.value_dim), dim=2)
+        context = ExpandedContext(keys, values, zeros(2, dims.rank + dims.rope_dim)[:, dims.rank :])
+        q, out = zeros(2, dims.heads, dims.nope_dim + dims.rope_dim), zeros(2, dims.heads, dims.value_dim)
+        self.attend_expanded(q[:, :heads], context, shape.scale, out[:, :heads])
