@@ -266,9 +266,11 @@ class ModelRunner:
         if level > 1 or (self.plan.uses_cpu and not self.plan.on_cpu):
             self._drop_model()
             return
-        self.model.fill_ropes(0, self.plan.max_model_len, self.device)
-        if self.device.type != "cpu":  # whose weights are in the host's memory already
-            self._copies.save([*self.model.vectors.values(), *self.kernels.matrices.tensors()])
+        if self.device.type == "cpu":  # whose weights are in the host's memory already
+            self.model.fill_ropes(0, self.plan.max_model_len, self.device)
+        else:
+            model, matrices = self.model, self.kernels.matrices
+            self._copies.save([*model.vectors.values(), *model.rope_angles, *matrices.tensors()])
 
     def wake(self, rehearse: Rehearse) -> None:
         """Load what `sleep` has dropped, and allocate as many KV blocks as before.
@@ -279,9 +281,9 @@ class ModelRunner:
         dropped, self._asleep, self._dropped = self._dropped, False, False
         if dropped:
             self._load_model()
+            self._fill_ropes()
         else:
             self._copies.restore()
-        self._fill_ropes()
         self._allocate_blocks(self._num_blocks)
         if dropped or self.plan.uses_cpu:
             self._rehearse_small(rehearse)
