@@ -241,9 +241,7 @@ def test_graphs_that_a_start_has_no_time_for_are_captured_while_nothing_runs(
         assert [told(it) for it in llm.generate(PROMPTS[:1], params, use_tqdm=False)] == want
 
 
-def test_a_model_wakes_without_a_rehearsal_or_a_capture(
-    path: str, card: Card, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_wakes_without_a_rehearsal_or_a_capture(path: str, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies from and to pinned memory wait for nothing. Later steps run without graphs, which come between them."""
     params = asked([{}, {"temperature": 0.0}])
     want = answers(path, params, **ON_CPU)
