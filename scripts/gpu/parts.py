@@ -115,11 +115,12 @@ EXPERTS = (
     Profile("_multiply_experts", "experts", "experts", {}),
 )
 QUICK = f"{GPU}test_quick_cuda.py"
+EXPERT_KINDS = ("None or Q4_1", "INT4_128 or FP8_128", "MXFP4")
 CORRECT = Together(
     "correctness", 75,
     (
         *(GpuTests(name, 75, (QUICK,), name) for name in ("attention or cache", "latents", "between", "products")),
-        *(GpuTests(f"experts of {tokens}", 75, (QUICK,), f"experts and {tokens}-") for tokens in (1, 20, 300)),
+        *(GpuTests(f"experts {kinds}", 75, (QUICK,), f"experts and ({kinds})") for kinds in EXPERT_KINDS),
         GpuTests("sampling", 75, (f"{SAMPLER}rows_that_are_no_distribution", f"{SAMPLER}masks[torch.bfloat16]")),
     ),
 )  # fmt: skip

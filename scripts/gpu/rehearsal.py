@@ -63,7 +63,7 @@ class RehearsedChildren(Children):
         if status == 0 and not self._gpu_tests.selected(files, selection):
             status, output = NO_TESTS, [f"ERROR no test of {' '.join(files)} is selected by {selection!r}"]
         if status == 0 and set(files) == {RUN_THERE}:
-            status, output = run_pytest(["-v", RUN_THERE, "-k", selection], [])
+            status, output = run_pytest(["-v", RUN_THERE, "-k", selection, "--tb=native"], [])
         elif status == 0:
             status, output = self._stand_in_tests
         (self.folder / f"{log}.log").write_text("\n".join(output) + "\n", encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -91,9 +91,8 @@ class Together:
     tasks: tuple[Task, ...]
 
     def rows(self, setup: Setup, limit_s: float) -> Iterator[Row]:
-        with ThreadPoolExecutor(1 if setup.rehearse else len(self.tasks)) as pool:
-            for done in as_completed([pool.submit(attempted, task, setup, limit_s) for task in self.tasks]):
-                yield from (replace(row, task=self.name) for row in done.result())
+        for rows in side_by_side(self.tasks, setup, limit_s):
+            yield from (replace(row, task=self.name) for row in rows)
 
 
 @dataclass(frozen=True)
@@ -201,6 +200,16 @@ class Worst:
         ordered = sorted(self.profiles, key=lambda profile: min(profile.slow(setup), default=PROFILE_BELOW))
         for profile in ordered[: self.count]:
             yield from (replace(row, task=self.name) for row in attempted(profile, setup, limit_s / self.count))
+
+
+def side_by_side(tasks: Sequence[Task], setup: Setup, limit_s: float) -> Iterator[list[Row]]:
+    """The rows of each task as it ends; rehearsed, one after the other: this thread has the stand-in for a card."""
+    if setup.rehearse:
+        yield from (attempted(task, setup, limit_s) for task in tasks)
+        return
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        for done in as_completed([pool.submit(attempted, task, setup, limit_s) for task in tasks]):
+            yield done.result()
 
 
 def attempted(task: Task, setup: Setup, limit_s: float) -> list[Row]:

@@ -68,7 +68,7 @@ def kinds(options: Options) -> Iterator[Figure]:
     rehearse = options["rehearse"]
     contexts = [5, 20] if rehearse else KIND_CONTEXTS
     for name, (fields, with_sinks) in KINDS.items():
-        shape = attention_shape(2, 1, rehearse=True) if rehearse else attention_shape(1, 1, rehearse=False)
+        shape = attention_shape(16, 8, rehearse=True) if rehearse else attention_shape(1, 1, rehearse=False)
         window = fields.get("windows", (None,))[0]
         shape = replace(shape, windows=(window,)) if rehearse else replace(shape, **fields)
         kernels = create_kernels("triton", CUDA, shape)
