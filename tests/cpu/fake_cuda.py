@@ -8,6 +8,7 @@ not see, it does too:
 - copies from and to pinned memory happen as late as they may: memory that is filled again too early, or read too early,
   is found out. Fresh memory of the card is full of NaN;
 - an event is recorded, and waited for, by threads that have made the card their current device;
+- cuBLAS has a workspace for each stream of a thread, which stays until it is asked back. Graphs hold its address;
 - operations that wait for the card, or copy from memory that is not pinned, are counted, and refused during a capture,
   as are tensors of both kinds in one operation. While one thread captures, others neither capture, nor wait for the
   whole card, nor give its memory back.
@@ -20,7 +21,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +41,8 @@ TOTAL_BYTES = 8 << 30
 GARBAGE = 255  # of each byte: NaN, or -1
 # Operations whose result the host waits for.
 WAITING = ("item", "_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "unique")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear")  # by cuBLAS
+WORKSPACE_BYTES = 4096
 FRESH = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 COPIES = ("copy_", "to", "_to_copy")
 PINNING = ("is_pinned", "pin_memory")
@@ -80,6 +83,9 @@ class OnCard(torch.Tensor):
     def data_ptr(self) -> int:
         return self.held.data_ptr()
 
+    def untyped_storage(self) -> Any:
+        return CardStorage(self.held.untyped_storage())
+
     def tolist(self) -> Any:
         card.wait("tolist")
         return self.held.tolist()
@@ -90,6 +96,22 @@ class OnCard(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return dispatch(operation, args, kwargs or {})
+
+
+@dataclass
+class CardStorage:
+    """The memory behind tensors on the card."""
+
+    held: torch.UntypedStorage
+
+    def data_ptr(self) -> int:
+        return self.held.data_ptr()
+
+    def nbytes(self) -> int:
+        return self.held.nbytes()
+
+    def resize_(self, size: int) -> None:
+        card.resize(self.held, size)
 
 
 class OnThisThread(TorchDispatchMode):
@@ -106,6 +128,7 @@ class Graph:
     done: list[Callable[[], None]] = field(default_factory=list)
     fresh: list[torch.Tensor] = field(default_factory=list)
     place: object = None
+    workspaces: dict[tuple[int, object], object] = field(default_factory=dict)
 
     def pool(self) -> object:
         return self.place
@@ -121,6 +144,8 @@ class Graph:
     def replay(self) -> None:
         if card.captures():
             raise CardError("a graph is replayed inside of a capture")
+        if any(card.workspaces.get(key) is not workspace for key, workspace in self.workspaces.items()):
+            raise CardError("a graph is replayed whose workspace has been given back")
         card.replays += 1
         for tensor in card.pools[self.place]:
             spoil(tensor)
@@ -163,7 +188,9 @@ class Card:
         self.replays = self.launches = 0  # of graphs, and of all else
         self.waits: Counter[str] = Counter()  # what the host waited for, by operation
         self.bytes = self.peak = self.reserved = 0  # held, held at most, and with what the allocator keeps for later
-        self._held: dict[int, int] = {}
+        self.workspaces: dict[tuple[int, object], object] = {}  # of cuBLAS, by thread and stream
+        self.captured = 0  # graphs
+        self._held: dict[int, list[int]] = {}  # by storage the number of tensors, and bytes
         self._local = threading.local()
         self._capturing = threading.Lock()
 
@@ -171,22 +198,65 @@ class Card:
 
     def hold(self, tensor: OnCard) -> None:
         storage = tensor.held.untyped_storage()
-        at, size = storage.data_ptr(), storage.nbytes()
         with self.lock:
-            self._held[at] = self._held.get(at, 0) + 1
-            if self._held[at] == 1:
-                self.bytes += size
-                self.peak = max(self.peak, self.bytes)
-                self.reserved = max(self.reserved, self.bytes)
-        weakref.finalize(tensor, self._free, self._held, at, size).atexit = False
+            kept = self._held.setdefault(storage._cdata, [0, 0])
+            kept[0] += 1
+            if kept[0] == 1:
+                self.resize(storage, storage.nbytes())
+        weakref.finalize(tensor, self._free, self._held, storage._cdata).atexit = False
 
-    def _free(self, held: dict[int, int], at: int, size: int) -> None:
+    def resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        """Give the memory behind tensors another size; new memory is full of garbage."""
         with self.lock:
-            held[at] -= 1
-            if not held[at]:
-                del held[at]
+            kept = self._held[storage._cdata]
+            self._take(size - kept[1])
+            kept[1] = size
+            if size != storage.nbytes():
+                storage.resize_(size)
+                storage.fill_(GARBAGE)
+
+    def _take(self, size: int) -> None:
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+        self.reserved = max(self.reserved, self.bytes)
+
+    def _free(self, held: dict[int, list[int]], storage: int) -> None:
+        with self.lock:
+            held[storage][0] -= 1
+            if not held[storage][0]:
+                _, size = held.pop(storage)
                 # Nothing of the card of an earlier test.
                 self.bytes -= size if held is self._held else 0
+
+    # cuBLAS
+
+    @property
+    def stream(self) -> object:
+        """The current stream of this thread; None is the device's default."""
+        return getattr(self._local, "stream", None)
+
+    @contextmanager
+    def on_stream(self, stream: object) -> Iterator[None]:
+        before, self._local.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self._local.stream = before
+
+    def multiply(self) -> None:
+        """A product by cuBLAS, which takes a workspace for this thread and stream."""
+        key = threading.get_ident(), self.stream
+        with self.lock:
+            if key not in self.workspaces:
+                self.workspaces[key] = object()
+                self._take(WORKSPACE_BYTES)
+            if graph := self.captures():
+                graph.workspaces[key] = self.workspaces[key]
+
+    def clear_workspaces(self) -> None:
+        with self.lock:
+            self.bytes -= WORKSPACE_BYTES * len(self.workspaces)
+            self.workspaces.clear()
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         self.pinned[tensor.untyped_storage().data_ptr()] = tensor
@@ -228,7 +298,7 @@ class Card:
 
     def to_host(self, target: torch.Tensor, value: torch.Tensor) -> None:
         """`target` will have the values, and has them no sooner than somebody has waited."""
-        spoil(target)
+        target.view(torch.uint8).fill_(GARBAGE) if target.dim() else spoil(target)
         self.late.append(lambda: target.copy_(value))
 
     def wait(self, what: str, *, count: bool = True) -> None:
@@ -253,6 +323,7 @@ class Card:
 
     def end(self, graph: Graph) -> None:
         self._local.graph = None
+        self.captured += 1
         self.pools.setdefault(graph.place, []).extend(graph.fresh)
         self._capturing.release()
 
@@ -339,6 +410,8 @@ def dispatch(operation: Any, args: Any, kwargs: Any) -> Any:
         raise CardError(f"{operation}: tensors of the card and of the host in one operation")
     if name not in FRESH and not operation.is_view:
         card.launches += 1
+    if name in PRODUCTS:
+        card.multiply()
     waits = name in WAITING or (name == "index" and any(x.dtype in (torch.bool, torch.uint8) for x in theirs[1:]))
     if waits:
         card.wait(name)
@@ -490,7 +563,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
         "Stream": Stream,
         "Event": Event,
         "CUDAGraph": Graph,
-        "stream": lambda stream: nullcontext(),
+        "stream": card.on_stream,
     }
     generator = torch.Generator
 
@@ -508,6 +581,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     monkeypatch.setattr(torch, "tensor", tensor)
     for name, replacement in cuda.items():
         monkeypatch.setattr(torch.cuda, name, replacement)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", card.clear_workspaces, raising=False)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
     monkeypatch.setattr(GridExecutor, "__call__", launch(GridExecutor.__call__))
     monkeypatch.setattr("weft.llm.probe_host", host_with_card)
     real = inline.run_rank

@@ -52,7 +52,7 @@ class RankWorker(Protocol):
     def load(self) -> Capacity: ...
 
     def allocate(self, num_blocks: int) -> int:
-        """Allocate KV blocks. Returns the number of CUDA graphs left to be captured while no request runs."""
+        """Allocate KV blocks. Returns the number of CUDA graphs left to be captured between steps."""
         ...
 
     def call(self, command: Command) -> Reply:

@@ -32,7 +32,7 @@ from weft.core.step import StepPlan, StepResult
 from weft.errors import error_reason
 from weft.executors.rank import unfreeze_start
 from weft.hardware import malloc
-from weft.kernels.capture import release_cached_memory
+from weft.kernels.capture import release_cached_memory, release_workspaces, use_workspaces
 from weft.kernels.streams import NOT_FINITE
 from weft.plan.memory import Capacity
 from weft.plan.plan import Plan
@@ -77,6 +77,7 @@ class Worker:
         began = time.monotonic()
         plan, runner = self.plan, self.runner
         runner.load(self.report_read)
+        self._use_gpu()
         self.clock = create_step_clock(runner.device, self.links)
         groups = len(plan.kv_layout.groups)
         self.request_slots = RequestSlots(
@@ -190,15 +191,26 @@ class Worker:
             runner.sleep(level)
         unfreeze_start()
         malloc.release()
+        self._leave_gpu()
+
+    def _use_gpu(self) -> None:
         if self.runner.device.type == "cuda":
+            use_workspaces(self)
+
+    def _leave_gpu(self) -> None:
+        """Give back what torch keeps of the GPU's memory."""
+        if self.runner.device.type == "cuda":
+            release_workspaces(self)
             release_cached_memory()
 
     def wake(self) -> None:
-        """Load what `sleep` has dropped, and allocate as at the start."""
+        """Load what `sleep` has dropped, and allocate the KV cache as at the start."""
+        self._use_gpu()
         if self.proposer:
             self.proposer.wake()
         self.runner.wake(self._rehearse)
-        malloc.release()  # of weights that were packed
+        if self.runner.device.type == "cpu":
+            malloc.release()  # of weights that were packed
 
     @torch.inference_mode()
     def execute(self, step: StepPlan) -> Result:
@@ -348,8 +360,7 @@ class Worker:
         for runner in self.runners:
             runner.close()
         self.sampler = self.proposer = None
-        if self.runner.device.type == "cuda":
-            release_cached_memory()
+        self._leave_gpu()
 
     def _rehearse(self, counts: list[int], params: SamplingParams, num_blocks: int | None = None) -> None:
         """Run a `rehearsal_step`. Raises ModelError if its logits are not finite."""
