@@ -30,6 +30,7 @@ def launch(real: Callable[..., None]) -> Callable[..., None]:
     """Triton's launches, in place of its interpreter's own."""
 
     def launched(executor: Any, *given: Any, **constants: Any) -> None:
+        card.check_current_device()
         tensors = [x for x in given if isinstance(x, torch.Tensor)]
         if len({isinstance(x, OnCard) for x in tensors}) == 2:
             raise CardError(f"{executor.fn.__name__}: a pointer that the card cannot read")

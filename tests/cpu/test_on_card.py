@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,6 +28,7 @@ from weft.core.step import StepPlan
 from weft.kernels import contest
 from weft.kernels.batch import Batch
 from weft.kernels.capture import release_cached_memory, synchronize_device
+from weft.kernels.triton.pointwise import silu_mul
 from weft.models.decoder import DecoderModel
 from weft.worker import graphs, runner, worker
 from weft.worker.device import ToHost
@@ -366,6 +368,24 @@ def test_a_thread_has_a_device_before_it_waits_for_one(card: Card) -> None:
     event.record()
     with ThreadPoolExecutor(1) as pool, pytest.raises(CardError, match="current device"):
         pool.submit(event.synchronize).result()
+    x = torch.arange(3.0, device=CUDA)
+    graph = torch.cuda.CUDAGraph()
+    refused: list[Callable[[], object]] = [
+        lambda: silu_mul(torch.zeros(1, 8, device=CUDA)),
+        graph.capture_begin,
+        torch.cuda.Stream,
+        torch.cuda.current_stream,
+        torch.cuda.synchronize,
+        torch.cuda.mem_get_info,
+        lambda: torch.zeros(3, device="cuda"),
+    ]
+    with ThreadPoolExecutor(1, initializer=fake_cuda.OnThisThread().__enter__) as pool:
+        for call in refused:
+            with pytest.raises(CardError, match="current device"):
+                pool.submit(call).result()
+        # torch's own operations are on the device of their tensors, and others name theirs.
+        assert pool.submit(lambda: (x + torch.ones(3, device=CUDA)).tolist()).result() == [1, 2, 3]
+        assert pool.submit(torch.cuda.mem_get_info, CUDA).result()
     arrival = ToHost(torch.arange(3, device=CUDA))
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(arrival.values).result() == [0, 1, 2]
@@ -402,7 +422,7 @@ def test_a_graph_does_what_was_captured_and_no_more(card: Card) -> None:
 def test_a_second_capture_is_refused_and_whatever_concerns_the_whole_device(card: Card) -> None:
     first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     first.capture_begin()
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(CUDA,)) as pool:
         for refused in (second.capture_begin, torch.cuda.synchronize, torch.cuda.empty_cache):
             with pytest.raises(CardError, match=r"one graph at a time|while a graph"):
                 pool.submit(refused).result()

@@ -61,7 +61,7 @@ def measure_importance(
     # One cache for all layers, which run one after the other.
     cache = allocate_cache(shape, place, dtype, device, (1, tokens))
     incoming = None if place.first else links.stage.recv((tokens, shape.hidden), dtype)
-    with reader_threads() as pool:
+    with reader_threads(device) as pool:
         whole = {name for name, parameter, _ in rank_parameters(shape, place) if parameter.is_read_directly}
         matrices = StreamedMatrices(source, targets, rank_fills(shape, place), shape.head_dim, pool, whole)
         derive_parameters(shape, targets)
