@@ -6,6 +6,8 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,23 +19,32 @@ from tests.log_events import logged
 pytest.importorskip("triton", reason="needs triton")
 
 from scripts.gpu.work import bench
-from tests.cpu import fake_cuda, tiny
+from tests.cpu import checkpoints, fake_cuda, tiny
 from tests.cpu.captured import Captured
 from tests.cpu.fake_cuda import CUDA, Card, CardError, OnCard, the_card  # noqa: F401
+from tests.cpu.layouts import plan_for
+from tests.cpu.test_commands import with_other_weights
 from weft import LLM, SamplingParams
 from weft.client.outputs import RequestOutput
-from weft.comm import threads
+from weft.comm import Links, threads
 from weft.core import kv
 from weft.core.step import StepPlan
-from weft.kernels import contest
+from weft.kernels import contest, create_rounding
+from weft.kernels.base import AttentionShape
 from weft.kernels.batch import Batch
 from weft.kernels.capture import release_cached_memory, synchronize_device
 from weft.kernels.triton.pointwise import silu_mul
 from weft.models.decoder import DecoderModel
+from weft.quant.quantised import QuantisedWeight
+from weft.weights.load import allocate_parameters, load_weights
+from weft.weights.sharded import tensor_parts
 from weft.worker import graphs, runner, worker
+from weft.worker import swap as swaps
 from weft.worker.device import ToHost
 from weft.worker.graphs import CudaGraphs
+from weft.worker.importance import measure_importance
 from weft.worker.staging import BUFFERS, Staging
+from weft.worker.swap import WeightSwap
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
 
@@ -281,6 +292,46 @@ def test_an_fp8_cache_in_graphs_is_that_without(path: str, card: Card) -> None:
     assert not card.replays
     assert answers(path, params, **ON_CARD, kv_cache_dtype="fp8") == want
     assert card.replays
+
+
+def test_weights_are_swapped_beside_a_full_card(card: Card, tmp_path: Path) -> None:
+    """In the memory of the old ones, under the graphs that are captured: no byte more, no graph again."""
+    old, params = checkpoints.make("qwen3-biased", tmp_path), asked([{"temperature": 0.0}, {}])
+    new, how = with_other_weights(old, tmp_path / "new"), {"load_format": "auto", "max_num_seqs": 2}
+    want = answers(str(new), params, **how, **ON_CPU)
+    with LLM(str(old), **{**COMMON, **ON_CARD, **how}) as llm:
+        before = [told(it) for it in llm.generate(PROMPTS[:2], params, use_tqdm=False)]
+        full, captured = card.bytes, sum(map(len, card.pools.values()))
+        card.peak = full
+        llm.swap_weights(new)
+        assert card.peak == card.bytes == full
+        replays = card.replays
+        assert [told(it) for it in llm.generate(PROMPTS[:2], params, use_tqdm=False)] == want != before
+        assert card.replays > replays and sum(map(len, card.pools.values())) == captured
+
+
+@torch.inference_mode()
+def test_staged_weights_are_rounded_on_the_card_a_band_at_a_time(
+    card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoints.make("llama-biased", tmp_path)
+    plan = plan_for(path, "whole", quantization="int4", max_model_len=64)
+    place, rounding = plan.places[0], create_rounding("triton", CUDA, AttentionShape.from_plan(plan, 0))
+    there = allocate_parameters(plan, place, CUDA)
+    importance = measure_importance(plan, 0, Links(), there, CUDA)
+    load_weights(plan, place, there, rounding, importance)
+    monkeypatch.setattr(swaps, "measure_importance", lambda *_: importance)
+    swap = WeightSwap(plan, 0, Links(), CUDA, rounding)
+    before = card.peak = card.bytes
+    swap.stage()
+    here = dict(tensor_parts(swap._staged))
+    for name, part in tensor_parts(there):
+        assert torch.equal(part.cpu(), here[name]), name
+    # Of a matrix, its rounded form, and the parameters that are no matrices.
+    matrices = [weight for weight in there.values() if isinstance(weight, QuantisedWeight)]
+    band = max(prod(weight.shape) * 4 + weight.nbytes for weight in matrices)
+    vectors = sum(weight.nbytes for weight in there.values() if isinstance(weight, torch.Tensor))
+    assert max(weight.nbytes for weight in matrices) < card.peak - before <= band + vectors
 
 
 @pytest.mark.long

@@ -131,8 +131,8 @@ def load_weights(
 
     Targets are allocated already, on any one device and of any float dtype or scheme. Parameters that the checkpoint
     does not hold in the target's scheme are made by `rounding`, in several threads, with the `importance` of the
-    parameter's columns if it is known. `report_read` gets the bytes of the files that are read so far, and those of all targets.
-    `source` is the plan's checkpoint if it is open already. Raises ModelError.
+    parameter's columns if it is known. `report_read` gets the bytes of the files that are read so far, and those of all
+    targets. `source` is the plan's checkpoint if it is open already. Raises ModelError.
     """
     if plan.load_format == "sharded_state":
         read_shard(plan, place.rank, targets, report_read)

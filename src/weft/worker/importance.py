@@ -76,6 +76,11 @@ def measure_importance(
     return matrices.importance
 
 
+def rounds_by_importance(plan: Plan) -> bool:
+    """Return True if `measure_importance` has all ranks of the plan run a step. Raises ModelError."""
+    return plan.load_format not in ("dummy", "sharded_state") and needs_importance(plan, open_source(plan))
+
+
 def needs_importance(plan: Plan, source: WeightSource) -> bool:
     """Return True if any matrix of the model is to be rounded to 4 bits."""
     return any(ALL_SCHEMES[type].bits == 4 and not source.holds(name, type) for name, type in plan.schemes.items())
