@@ -163,6 +163,7 @@ class Card:
         self.pools: dict[object, list[torch.Tensor]] = {}
         self.pinned: dict[int, torch.Tensor] = {}
         self.replays = self.launches = 0  # of graphs, and of all else
+        self.launched: list[str] = []  # names of all launches
         self.waits: Counter[str] = Counter()  # what the host waited for, by operation
         self.bytes = self.peak = self.reserved = 0  # held, held at most, and with what the allocator keeps for later
         self._held: dict[int, int] = {}
@@ -209,6 +210,10 @@ class Card:
         current = getattr(self._local, "device", None)
         if not named and current != CUDA:
             raise CardError(f"the current device of this thread is {current or 'the first there is'}, not {CUDA}")
+
+    def note_launch(self, name: str) -> None:
+        self.launches += 1
+        self.launched.append(name)
 
     # What is under way
 
@@ -343,12 +348,13 @@ def dispatch(operation: Any, args: Any, kwargs: Any) -> Any:
         return card.pin(result) if pins else result
     if theirs and any(x.dim() for x in ours):
         raise CardError(f"{operation}: tensors of the card and of the host in one operation")
-    if name not in FRESH and not operation.is_view:
-        card.launches += 1
     waits = name in WAITING or (name == "index" and any(x.dtype in (torch.bool, torch.uint8) for x in theirs[1:]))
     if waits:
         card.wait(name)
     result = _captured(operation, name, given, named) if card.captures() else operation(*given, **named)
+    converts = name in COPIES and result is not given[0]  # where torch says that the result may be a view
+    if name not in FRESH and (converts or not operation.is_view):
+        card.note_launch(name)
     if name in FRESH and not card.captures():
         spoil(result)
 
@@ -360,7 +366,7 @@ def dispatch(operation: Any, args: Any, kwargs: Any) -> Any:
 
 def _between(name: str, operation: Any, args: Any, given: Any, named: Any) -> Any:
     """A copy from the host to the card, or back."""
-    card.launches += 1
+    card.note_launch(name)
     target, source = (given[0], given[1]) if name == "copy_" else (None, given[0])
     goes_up = isinstance(args[0], OnCard) if name == "copy_" else not isinstance(args[0], OnCard)
     near = source if goes_up else target

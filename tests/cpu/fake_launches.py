@@ -37,7 +37,7 @@ def launch(real: Callable[..., None]) -> Callable[..., None]:
         grid = executor.grid(constants) if callable(executor.grid) else executor.grid
         if any(limit < side for limit, side in zip(MAX_PROGRAMS, grid, strict=False)):
             raise CardError(f"{executor.fn.__name__}: a grid of {grid}")
-        card.launches += 1
+        card.note_launch(executor.fn.__name__)
         given = tuple(x.held if isinstance(x, OnCard) else x for x in given)
 
         def run() -> None:

@@ -66,6 +66,7 @@ class SwapWeights(msgspec.Struct, frozen=True, tag=True):
     the same time, and then take or drop them. Raises RequestError for weights that a rank refuses.
     """
 
+    phase: ClassVar[str] = "swap"
     checkpoint: str
     load_format: LoadFormat
 

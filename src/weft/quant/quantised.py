@@ -87,6 +87,12 @@ class QuantisedWeight:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts.values())
 
+    def empty_on(self, device: torch.device) -> QuantisedWeight:
+        """Uninitialised memory for a weight like this one, on a device."""
+        values, scales = (torch.empty_like(part, device=device) for part in (self.values, self.scales))
+        lowest = None if self.lowest is None else torch.empty_like(self.lowest, device=device)
+        return replace(self, values=values, scales=scales, lowest=lowest)
+
     def narrow(self, dim: int, start: int, length: int) -> QuantisedWeight:
         """A view of `length` rows from `start` on of one matrix; `dim` must be 0."""
         assert dim == 0 and self.values.dim() == 2

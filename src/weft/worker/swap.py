@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -138,7 +137,7 @@ def through_device(rounding: Rounding, device: torch.device) -> Rounding:
     def round_band(weight: torch.Tensor, into: QuantisedWeight, importance: torch.Tensor | None = None) -> None:
         with turn:
             enter_device(device)
-            made = replace(into, **{name: torch.empty_like(part, device=device) for name, part in into.parts.items()})
+            made = into.empty_on(device)
             rounding(weight.to(device), made, importance)
             for name, part in made.parts.items():
                 into.parts[name].copy_(part)
