@@ -40,8 +40,9 @@ class Tenant(msgspec.Struct, kw_only=True, eq=False):
     """One model: its needs, and what is known of its use. `running` requests keep it awake.
 
     `stays_s`: seconds that it stays awake after its last request, as this says; None: as configured. `ends_turn`:
-    requests wait, since another model waits for its room. `leaves`: so does an administrator. `slept`: it has slept since
-    it was loaded, and what it took for that of the host's memory stays taken. `pinned`: it makes room for nobody.
+    requests wait, since another model waits for its room. `leaves`: so does an administrator. `slept`: it has slept
+    since it was loaded, and what it took for that of the host's memory stays taken. `pinned`: it makes room for
+    nobody.
     """
 
     name: str
