@@ -46,7 +46,7 @@ def sleep(options: Options) -> Iterator[Figure]:
 
 def memory(llm: LLM) -> tuple[int, int]:
     """Bytes that torch holds of the card, and that the driver counts."""
-    (row,) = llm.rank_stats()
+    (row,) = llm.layout()
     return int(row["reserved_bytes"]), int(row["driver_bytes"])
 
 
