@@ -7,7 +7,8 @@ not see, it does too:
   is captured. What it allocates lies in its pool, and may be anything when a graph of that pool is replayed;
 - copies from and to pinned memory happen as late as they may: memory that is filled again too early, or read too early,
   is found out. Fresh memory of the card is full of NaN;
-- an event is recorded, and waited for, by threads that have made the card their current device;
+- what CUDA does on a thread's current device is refused in threads that have not made the card theirs: launches of
+  Triton, events, captures, and all that names no device. The card stands for any GPU of several, not just the first;
 - cuBLAS has a workspace for each stream of a thread, which stays until it is asked back. Graphs hold its address;
 - operations that wait for the card, or copy from memory that is not pinned, are counted, and refused during a capture,
   as are tensors of both kinds in one operation. While one thread captures, others neither capture, nor wait for the
@@ -135,6 +136,7 @@ class Graph:
 
     def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
         assert capture_error_mode in ("global", "thread_local", "relaxed")
+        card.check_current_device()
         self.place = object() if pool is None else pool
         card.begin(self)
 
@@ -186,6 +188,7 @@ class Card:
         self.pools: dict[object, list[torch.Tensor]] = {}
         self.pinned: dict[int, torch.Tensor] = {}
         self.replays = self.launches = 0  # of graphs, and of all else
+        self.launched: list[str] = []  # names of all launches
         self.waits: Counter[str] = Counter()  # what the host waited for, by operation
         self.bytes = self.peak = self.reserved = 0  # held, held at most, and with what the allocator keeps for later
         self.workspaces: dict[tuple[int, object], object] = {}  # of cuBLAS, by thread and stream
@@ -270,12 +273,17 @@ class Card:
     def set_device(self, device: torch.device | int) -> None:
         self._local.device = torch.device("cuda", device) if isinstance(device, int) else device
 
-    def check_current_device(self) -> None:
-        """Raises CardError in a thread that has not made the card current: with several GPUs CUDA would make a context
-        on the first."""
+    def check_current_device(self, device: torch.device | int | str | None = None) -> None:
+        """Raises CardError in a thread that has not made the card current, unless a device is named: with several GPUs
+        CUDA would take the first."""
+        named = device is not None and (isinstance(device, int) or torch.device(device).index is not None)
         current = getattr(self._local, "device", None)
-        if current != CUDA:
+        if not named and current != CUDA:
             raise CardError(f"the current device of this thread is {current or 'the first there is'}, not {CUDA}")
+
+    def note_launch(self, name: str) -> None:
+        self.launches += 1
+        self.launched.append(name)
 
     # What is under way
 
@@ -307,7 +315,8 @@ class Card:
         if count:
             self.waits[what] += 1
 
-    def synchronize(self, *_: object) -> None:
+    def synchronize(self, device: torch.device | None = None) -> None:
+        self.check_current_device(device)
         self._refuse_in_captures("synchronize")
         self.settle(list(self.late))
 
@@ -393,6 +402,8 @@ def dispatch(operation: Any, args: Any, kwargs: Any) -> Any:
     pins = kwargs.get("pin_memory")
     kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
     there = devices[-1].type == "cuda" if devices else bool(theirs)
+    if devices and there:
+        card.check_current_device(devices[-1])
     wrappers = {id(x.held): x for x in theirs}
 
     def held(x: Any) -> Any:
@@ -408,14 +419,15 @@ def dispatch(operation: Any, args: Any, kwargs: Any) -> Any:
         return card.pin(result) if pins else result
     if theirs and any(x.dim() for x in ours):
         raise CardError(f"{operation}: tensors of the card and of the host in one operation")
-    if name not in FRESH and not operation.is_view:
-        card.launches += 1
     if name in PRODUCTS:
         card.multiply()
     waits = name in WAITING or (name == "index" and any(x.dtype in (torch.bool, torch.uint8) for x in theirs[1:]))
     if waits:
         card.wait(name)
     result = _captured(operation, name, given, named) if card.captures() else operation(*given, **named)
+    converts = name in COPIES and result is not given[0]  # where torch says that the result may be a view
+    if name not in FRESH and (converts or not operation.is_view):
+        card.note_launch(name)
     if name in FRESH and not card.captures():
         spoil(result)
 
@@ -427,7 +439,7 @@ def dispatch(operation: Any, args: Any, kwargs: Any) -> Any:
 
 def _between(name: str, operation: Any, args: Any, given: Any, named: Any) -> Any:
     """A copy from the host to the card, or back."""
-    card.launches += 1
+    card.note_launch(name)
     target, source = (given[0], given[1]) if name == "copy_" else (None, given[0])
     goes_up = isinstance(args[0], OnCard) if name == "copy_" else not isinstance(args[0], OnCard)
     near = source if goes_up else target
@@ -500,17 +512,17 @@ def _written(argument: Any) -> bool:
 class Readers(ThreadPoolExecutor):
     """The threads that read weights see the card too."""
 
-    def submit(self, function: Any, *given: Any, **named: Any) -> Any:
-        def run() -> Any:
-            with OnThisThread():
-                return function(*given, **named)
+    def __init__(self, threads: int, name: str, initializer: Callable[..., None], initargs: tuple[Any, ...]) -> None:
+        def begin() -> None:
+            OnThisThread().__enter__()  # for as long as the thread lives
+            initializer(*initargs)
 
-        return super().submit(run)
+        super().__init__(threads, name, begin)
 
 
 class Stream:
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+    def __init__(self, device: torch.device | None = None, **_: Any) -> None:
+        card.check_current_device(device)
 
     def synchronize(self) -> None:
         card.wait("stream", count=False)
@@ -518,6 +530,16 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         pass
+
+
+def of_device(answer: Callable[[], Any]) -> Callable[..., Any]:
+    """A question of torch.cuda's about a device: the named one, or the current one."""
+
+    def asked(device: torch.device | int | None = None) -> Any:
+        card.check_current_device(device)
+        return answer()
+
+    return asked
 
 
 def host_with_card() -> hosts.Host:
@@ -547,16 +569,16 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "set_device": card.set_device,
-        "get_device_properties": lambda device: SimpleNamespace(
-            multi_processor_count=PROCESSORS, uuid="0", shared_memory_per_block_optin=227 << 10
+        "get_device_properties": of_device(
+            lambda: SimpleNamespace(multi_processor_count=PROCESSORS, uuid="0", shared_memory_per_block_optin=227 << 10)
         ),
-        "get_device_capability": lambda device=None: (9, 0),
-        "get_device_name": lambda device=None: "NVIDIA H200",
-        "mem_get_info": lambda device=None: (TOTAL_BYTES - card.reserved, TOTAL_BYTES),
-        "memory_allocated": lambda device=None: card.bytes,
-        "memory_reserved": lambda device=None: card.reserved,
-        "max_memory_allocated": lambda device=None: card.peak,
-        "reset_peak_memory_stats": lambda device=None: setattr(card, "peak", card.bytes),
+        "get_device_capability": of_device(lambda: (9, 0)),
+        "get_device_name": of_device(lambda: "NVIDIA H200"),
+        "mem_get_info": of_device(lambda: (TOTAL_BYTES - card.reserved, TOTAL_BYTES)),
+        "memory_allocated": of_device(lambda: card.bytes),
+        "memory_reserved": of_device(lambda: card.reserved),
+        "max_memory_allocated": of_device(lambda: card.peak),
+        "reset_peak_memory_stats": of_device(lambda: setattr(card, "peak", card.bytes)),
         "empty_cache": card.empty_cache,
         "synchronize": card.synchronize,
         "current_stream": Stream,

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,25 +20,35 @@ from tests.log_events import logged
 pytest.importorskip("triton", reason="needs triton")
 
 from scripts.gpu.work import bench
-from tests.cpu import fake_cuda, tiny
+from tests.cpu import checkpoints, fake_cuda, tiny
 from tests.cpu.captured import Captured
 from tests.cpu.fake_cuda import CUDA, Card, CardError, OnCard, the_card  # noqa: F401
+from tests.cpu.layouts import plan_for
+from tests.cpu.test_commands import with_other_weights
 from weft import LLM, SamplingParams
 from weft.client.outputs import RequestOutput
-from weft.comm import threads
+from weft.comm import Links, threads
 from weft.core import kv
 from weft.core.step import StepPlan
 from weft.executors import captures, ranks
-from weft.kernels import contest
+from weft.kernels import contest, create_rounding
+from weft.kernels.base import AttentionShape
 from weft.kernels.batch import Batch
 from weft.kernels.capture import WORKSPACE_BYTES, release_cached_memory, synchronize_device
 from weft.kernels.triton import attention
+from weft.kernels.triton.pointwise import silu_mul
 from weft.models.decoder import DecoderModel
+from weft.quant.quantised import QuantisedWeight
+from weft.weights.load import allocate_parameters, load_weights
+from weft.weights.sharded import tensor_parts
 from weft.worker import graphs, host_copies, runner, worker
+from weft.worker import swap as swaps
 from weft.worker.device import ToHost
 from weft.worker.graphs import CudaGraphs
 from weft.worker.host_copies import SPARE_BYTES
+from weft.worker.importance import measure_importance
 from weft.worker.staging import BUFFERS, Staging
+from weft.worker.swap import WeightSwap
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
 
@@ -429,6 +442,46 @@ def test_an_fp8_cache_in_graphs_is_that_without(path: str, card: Card) -> None:
     assert card.replays
 
 
+def test_weights_are_swapped_beside_a_full_card(card: Card, tmp_path: Path) -> None:
+    """In the memory of the old ones, under the graphs that are captured: no byte more, no graph again."""
+    old, params = checkpoints.make("qwen3-biased", tmp_path), asked([{"temperature": 0.0}, {}])
+    new, how = with_other_weights(old, tmp_path / "new"), {"load_format": "auto", "max_num_seqs": 2}
+    want = answers(str(new), params, **how, **ON_CPU)
+    with LLM(str(old), **{**COMMON, **ON_CARD, **how}) as llm:
+        before = [told(it) for it in llm.generate(PROMPTS[:2], params, use_tqdm=False)]
+        full, captured = card.bytes, sum(map(len, card.pools.values()))
+        card.peak = full
+        llm.swap_weights(new)
+        assert card.peak == card.bytes == full
+        replays = card.replays
+        assert [told(it) for it in llm.generate(PROMPTS[:2], params, use_tqdm=False)] == want != before
+        assert card.replays > replays and sum(map(len, card.pools.values())) == captured
+
+
+@torch.inference_mode()
+def test_staged_weights_are_rounded_on_the_card_a_band_at_a_time(
+    card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoints.make("llama-biased", tmp_path)
+    plan = plan_for(path, "whole", quantization="int4", max_model_len=64)
+    place, rounding = plan.places[0], create_rounding("triton", CUDA, AttentionShape.from_plan(plan, 0))
+    there = allocate_parameters(plan, place, CUDA)
+    importance = measure_importance(plan, 0, Links(), there, CUDA)
+    load_weights(plan, place, there, rounding, importance)
+    monkeypatch.setattr(swaps, "measure_importance", lambda *_: importance)
+    swap = WeightSwap(plan, 0, Links(), CUDA, rounding)
+    before = card.peak = card.bytes
+    swap.stage()
+    here = dict(tensor_parts(swap._staged))
+    for name, part in tensor_parts(there):
+        assert torch.equal(part.cpu(), here[name]), name
+    # Of a matrix, its rounded form, and the parameters that are no matrices.
+    matrices = [weight for weight in there.values() if isinstance(weight, QuantisedWeight)]
+    band = max(prod(weight.shape) * 4 + weight.nbytes for weight in matrices)
+    vectors = sum(weight.nbytes for weight in there.values() if isinstance(weight, torch.Tensor))
+    assert max(weight.nbytes for weight in matrices) < card.peak - before <= band + vectors
+
+
 @pytest.mark.long
 def test_quantised_weights_in_graphs_are_those_without(path: str, card: Card) -> None:
     params = asked([{"max_tokens": 5}, {"temperature": 0.0, "max_tokens": 6}, {"max_tokens": 4}])
@@ -514,6 +567,24 @@ def test_a_thread_has_a_device_before_it_waits_for_one(card: Card) -> None:
     event.record()
     with ThreadPoolExecutor(1) as pool, pytest.raises(CardError, match="current device"):
         pool.submit(event.synchronize).result()
+    x = torch.arange(3.0, device=CUDA)
+    graph = torch.cuda.CUDAGraph()
+    refused: list[Callable[[], object]] = [
+        lambda: silu_mul(torch.zeros(1, 8, device=CUDA)),
+        graph.capture_begin,
+        torch.cuda.Stream,
+        torch.cuda.current_stream,
+        torch.cuda.synchronize,
+        torch.cuda.mem_get_info,
+        lambda: torch.zeros(3, device="cuda"),
+    ]
+    with ThreadPoolExecutor(1, initializer=fake_cuda.OnThisThread().__enter__) as pool:
+        for call in refused:
+            with pytest.raises(CardError, match="current device"):
+                pool.submit(call).result()
+        # torch's own operations are on the device of their tensors, and others name theirs.
+        assert pool.submit(lambda: (x + torch.ones(3, device=CUDA)).tolist()).result() == [1, 2, 3]
+        assert pool.submit(torch.cuda.mem_get_info, CUDA).result()
     arrival = ToHost(torch.arange(3, device=CUDA))
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(arrival.values).result() == [0, 1, 2]
@@ -561,7 +632,7 @@ def test_a_graph_holds_the_workspace_of_its_stream(card: Card) -> None:
 def test_a_second_capture_is_refused_and_whatever_concerns_the_whole_device(card: Card) -> None:
     first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     first.capture_begin()
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(CUDA,)) as pool:
         for refused in (second.capture_begin, torch.cuda.synchronize, torch.cuda.empty_cache):
             with pytest.raises(CardError, match=r"one graph at a time|while a graph"):
                 pool.submit(refused).result()

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from weft.core.commands import Command, Reply
+from weft.core.commands import RankCommand, Reply
 from weft.core.step import StepPlan, StepResult
 from weft.executors.causes import cause_of, lost_peer
 from weft.executors.messages import (
@@ -55,7 +55,7 @@ class RankWorker(Protocol):
         """Allocate KV blocks. Returns the number of CUDA graphs left to be captured between steps."""
         ...
 
-    def call(self, command: Command) -> Reply:
+    def call(self, command: RankCommand) -> Reply:
         """Execute a command."""
         ...
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from weft.core.commands import CaptureGraph, Command, GraphsLeft, Replies, Reply
+from weft.core.commands import CaptureGraph, GraphsLeft, RankCommand, Replies, Reply
 from weft.core.step import EngineStep, LockStep, LockStepResult, StepPlan, StepResult
 from weft.errors import CORE, Cause, EngineError, WeftError
 from weft.executors.base import Ready
@@ -87,7 +87,7 @@ class PendingStep:
 class PendingCall:
     """A command that ranks are executing, and the replies so far, by rank."""
 
-    command: Command
+    command: RankCommand
     future: Future[Replies] = field(default_factory=Future)
     replies: dict[int, Reply] = field(default_factory=dict)
 
@@ -169,7 +169,7 @@ class RankExecutor(ABC):
                 future.set_exception(EngineError(ended))
         return future
 
-    def call(self, command: Command) -> Future[Replies]:
+    def call(self, command: RankCommand) -> Future[Replies]:
         call = PendingCall(command)
         call.future.set_running_or_notify_cancel()
         with self._sending:

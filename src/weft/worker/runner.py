@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from weft.architectures.compose import shape_within
 from weft.architectures.kv import layer_bytes_per_token
 from weft.comm import Links
-from weft.core.commands import SwapWeights
+from weft.core.commands import PrepareSwap
 from weft.core.params import SamplingParams
 from weft.core.step import StepPlan
 from weft.kernels import create_kernels, create_rounding
@@ -31,12 +31,13 @@ from weft.plan.determinism import not_deterministic
 from weft.plan.fills import rank_weight_bytes
 from weft.plan.memory import expanded_bytes, step_bytes
 from weft.plan.plan import Plan
-from weft.weights.load import allocate_parameters, load_weights, parameter_groups
+from weft.weights.load import allocate_parameters, load_weights
 from weft.worker import rehearsal
 from weft.worker.device import allocate_caches, prepare_device
 from weft.worker.graphs import MOST_PADDING, CudaGraphs, Graphs, ReportCaptured, graph_sizes
 from weft.worker.host_copies import HostCopies
 from weft.worker.importance import measure_importance
+from weft.worker.swap import WeightSwap
 
 logger = logging.getLogger("weft")
 
@@ -68,6 +69,7 @@ class ModelRunner:
         self._num_blocks = 0  # of the KV cache, asleep too
         self._copies = HostCopies()  # of a GPU's weights, asleep
         self._asleep = self._dropped = False
+        self._swap: WeightSwap | None = None  # of weights that are on their way
         self._exchange: TokenExchange | None = None  # with other attention groups
         # Decode steps run as CUDA graphs, on all ranks that compute the same layers, or on none of them.
         self.captures = False
@@ -294,22 +296,29 @@ class ModelRunner:
             torch.empty(self.activation_bytes, dtype=torch.uint8, device=self.device)
             synchronize_device(self.device)
 
-    def swap_weights(self, command: SwapWeights) -> None:
-        """Read the weights of another checkpoint of the same shapes, layer by layer, into the same memory; asleep, with
-        the next `wake`."""
-        plan = self.plan = replace(self.plan, checkpoint=command.checkpoint, load_format=command.load_format)
+    def prepare_swap(self, command: PrepareSwap) -> None:
+        """Check or stage the weights of another checkpoint of the same shapes. Raises SwapRefusedError."""
+        if command.stage:
+            assert self._swap
+            if not self._asleep:
+                self._swap.stage()
+            return
+        plan = replace(self.plan, checkpoint=command.checkpoint, load_format=command.load_format)
+        rounding = create_rounding(plan.rank_backend(self.rank), self.device, self.attention)
+        self._swap = WeightSwap(plan, self.rank, self.links, self.device, rounding)
+        self._swap.check(asleep=self._asleep)
+
+    def finish_swap(self, *, take: bool) -> None:
+        """Take the weights that `prepare_swap` has made ready, in the memory of the old ones; asleep, with the next
+        `wake`. Without `take`, drop them."""
+        swap, self._swap = self._swap, None
+        if swap is None or not take:
+            return
+        self.plan = swap.plan
         if self._asleep:
             self._drop_model()
-            return
-        backend = plan.rank_backend(self.rank), self.device, self.attention
-        outline = allocate_parameters(plan, self.place, self.device, matrices=torch.device("meta"))
-        importance = measure_importance(plan, self.rank, self.links, outline, self.device)
-        for names in parameter_groups(plan, self.place):
-            targets = allocate_parameters(plan, self.place, self.device, names=names)
-            load_weights(plan, self.place, targets, create_rounding(*backend), importance)
-            for name, target in targets.items():
-                self.model.replace(name, target)
-        self.kernels.matrices.refresh_biases()
+        else:
+            swap.move_into(self.model)
 
     def _drop_model(self) -> None:
         self._dropped = True
@@ -421,5 +430,5 @@ class ModelRunner:
 
     def close(self) -> None:
         """Drop everything that takes memory."""
-        self.graphs, self._capture, self.caches = None, None, []
+        self.graphs, self._capture, self.caches, self._swap = None, None, [], None
         self._drop_model()

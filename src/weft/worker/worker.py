@@ -16,14 +16,16 @@ from weft.comm import Links
 from weft.comm.nccl_log import read_choices
 from weft.core.commands import (
     CaptureGraph,
-    Command,
     Done,
+    FinishSwap,
     GraphsLeft,
+    PrepareSwap,
     Profile,
+    RankCommand,
     RankStats,
+    Refused,
     Reply,
     Sleep,
-    SwapWeights,
     TraceFile,
     Wake,
 )
@@ -48,6 +50,7 @@ from weft.worker.runner import ModelRunner
 from weft.worker.sample_arrays import SampleArrays, int64_array, sampled_positions
 from weft.worker.sampler import SampleBatch, Sampler
 from weft.worker.step_clock import create_step_clock
+from weft.worker.swap import SwapRefusedError
 from weft.worker.trace import RankTrace, finish_writing
 
 logger = logging.getLogger("weft")
@@ -127,7 +130,7 @@ class Worker:
         return sum(runner.uncaptured for runner in self.runners)
 
     @torch.inference_mode()
-    def call(self, command: Command) -> Reply:
+    def call(self, command: RankCommand) -> Reply:
         """Execute a command. All ranks do so between the same steps."""
         match command:
             case CaptureGraph():
@@ -144,11 +147,22 @@ class Worker:
                 return Done()
             case Wake():
                 self.wake()
-            case SwapWeights():
-                self.runner.swap_weights(command)
+            case PrepareSwap():
+                return self.prepare_swap(command)
+            case FinishSwap(take):
+                self.runner.finish_swap(take=take)
                 malloc.release()
                 return Done()
         return GraphsLeft(sum(runner.uncaptured for runner in self.runners))
+
+    def prepare_swap(self, command: PrepareSwap) -> Done | Refused:
+        """Make the weights of another checkpoint ready, or say why that cannot be; those of the model stay."""
+        try:
+            self.runner.prepare_swap(command)
+        except SwapRefusedError as error:
+            logger.error("rank %d keeps its weights", self.rank, exc_info=error)
+            return Refused(error.code, str(error))
+        return Done()
 
     def capture_graph(self) -> None:
         """Capture one more CUDA graph, if one is left."""
