@@ -3,6 +3,7 @@ several numbers of rows; with `profile`, what decode steps consist of."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +23,7 @@ from weft.bench.workload import BenchRequest, nano_vllm, random_requests
 from weft.worker.graphs import CudaGraphs, Replay
 
 ONE_INPUT, ONE_OUTPUT, ONE_RUNS = 128, 256, 3
+QUIET_S = 1.0
 STEP_ROWS, STEP_CONTEXT, STEP_TOKENS = (1, 32, 256), 1024, 48
 # On a stand-in for a card: what an engine needs there.
 REHEARSED: dict[str, Any] = {
@@ -69,10 +71,12 @@ def nano_asks(shape: Shape, options: Options, seed: int) -> list[BenchRequest]:
 
 def nano(llm: LLM, shape: Shape, name: str, options: Options) -> Iterator[Figure]:
     """Tokens/s of seed 0. The warm-up is seed 1, whose batches shrink from all requests to none as well and have every
-    graph captured on the way, and whose tokens are others, so that no prefix is found again."""
-    run_batch(llm, nano_asks(shape, options, 1))
+    graph captured on the way or after, and whose tokens are others, so that no prefix is found again."""
     asks = nano_asks(shape, options, 0)
     with captures_counted() as captured:
+        run_batch(llm, nano_asks(shape, options, 1))
+        wait_for_captures(captured)
+        captured.clear()
         done = run_batch(llm, asks)
     bound = None if in_8_bits(options) else batch_roofline(shape, asks, options["copy_Bps"])
     yield Figure(f"{name}: nano-vllm seed 0", round(done.output_tok_s, 1), "tok/s", bound and round(bound, 1))
@@ -101,13 +105,23 @@ def steps(llm: LLM, shape: Shape, name: str, options: Options) -> Iterator[Figur
     batches, context, tokens = ((2,), 5, 2) if options["rehearse"] else (STEP_ROWS, STEP_CONTEXT, STEP_TOKENS)
     for rows in batches:
         asks = random_requests(rows, vocab=shape.vocab, count=rows, input_len=(context, context), output_len=tokens)
-        run_batch(llm, asks)
+        with captures_counted() as captured:
+            run_batch(llm, asks)
+            wait_for_captures(captured)
         took = run_batch(llm, asks).tpot_s
         bound = shape.step_bytes(rows, context + tokens / 2) / options["copy_Bps"]
         title = f"{name}: step of {rows} row{'s' * (rows > 1)} over {context:,} tokens"
         yield Figure(title, round(1000 * took, 3), "ms", round(1000 * bound, 3))
         if options.get("kernels"):
             yield from profiled_steps(llm, title, shape.vocab, options, rows, context)
+
+
+def wait_for_captures(captured: list[None]) -> None:
+    """Wait until no graph has been captured for QUIET_S seconds: those that are missing come while nothing runs."""
+    seen = -1
+    while seen < len(captured):
+        seen = len(captured)
+        time.sleep(QUIET_S)
 
 
 def in_8_bits(options: Options) -> bool:
