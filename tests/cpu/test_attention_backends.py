@@ -358,25 +358,38 @@ def both(shape: AttentionShape) -> list[PagedAttention]:
     return [create_kernels(backend, CPU, shape).attention for backend in ("flashinfer", "triton")]
 
 
-@pytest.mark.parametrize(("times", "won"), [((2e-6, 3e-6), "flashinfer"), ((3e-6, 2e-6), "triton")])
-def test_the_faster_one_is_taken_and_both_figures_are_told(
-    times: tuple[float, float], won: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("times", "won"),
+    [
+        ({"flashinfer": (2e-6, 5e-6), "varlen": (3e-6, 5e-6), "triton": (3e-6, 6e-6)}, "flashinfer"),
+        ({"flashinfer": (4e-6, 5e-6), "varlen": (2e-6, 5e-6), "triton": (2e-6, 6e-6)}, "varlen"),
+        # The fastest for decode rows takes far longer for prompts.
+        ({"flashinfer": (2e-6, 9e-6), "varlen": (3e-6, 8e-6), "triton": (3e-6, 5e-6)}, "triton"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_fastest_for_rows_and_prompts_is_taken_and_all_figures_are_told(
+    times: dict[str, tuple[float, float]], won: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     shape = shaped(torch.float32, rows=3, length=40)
-    left, outs = list(times), []
+    left, outs = [seconds for took in times.values() for seconds in took], list[torch.Tensor]()
 
-    def clock(run: Callable[[], object]) -> float:
+    def clock(run: Callable[[], torch.Tensor]) -> float:
         outs.append(run())
         return left.pop(0)
 
+    rivals = [create_kernels(backend, CPU, shape).attention for backend in times]
     with caplog.at_level(logging.INFO, "weft"):
-        assert contest.measure_fastest(both(shape), CPU, shape, clock) == won
-    torch.testing.assert_close(*outs)  # the same rows of the same cache
-    figures = dict(zip(RIVALS, times, strict=True))
+        assert contest.measure_fastest(rivals, CPU, shape, clock) == won
+    # The same rows and prompts over the same cache.
+    assert [len(out) for out in outs] == [3, 80] * 3
+    for other in (2, 4):
+        torch.testing.assert_close(outs[other], outs[0])
+        torch.testing.assert_close(outs[other + 1], outs[1])
     assert logged(caplog, "attention-backends-compared") == [
-        {"rows": 3, "tokens": 40, "seconds": figures, "fastest": won}
+        {"rows": 3, "tokens": 40, "prompt": 40, "seconds": times, "fastest": won}
     ]
-    has_values(caplog.text, *(f"{seconds * 1e6:.0f} us" for seconds in times), f"--attention-backend {won}")
+    has_values(caplog.text, *(f"{seconds * 1e6:.0f}" for took in times.values() for seconds in took), won)
 
 
 def test_backends_that_cannot_be_measured_are_not_kept(caplog: pytest.LogCaptureFixture) -> None:
@@ -391,7 +404,7 @@ def test_backends_that_cannot_be_measured_are_not_kept(caplog: pytest.LogCapture
     assert contest.load_winner(contest.winner_path(CPU, shape, "0.6"), RIVALS) is None
 
 
-@pytest.mark.parametrize("won", ["flashinfer", "triton"])
+@pytest.mark.parametrize("won", ["flashinfer", "varlen", "triton"])
 def test_the_winner_is_known_at_the_next_start(won: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then a library that has lost is not even imported; another version of it, or other heads, are another contest."""
     shape, held = shaped(torch.float32), []
@@ -402,7 +415,7 @@ def test_the_winner_is_known_at_the_next_start(won: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(contest, "measure_fastest", measured)
     assert fastest(shape).name == won
-    if won == "triton":
+    if won != "flashinfer":
         monkeypatch.setattr(flashinfer, "create_attention", None)
     assert fastest(shape).name == won
     assert len(held) == 1
@@ -423,6 +436,7 @@ def test_auto_says_nothing_where_it_is_not_installed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     packages_are(monkeypatch, None)
+    monkeypatch.setattr(varlen, "varlen_function", lambda: None)
     assert fastest(shaped(torch.float32)).name == "triton"
     assert not caplog.records
 

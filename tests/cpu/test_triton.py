@@ -31,12 +31,15 @@ MIXED = [
     ([1, 1, 1, 5, 64, 1], [9, 70, 3, 5, 190, 77], 6, 2, 16, 8, None),
     ([1, 1, 150], [129, 64, 150], 32, 1, 16, 16, 40),
     ([2, 1, 1], [2, 1, 65], 3, 3, 12, 2, 3),
+    # Whole tiles that all of a program's tokens see, between others at both ends of their windows.
+    ([1, 150, 70], [80, 420, 300], 4, 2, 16, 16, 230),
+    ([1, 150], [80, 420], 4, 2, 12, 16, None),
 ]
 
 
 WAYS = {"whole": (1, torch.float32), "split": (24, torch.float32), "split-float16": (24, torch.float16)}
 # Parts are joined in every case; contexts in one part, and in float16, where head sizes, windows and rows differ most.
-ONE_PART, ROUNDED = (0, 1, 5, 6, 9, 12), (2, 5, 9, 12)
+ONE_PART, ROUNDED = (0, 1, 5, 6, 9, 12, 15, 16), (2, 5, 9, 12)
 
 
 def seldom(way: str, number: int) -> bool:

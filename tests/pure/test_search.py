@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.pure.commands import weft_json
 from tests.pure.shapes import with_attention
 from tests.refusals import has_values
 from weft.formats import catalogue
@@ -623,3 +624,30 @@ def test_the_best_is_explained_or_has_the_highest_figure(model: str, hardware: s
     gain = objective_value(answer.question, highest) / objective_value(answer.question, best(answer))
     assert gain < 1 + RANKING_ERROR
     assert (gain > 1.001) == (str(highest.cut) in choice_reason(answer))
+
+
+@pytest.mark.parametrize(
+    ("concurrency", "grouped"), [(512, True), (None, True), (64, False), (2, False)], ids=["512", "all", "64", "2"]
+)
+def test_latent_attention_is_in_groups_where_they_pay_and_the_way_back_is_told(
+    concurrency: int | None, grouped: bool
+) -> None:
+    """Each tensor-parallel rank holds and reads all latents: that limits the requests at once, and costs time with many
+    rows. With few, a layer's other weights are read by one rank each."""
+    load = Workload(input_len=1024, output_len=1024, concurrency=concurrency)
+    answer = plan("DeepSeek-R1", "8xH200", "fp8", "weft", workload=load)
+    chosen = best(answer)
+    assert chosen.cut.shares_experts == grouped
+    (note,) = (note for note in choice_reasons(answer) if "attention_groups" in note.code)
+    assert note.code == ("attention_groups" if grouped else "no_attention_groups")
+    others = [candidate for candidate in answer.candidates if candidate.cut.shares_experts != grouped]
+    other = max(others, key=lambda candidate: candidate.predicted.output_tok_s)
+    assert other.predicted.output_tok_s < chosen.predicted.output_tok_s
+    assert (note.values["other"], note.values["flags"]) == (str(other.cut), other.cut.flags)
+    back = weft_json("plan", "DeepSeek-R1", "--gpus", "8xH200", *other.cut.flags.split())[1]["best"]
+    assert back["name"] == str(other.cut)
+
+
+def test_other_attention_has_no_word_on_attention_groups() -> None:
+    answer = plan("Qwen3-30B-A3B", "4xH100", "bf16", "weft")
+    assert not [note for note in choice_reasons(answer) if "attention_groups" in note.code]

@@ -86,25 +86,35 @@ def _fastest_attention(device: torch.device, shape: AttentionShape) -> PagedAtte
 
 
 def _winner(own: PagedAttention, device: torch.device, shape: AttentionShape) -> PagedAttention:
-    """FlashInfer's attention if it is installed and faster than our `own`, now or when it was measured."""
-    rival = "flashinfer"
-    package = ATTENTION_BACKENDS[rival].package
-    version = (kernel_device(device).packages or {}).get(package or "")
-    if version is None:
-        return own
-    path = contest.winner_path(device, shape, version, cast("TritonAttention", own).tunings)
-    best = contest.load_winner(path, (rival, own.name))
+    """The fastest of our `own` attention, FlashInfer's if it is installed, and torch's for prompts if it has one: now,
+    or when they were measured."""
+    versions = _rival_versions(device, shape)
+    path = contest.winner_path(device, shape, versions, cast("TritonAttention", own).tunings)
+    best = contest.load_winner(path, (*versions, own.name)) if versions else own.name
     if best == own.name:
         return own
-    try:
-        other = _try_attention(rival, device, shape)
-    except UnusableError as error:
-        _log_fallback(rival, error, own.name)
-        return own
-    if best is None:
-        best = contest.measure_fastest((other, own), device, shape)
+    rivals = {}
+    for name in versions if best is None else (best,):
+        try:
+            rivals[name] = _try_attention(name, device, shape)
+        except UnusableError as error:
+            if name != "varlen":  # nobody has installed it: this torch may have none
+                _log_fallback(name, error, own.name)
+    if best is None and rivals:
+        best = contest.measure_fastest((*rivals.values(), own), device, shape)
         contest.save_winner(path, best)
-    return other if best == other.name else own
+    return rivals.get(best or own.name, own)
+
+
+def _rival_versions(device: torch.device, shape: AttentionShape) -> dict[str, str]:
+    """Versions of the packages of other attention that may run on a GPU, by the name of the backend."""
+    versions = {}
+    installed = (kernel_device(device).packages or {}).get(ATTENTION_BACKENDS["flashinfer"].package or "")
+    if installed is not None:
+        versions["flashinfer"] = installed
+    if attention_obstacle("varlen", device, shape) is None:
+        versions["varlen"] = str(torch.__version__)
+    return versions
 
 
 def _log_fallback(backend: str, error: UnusableError, instead: str) -> None:

@@ -1,4 +1,5 @@
-"""Contest of two attention backends: the faster one for a model's decode rows, measured on the GPU that runs them.
+"""Contest of attention backends: the fastest one for a model's decode rows and prompts, measured on the GPU that runs
+them.
 
 The winner is kept in the cache: the next start does not import a library that has lost, and decides alike.
 """
@@ -17,7 +18,7 @@ import torch
 from weft import __version__
 from weft.cache import cache_path, write_cache_file
 from weft.errors import WeftError
-from weft.kernels.attention_inputs import AttentionInputs, decode_inputs
+from weft.kernels.attention_inputs import AttentionInputs, decode_inputs, prompt_inputs
 from weft.kernels.base import AttentionShape, PagedAttention
 from weft.kernels.capture import capture_graph
 from weft.logs import event_fields
@@ -25,6 +26,7 @@ from weft.logs import event_fields
 logger = logging.getLogger("weft")
 
 ROWS, CONTEXT = 32, 1024  # a batch whose KV cache, 134 MB with 8 heads of 128, is larger than the L2 of any GPU
+PROMPTS, PROMPT = 2, 2048  # prompts of a step, and tokens of each
 CALLS, REPEATS = 8, 7  # of a layer in a graph, and of the graph
 
 # Measures one call of a function, in seconds.
@@ -98,27 +100,39 @@ def save_winner(path: Path | None, name: str | None) -> None:
 def measure_fastest(
     candidates: Sequence[PagedAttention], device: torch.device, shape: AttentionShape, clock: Clock = graph_seconds
 ) -> str | None:
-    """Name of the attention that takes the least time for a layer's decode rows, or None if that cannot be measured.
+    """Name of the attention with the least sum of two ratios, or None if that cannot be measured: the time of a layer's
+    decode rows, and that of prompts, each divided by the shortest of all candidates.
 
     Ranks may decide differently: each attends with its own heads, and all sum the same tensors either way.
     """
     rows, context = min(ROWS, shape.rows), min(CONTEXT, shape.length)
+    prompt = min(PROMPT, shape.length, max(1, shape.tokens // PROMPTS))
+    times: dict[str, tuple[float, float]] = {}
     try:
-        inputs = decode_inputs(shape, device, [context] * rows)
-        times = {attention.name: attention_seconds(attention, shape, inputs, clock) for attention in candidates}
+        decodes = decode_inputs(shape, device, [context] * rows)
+        prompts = prompt_inputs(shape, device, [prompt] * PROMPTS, [prompt] * PROMPTS)
+        for attention in candidates:
+            # In this order: what a backend prepares for prompts takes the place of what it has prepared for rows.
+            steps = [attention_seconds(attention, shape, inputs, clock) for inputs in (decodes, prompts)]
+            times[attention.name] = steps[0], steps[1]
     except Exception as error:
         # Too little memory, or a kernel without code for this GPU: the other backend is only an option.
         lines = str(error).strip().splitlines() or [type(error).__name__]
         logger.warning("Attention backends cannot be compared (%s): Triton's is used", lines[0][:200])
         return None
-    fastest = min(times, key=times.__getitem__)
-    figures = ", ".join(f"{name} {took * 1e6:.0f} us" for name, took in times.items())
+    shortest = [min(took) for took in zip(*times.values(), strict=True)]
+    fastest = min(times, key=lambda name: sum(took / least for took, least in zip(times[name], shortest, strict=True)))
+    figures = ", ".join(f"{name} {decode * 1e6:.0f} and {read * 1e6:.0f} us" for name, (decode, read) in times.items())
     logger.info(
-        "Attention of %d rows over %d tokens: %s: --attention-backend %s is used",
+        "Attention of %d rows over %d tokens, and of %d prompts of %d: %s: --attention-backend %s is used",
         rows,
         context,
+        PROMPTS,
+        prompt,
         figures,
         fastest,
-        extra=event_fields("attention-backends-compared", rows=rows, tokens=context, seconds=times, fastest=fastest),
+        extra=event_fields(
+            "attention-backends-compared", rows=rows, tokens=context, prompt=prompt, seconds=times, fastest=fastest
+        ),
     )
     return fastest

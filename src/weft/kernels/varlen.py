@@ -1,5 +1,5 @@
 """torch's varlen attention for prefill: FlashAttention 2, or FlashAttention 3 if flash-attn-3 is installed and the GPU
-is a Hopper. Used only if --attention-backend names it.
+is a Hopper. Used if --attention-backend names it, or if it is the fastest where the engine runs (contest.py).
 
 FlashAttention 3 reads keys and values in their blocks. FlashAttention 2 needs them contiguous: the contexts of a step's
 prompts are gathered into memory that is allocated once. Triton attends to steps whose contexts do not fit there, and to

@@ -54,6 +54,14 @@ class Cut(msgspec.Struct, frozen=True):
         """True if experts are divided in another way than all else."""
         return self.expert_parallel > 1 or self.shares_experts
 
+    @property
+    def flags(self) -> str:
+        """The flags that ask for these sizes."""
+        words = [f"-tp {self.tensor_parallel} -pp {self.pipeline_parallel} -dp {self.data_parallel}"]
+        words += ["-ep"] * self.deals_experts
+        words += [f"--expert-parallel-size {self.expert_parallel}"] * (self.deals_experts and self.expert_columns > 1)
+        return " ".join(words)
+
     def __str__(self) -> str:
         words = [f"TP {self.tensor_parallel}"] * (self.tensor_parallel > 1)
         words += [f"PP {self.pipeline_parallel}"] * (self.pipeline_parallel > 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 
 from weft.formatting import format_counts
 from weft.planner.note import Note, create_note
@@ -96,11 +97,31 @@ def choice_reasons(result: SearchResult) -> list[Note]:
             notes.append(create_note("faster_single_request", speeds=_alone(question, best, other), **values))
         else:
             notes.append(create_note("simpler", **values))
+    notes += _attention_groups(question, best, result.candidates)
     quickest = faster_alone(question, result.candidates) if question.objective == "throughput" else None
     if quickest:
         speeds = _alone(question, quickest, best)
         notes.append(create_note("other_faster_alone", other=str(quickest.cut), speeds=speeds))
     return notes
+
+
+def _attention_groups(question: Question, best: Candidate, candidates: Sequence[Candidate]) -> Iterator[Note]:
+    """The best candidate beside the best one of the other kind, for latent attention: attention groups, each of which
+    has a cache of its own, or tensor parallelism alone, whose ranks all hold the same latents."""
+    grouped = best.cut.shares_experts
+    if question.shape.latent is None or not (grouped or best.cut.tensor_parallel > 1):
+        return
+    others = [candidate for candidate in candidates if candidate.cut.shares_experts != grouped]
+    if not others:
+        return
+    other = max(others, key=lambda candidate: objective_value(question, candidate))
+    yield create_note(
+        "attention_groups" if grouped else "no_attention_groups",
+        best=str(best.cut),
+        other=str(other.cut),
+        figures=_figures(question, best, other),
+        flags=other.cut.flags,
+    )
 
 
 def choice_reason(result: SearchResult) -> str:
