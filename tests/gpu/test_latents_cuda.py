@@ -26,6 +26,11 @@ CASES = [
     (PUBLISHED, [1] * 5, [3000, 1, 40, 700, 64]),
     (LatentDims(128, 512, 64, 128, 128), [1, 1, 5, 200], [500, 20, 90, 300]),
     (LatentDims(20, 512, 64, 128, 128), [1, 3], [77, 40]),
+    # On a Hopper wide programs decode: in parts of a context, and in whole contexts.
+    (LatentDims(128, 512, 64, 128, 128), [1] * 40, [100 + 7 * row for row in range(40)]),
+    (LatentDims(128, 512, 64, 128, 128), [1] * 140, [3 + row for row in range(140)]),
+    (LatentDims(16, 512, 64, 128, 128), [1, 400, 5, 190], [60, 900, 70, 190]),
+    (LatentDims(8, 512, 64, 192, 256), [300], [512]),
 ]
 
 

@@ -78,9 +78,9 @@ def step_bytes(
 def expanded_bytes(shape: ModelShape, place: Place, context: int, number_bytes: int) -> int:
     """Bytes that latent attention takes while it reads a prompt with so many tokens before it; 0 for other attention.
 
-    The latents of the context are copied out of the cache, twice while they are padded. Then as many heads as fit into
-    EXPANDED_BYTES, or one, have their keys and values projected from them, both are copied to whole keys, and values
-    are padded to the keys' length.
+    The latents of the context are copied out of the cache; they are counted twice. Then as many heads as fit into
+    EXPANDED_BYTES, or one, have their keys and values projected from them. Except in Triton both are copied to whole
+    keys, and values are padded to the keys' length.
     """
     latent = shape.latent
     if latent is None:

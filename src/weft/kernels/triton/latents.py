@@ -377,7 +377,7 @@ def expanded_tiles(
 ) -> ExpandedTiles:
     """Sizes whose programs need at most `shared` bytes of shared memory."""
     widths = [max(MIN_PRODUCT, triton.next_power_of_2(part)) for part in (nope_dim, rope_dim, value_dim)]
-    # Of wider heads, and of numbers of 32 bits, fewer fit.
+    # Fewer of wider heads, or of numbers of 32 bits, fit.
     part = max(1, triton.next_power_of_2(sum(widths) * dtype.itemsize) // EXPANDED_WIDTH)
     if shared < AMPERE_SHARED_BYTES:
         return ExpandedTiles(*widths, max(MIN_PRODUCT, 32 // part), MIN_PRODUCT, 1, 4)
