@@ -183,8 +183,9 @@ class StepForms(Generic[Array]):
         rows = np.flatnonzero(~is_long)
         row_starts = np.concatenate(([0], counts[rows].cumsum()))
         tokens = np.flatnonzero(np.repeat(~is_long, counts))
-        absorbed = AbsorbedRows(rows, tokens, row_starts.astype(np.int32))
-        return StepForms(tuple(np.flatnonzero(is_long).tolist()), absorbed, Lengths(row_starts, lengths.context[rows]))
+        absorbed: AbsorbedRows[np.ndarray] = AbsorbedRows(rows, tokens, row_starts.astype(np.int32))
+        expanded = tuple(np.flatnonzero(is_long).tolist())
+        return StepForms(expanded, absorbed, Lengths(row_starts, lengths.context[rows]))
 
 
 @dataclass(frozen=True)

@@ -376,13 +376,13 @@ def expanded_tiles(
     nope_dim: int, rope_dim: int, value_dim: int, dtype: torch.dtype, shared: int, *, warp_groups: bool = False
 ) -> ExpandedTiles:
     """Sizes whose programs need at most `shared` bytes of shared memory."""
-    widths = [max(MIN_PRODUCT, triton.next_power_of_2(part)) for part in (nope_dim, rope_dim, value_dim)]
+    nope, rope, value = (max(MIN_PRODUCT, triton.next_power_of_2(part)) for part in (nope_dim, rope_dim, value_dim))
     # Fewer of wider heads, or of numbers of 32 bits, fit.
-    part = max(1, triton.next_power_of_2(sum(widths) * dtype.itemsize) // EXPANDED_WIDTH)
+    part = max(1, triton.next_power_of_2((nope + rope + value) * dtype.itemsize) // EXPANDED_WIDTH)
     if shared < AMPERE_SHARED_BYTES:
-        return ExpandedTiles(*widths, max(MIN_PRODUCT, 32 // part), MIN_PRODUCT, 1, 4)
-    keys = 64 if warp_groups else 32
-    return ExpandedTiles(*widths, max(MIN_PRODUCT, 128 // part), max(MIN_PRODUCT, keys // part), 2, 8)
+        return ExpandedTiles(nope, rope, value, max(MIN_PRODUCT, 32 // part), MIN_PRODUCT, 1, 4)
+    tokens, keys = max(MIN_PRODUCT, 128 // part), max(MIN_PRODUCT, (64 if warp_groups else 32) // part)
+    return ExpandedTiles(nope, rope, value, tokens, keys, 2, 8)
 
 
 def decode_tiles(sizes: LatentSizes, processors: int, rows: int, heads: int) -> tuple[LatentTiles, int]:
