@@ -13,7 +13,6 @@ from weft.quant.dense import RouterProduct
 
 pytest.importorskip("triton", reason="needs triton")
 
-from weft.kernels.triton import router as routers
 from weft.kernels.triton.router import FEW, TritonRouter
 
 QWEN = Experts(count=20, top_k=4, width=32)
@@ -63,10 +62,11 @@ def test_experts_are_chosen_as_in_torch(name: str, tokens: int, dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tokens", [0, 1, 18, FEW + 9])
+@pytest.mark.parametrize("hidden", [HIDDEN, 200], ids=["columns divided", "all columns"])
 @pytest.mark.parametrize("count", [1, 20])
-def test_scores(count: int, tokens: int, dtype: torch.dtype) -> None:
-    fast, plain = random_router(Experts(count=count, top_k=1, width=8, bias=count == 20), dtype)
-    x = random_tokens(tokens, dtype)
+def test_scores(count: int, hidden: int, tokens: int, dtype: torch.dtype) -> None:
+    fast, plain = random_router(Experts(count=count, top_k=1, width=8, bias=count == 20), dtype, hidden)
+    x = random_tokens(tokens, dtype, hidden)
     got = fast(x)
     assert got.dtype == torch.float32 and torch.equal(got, plain(x))
 
@@ -117,9 +117,9 @@ def test_every_variant_is_launched_beforehand(monkeypatch: pytest.MonkeyPatch) -
     fast, _ = random_router(QWEN, torch.float32)
     seen: list[int] = []
     monkeypatch.setattr(TritonRouter, "__call__", lambda self, x: seen.append(len(x)))
-    for most, sizes in ((1, [1]), (FEW, [1]), (FEW + 1, [1, FEW + 1])):
+    # Programs of many tokens read all columns once there are 114 blocks of 64 tokens.
+    for most, sizes in ((1, [1]), (FEW, [1, 2, 5]), (FEW + 1, [1, 2, 5, FEW + 1]), (8000, [1, 2, 5, FEW + 1, 7233])):
         seen.clear()
         for launch in fast.launches(most):
             launch()
         assert seen == sizes
-    assert routers.FEW_TILES[0] * len(fast.through) >= FEW
