@@ -127,6 +127,11 @@ def score_work(a: Arguments) -> Work:
     return Work(flops=2 * a["TOKENS"] * a["EXPERTS"] * a["COLUMNS"])
 
 
+def add_counts_work(a: Arguments) -> Work:
+    """Counts of some programs, read and written."""
+    return Work(bytes=2 * a["AT_ONCE"] * a["BLOCK"] * a["counts"].itemsize)
+
+
 def place_work(a: Arguments) -> Work:
     """Numbers of experts, and the places of their rows."""
     return Work(bytes=a["TILE"] * (a["numbers"].itemsize + a["members"].itemsize))
@@ -453,6 +458,7 @@ CASES = (
     Case("_score", "128 experts", score_work, partial(route, 2048, MIXTURE_HIDDEN)),
     Case("_sort", "128 experts", sort_work, sort_rows),
     Case("_count_pairs", "128 experts", sort_work, sort_many),
+    Case("_add_counts", "128 experts", add_counts_work, sort_many),
     Case("_place_pairs", "128 experts", place_work, sort_many),
     Case("_sum", "8 experts", sum_work, sum_parts),
     Case("_round", "Q4_1", round_work, partial(round_weight, "Q4_1")),

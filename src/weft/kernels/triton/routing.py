@@ -17,9 +17,12 @@ from weft.kernels.experts import MIN_SUM, is_plain_choice
 NOBODY = -1  # number of the expert that a padding row chooses; owner of a block without rows; row that does not exist
 PAIRS = 1024  # pairs of token and choice, which one program of _sort reads in one pass
 MIN_BINS = 32  # bins of a histogram
-# Pairs up to which each expert's program reads all of them, twice: some 2 us for each PAIRS, against a further launch.
-MOST_ALONE = 8 * PAIRS
-PLACED = 8192  # numbers of a tile of pairs and bins
+# Pairs up to which each expert's program reads all of them, twice: some 1 us for each PAIRS, against two more launches.
+# Not yet measured, nor is what follows.
+MOST_ALONE = 16 * PAIRS
+PAIRS_EACH = 256  # that a program places, if several do
+PLACED = 2048  # numbers of a tile of pairs and experts: with one warp, the fewest instructions for a pair
+ADDED = (64, 16)  # programs and experts whose counts are added at once
 COLUMNS = 1024  # columns of the hidden dim that one program of _sum computes
 UNAVAILABLE = tl.constexpr(-(2**31))  # below the place of every score
 
@@ -248,7 +251,7 @@ def _sort(
     tl.store(members + padding, NOBODY, padding < stop * SIZE)
 
 
-# The same for many pairs, in two launches: each program reads its own PAIRS of them, and nobody all.
+# The same for many pairs, in three launches: each program places its own PAIRS of them, and none reads all.
 @triton.jit(do_not_specialize=["rows", "first"])
 def _count_pairs(
     numbers, counts, rows, first, count, PAIRS: tl.constexpr, BINS: tl.constexpr
@@ -259,30 +262,45 @@ def _count_pairs(
     tl.store(counts + tl.program_id(0) * BINS + bins, mine)
 
 
+@triton.jit(do_not_specialize=["programs"])
+def _add_counts(
+    counts, routed, programs, count, BINS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr
+):  # fmt: skip
+    """Replace each program's counts by those of the programs before it. The sums of all come after the last ones."""
+    expert = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.int32)
+    for begin in range(0, programs, AT_ONCE):
+        program = begin + tl.arange(0, AT_ONCE)
+        place = counts + program[:, None] * BINS + expert[None, :]
+        inside = (program < programs)[:, None] & (expert < count)[None, :]
+        its = tl.load(place, inside, other=0)
+        tl.store(place, total[None, :] + tl.cumsum(its, 0) - its, inside)
+        total += tl.sum(its, 0)
+    tl.store(counts + programs * BINS + expert, total, expert < count)
+    tl.store(routed + expert, tl.load(routed + expert, expert < count, other=0) + total, expert < count)
+
+
 @triton.jit(do_not_specialize=["rows", "blocks", "first"])
 def _place_pairs(
-    numbers, counts, members, owners, routed, rows, blocks, first, count,
-    SIZE: tl.constexpr, PAIRS: tl.constexpr, BINS: tl.constexpr, AT_ONCE: tl.constexpr, TILE: tl.constexpr,
+    numbers, counts, members, owners, rows, blocks, first, count,
+    SIZE: tl.constexpr, PAIRS: tl.constexpr, COUNTED: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
     NOBODY: tl.constexpr,
 ):  # fmt: skip
+    # Of the bins that are COUNTED, those of this rank's experts.
     program, programs, bins = tl.program_id(0), tl.num_programs(0), tl.arange(0, BINS)
-    total, earlier = tl.zeros([BINS], tl.int32), tl.zeros([BINS], tl.int32)
-    for begin in range(0, programs, AT_ONCE):
-        other = begin + tl.arange(0, AT_ONCE)
-        some = tl.load(counts + other[:, None] * BINS + bins[None, :], (other < programs)[:, None], other=0)
-        total += tl.sum(some, 0)
-        earlier += tl.sum(tl.where((other < program)[:, None], some, 0), 0)
-    block_counts = tl.where(bins < count, (total + SIZE - 1) // SIZE, 0)
+    total = tl.load(counts + programs * COUNTED + bins, bins < count, other=0)
+    block_counts = (total + SIZE - 1) // SIZE
     before = tl.cumsum(block_counts, 0) - block_counts
     # Places of the next rows of each expert.
-    at = before * SIZE + earlier
+    at = before * SIZE + tl.load(counts + program * COUNTED + bins, bins < count, other=0)
     for begin in range(program * PAIRS, tl.minimum(rows, (program + 1) * PAIRS), TILE):
         row = begin + tl.arange(0, TILE)
         own = tl.load(numbers + row, row < rows, other=-1).to(tl.int32) - first
-        mine = (own[:, None] == bins[None, :]) & (bins < count)[None, :]
+        own = tl.where(own < count, own, -1)
+        mine = own[:, None] == bins[None, :]
         rank = tl.cumsum(mine.to(tl.int32), 0)
         place = tl.sum(tl.where(mine, at[None, :] + rank - 1, 0), 1)
-        tl.store(members + place, row, (own >= 0) & (own < count) & (row < rows))
+        tl.store(members + place, row, own >= 0)
         at += tl.sum(mine.to(tl.int32), 0)
     for expert in range(program, count, programs):
         its = bins == expert
@@ -293,45 +311,57 @@ def _place_pairs(
         tl.store(members + padding, NOBODY, padding < stop * SIZE)
     for begin in range(tl.sum(block_counts, 0) + program * BINS, blocks, programs * BINS):
         tl.store(owners + begin + bins, NOBODY, begin + bins < blocks)
-    if program == 0:
-        tl.store(routed + bins, tl.load(routed + bins, bins < count, other=0) + total, bins < count)
 
 
 def sort_rows(chosen: torch.Tensor, first: int, routed: torch.Tensor, size: int) -> SortedRows:
     """Sort the rows of tokens that have chosen [T, top_k] int64 by expert, in blocks of `size` rows.
 
     `routed` [count] int64 counts the rows of each expert from number `first` on. Rows of other experts are left out.
-    One launch, and two for more than MOST_ALONE rows.
+    One launch, and three for more than MOST_ALONE rows.
     """
     rows, count = chosen.numel(), len(routed)
     blocks = most_blocks(rows, count, size)
     members = torch.empty(blocks, size, dtype=torch.int32, device=chosen.device)
     owners = torch.empty(blocks, dtype=torch.int32, device=chosen.device)
     bins = max(MIN_BINS, triton.next_power_of_2(count + 1))
-    constants = {"PAIRS": PAIRS, "BINS": bins}
     if rows <= MOST_ALONE:
         _sort[(count,)](
-            chosen, members, owners, routed, rows, blocks, first, count, SIZE=size, NOBODY=NOBODY, **constants
+            chosen,
+            members,
+            owners,
+            routed,
+            rows,
+            blocks,
+            first,
+            count,
+            SIZE=size,
+            PAIRS=PAIRS,
+            BINS=bins,
+            NOBODY=NOBODY,
         )
         return SortedRows(members, owners)
-    programs = triton.cdiv(rows, PAIRS)
-    counts = torch.empty(programs, bins, dtype=torch.int32, device=chosen.device)
-    _count_pairs[(programs,)](chosen, counts, rows, first, count, **constants)
+    programs, own_bins = triton.cdiv(rows, PAIRS_EACH), triton.next_power_of_2(count)
+    counts = torch.empty(programs + 1, bins, dtype=torch.int32, device=chosen.device)
+    _count_pairs[(programs,)](chosen, counts, rows, first, count, PAIRS=PAIRS_EACH, BINS=bins, num_warps=1)
+    _add_counts[(triton.cdiv(count, ADDED[1]),)](
+        counts, routed, programs, count, BINS=bins, AT_ONCE=ADDED[0], BLOCK=ADDED[1]
+    )
     _place_pairs[(programs,)](
         chosen,
         counts,
         members,
         owners,
-        routed,
         rows,
         blocks,
         first,
         count,
         SIZE=size,
-        AT_ONCE=PLACED // bins,
-        TILE=min(PAIRS, PLACED // bins),
+        PAIRS=PAIRS_EACH,
+        COUNTED=bins,
+        BINS=own_bins,
+        TILE=min(PAIRS_EACH, PLACED // own_bins),
         NOBODY=NOBODY,
-        **constants,
+        num_warps=1,
     )
     return SortedRows(members, owners)
 
