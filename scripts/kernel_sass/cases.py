@@ -360,7 +360,9 @@ def sort_many() -> None:
 def route(tokens: int, hidden: int, spec: Experts = MIXTURE) -> None:
     correction = torch.zeros(spec.count) if spec.correction else None
     product = router.create_router(torch.empty(spec.count, hidden, dtype=BF16), None)
-    product.choose(torch.empty(tokens, hidden, dtype=BF16), spec, torch.zeros(tokens, dtype=torch.int64), correction)
+    product.choose_experts(
+        torch.empty(tokens, hidden, dtype=BF16), spec, torch.zeros(tokens, dtype=torch.int64), correction
+    )
 
 
 def mask() -> None:

@@ -124,7 +124,7 @@ def launch_all():
         choose_experts(torch.zeros(2, 256), grouped, torch.zeros(2, dtype=torch.int64), torch.zeros(256))
     router = create_router(torch.zeros(1, dtype=dtype).expand(256, 7168), torch.zeros(256, dtype=dtype))
     for tokens in (1, 4, 64):
-        router.choose(torch.zeros(tokens, 7168, dtype=dtype), grouped, torch.zeros(tokens, dtype=torch.int64),
+        router.choose_experts(torch.zeros(tokens, 7168, dtype=dtype), grouped, torch.zeros(tokens, dtype=torch.int64),
                       torch.zeros(256))
     for launch in router.launches(2048):
         launch()

@@ -54,7 +54,7 @@ def test_experts_are_chosen_as_in_torch(name: str, tokens: int, dtype: torch.dty
     fast, plain = random_router(spec, dtype)
     x, slots = random_tokens(tokens, dtype), torch.arange(tokens) - int(tokens > 1)  # the first row is padding
     correction = torch.linspace(-0.5, 0.5, spec.count) if spec.correction else None
-    got = fast.choose(x, spec, slots, correction)
+    got = fast.choose_experts(x, spec, slots, correction)
     want = choose_experts(plain(x), spec, slots, correction)
     assert torch.equal(got[0], want[0]) and (tokens == 1 or got[0][0].eq(-1).all())
     torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-6)
@@ -87,9 +87,9 @@ def test_a_token_s_choice_does_not_depend_on_the_others(spec: Experts) -> None:
     fast = triton_kernels().matrices.router(torch.randn(spec.count, HIDDEN, generator=generator), None)
     x, correction = torch.randn(37, HIDDEN, generator=generator), torch.zeros(spec.count)
     correction = correction if spec.correction else None
-    together = fast.choose(x, spec, None, correction)
+    together = fast.choose_experts(x, spec, None, correction)
     for token in (0, 15, 16, 36):
-        alone = fast.choose(x[token : token + 1], spec, None, correction)
+        alone = fast.choose_experts(x[token : token + 1], spec, None, correction)
         assert all(torch.equal(one[0], many[token]) for one, many in zip(alone, together, strict=True))
     assert fast.through.eq(0).all()
 
@@ -98,9 +98,9 @@ def test_a_token_s_choice_does_not_depend_on_the_others(spec: Experts) -> None:
 def test_a_token_that_is_no_number_leaves_the_others_as_they_are() -> None:
     fast, _ = random_router(QWEN, torch.float32)
     x = random_tokens(3, torch.float32)
-    want = fast.choose(x, QWEN, None, None)
+    want = fast.choose_experts(x, QWEN, None, None)
     x[1, 7] = torch.nan
-    got = fast.choose(x, QWEN, None, None)
+    got = fast.choose_experts(x, QWEN, None, None)
     assert ((got[0] >= 0) & (got[0] < QWEN.count)).all()
     for one, other in zip(got, want, strict=True):
         assert torch.equal(one[[0, 2]], other[[0, 2]])

@@ -189,15 +189,17 @@ def test_routers(spec: Experts, hidden: int, dtype: torch.dtype) -> None:
     for tokens in (1, 3, 16, 64, 65, 256, 2048):
         x, slots = torch.randn(tokens, hidden, device=CUDA).to(dtype), torch.arange(tokens, device=CUDA) % 10 - 1
         torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-4)
-        ours.choose(x, spec, slots, correction)
+        ours.choose_experts(x, spec, slots, correction)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = ours.choose(x, spec, slots, correction)
+            out = ours.choose_experts(x, spec, slots, correction)
         for _ in range(3):
             x.copy_(torch.randn_like(x))
             graph.replay()
             got, want = [part.clone() for part in out], choose_experts(theirs(x), spec, slots, correction)
-            assert all(torch.equal(*both) for both in zip(got, ours.choose(x, spec, slots, correction), strict=True))
+            assert all(
+                torch.equal(*both) for both in zip(got, ours.choose_experts(x, spec, slots, correction), strict=True)
+            )
             # Scores that differ in the last bits may change places.
             assert (got[0] == want[0]).all(dim=1).float().mean() > 0.99
             torch.testing.assert_close(got[1].sort().values, want[1].sort().values, rtol=1e-3, atol=1e-4)

@@ -148,7 +148,7 @@ class ExpertStack(NamedTuple):
 class ChoosingProduct(Protocol):
     """The product with a router that also chooses the experts of each token by its scores."""
 
-    def choose(
+    def choose_experts(
         self, x: torch.Tensor, spec: Experts, slots: torch.Tensor | None, correction: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`Pointwise.choose_experts` by the scores of x [T, hidden]."""

@@ -27,7 +27,7 @@ class ExpertsBlock:
         self.spec, self.kernels, self.exchange = spec, weights.kernels, weights.exchange
         self.router = weights.router("router")
         router = self.router.weight
-        self.choose = router.choose if isinstance(router, ChoosingProduct) else self._choose_by_scores
+        self.choose_experts = router.choose_experts if isinstance(router, ChoosingProduct) else self._choose_by_scores
         self.correction = weights.vector("router.correction") if spec.correction else None
         self.experts = weights.experts("experts", spec, place)
         self.shared = SharedExperts(spec, weights) if spec.shared else None
@@ -38,7 +38,7 @@ class ExpertsBlock:
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Compute [T, hidden] -> [T, hidden], to be summed over the ranks."""
         slots = batch.slots if batch.fixed else None
-        tokens = RoutedTokens(x, *self.choose(x, self.spec, slots, self.correction))
+        tokens = RoutedTokens(x, *self.choose_experts(x, self.spec, slots, self.correction))
         if self.together and self.shared and len(x) <= self.together.most_tokens:
             return self.together(*tokens, self.shared.gate(x, batch))
         if self.exchange is None:

@@ -205,7 +205,7 @@ class TritonExperts:
             choice = zeros(tokens, top_k, dtype=torch.int64), zeros(tokens, top_k)
             return partial(self, zeros(tokens, hidden, dtype=dtype), *choice)
 
-        # Of more tokens than a router chooses for, see TritonRouter.
+        # For more tokens than those whose experts a router chooses in one launch with its product.
         correction = zeros(self.spec.count) if self.spec.correction else None
         choose = partial(choose_experts, zeros(1, self.spec.count), self.spec, None, correction)
         return [*map(launch, first_of_variants(self.variant, most)), choose]

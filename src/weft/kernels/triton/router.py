@@ -145,7 +145,7 @@ class TritonRouter:
             self._score(x, scores)
         return scores
 
-    def choose(
+    def choose_experts(
         self, x: torch.Tensor, spec: Experts, slots: torch.Tensor | None, correction: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`Pointwise.choose_experts` by the scores of x; up to FEW tokens take one launch, more take two."""

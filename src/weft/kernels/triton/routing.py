@@ -286,7 +286,7 @@ def _place_pairs(
     SIZE: tl.constexpr, PAIRS: tl.constexpr, COUNTED: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
     NOBODY: tl.constexpr,
 ):  # fmt: skip
-    # Of the bins that are COUNTED, those of this rank's experts.
+    # BINS of the COUNTED ones are those of this rank's experts.
     program, programs, bins = tl.program_id(0), tl.num_programs(0), tl.arange(0, BINS)
     total = tl.load(counts + programs * COUNTED + bins, bins < count, other=0)
     block_counts = (total + SIZE - 1) // SIZE
