@@ -35,10 +35,12 @@ class Limits:
 
 # NVIDIA, CUDA Programming Guide, 5.1 "Compute Capabilities", the tables of technical specifications.
 LIMITS = {
+    75: Limits(warps=32, programs=16, shared_bytes=64 << 10),
     80: Limits(warps=64, programs=32, shared_bytes=164 << 10),
     86: Limits(warps=48, programs=16, shared_bytes=100 << 10),
     89: Limits(warps=48, programs=24, shared_bytes=100 << 10),
     90: Limits(warps=64, programs=32, shared_bytes=228 << 10),
+    100: Limits(warps=64, programs=32, shared_bytes=228 << 10),
     120: Limits(warps=48, programs=24, shared_bytes=100 << 10),
 }
 
@@ -82,10 +84,12 @@ class Card:
 
 
 CARDS = (
+    Card("T4", 40, 1.59e9, "NVIDIA Turing GPU Architecture: boost clock"),
     Card("A100-80GB-SXM", 108, 1.41e9, "NVIDIA A100 Tensor Core GPU Architecture: boost clock"),
     Card("RTX 3090", 82, 1.695e9, "NVIDIA Ampere GA102 GPU Architecture: boost clock"),
     Card("RTX 4090", 128, 2.52e9, "NVIDIA Ada GPU Architecture: boost clock"),
     Card("H200-SXM", 132, 1.98e9, "nvidia-smi: the greatest clock of multiprocessors"),
+    Card("B200-SXM", 148, 1.86e9, "the clock at which 148 multiprocessors have the FLOPS of its data sheet"),
     Card("RTX 5090", 170, 2.407e9, "NVIDIA RTX Blackwell GPU Architecture: boost clock"),
 )
 

@@ -24,7 +24,18 @@ from weft.kernels.batch import NO_ROWS, Batch
 from weft.kernels.latents import ExpandedContext, LatentNorm
 from weft.kernels.sampling import mask_words
 from weft.kernels.staged import StagedStep
-from weft.kernels.triton import attention, experts, latents, pointwise, products, reduce, rounding, routing, sampling
+from weft.kernels.triton import (
+    attention,
+    experts,
+    latents,
+    pointwise,
+    products,
+    reduce,
+    rounding,
+    router,
+    routing,
+    sampling,
+)
 from weft.kernels.triton.staged import fill_batch
 from weft.kernels.usable import AMPERE_SHARED_BYTES
 from weft.quant.quantised import QuantisedWeight
@@ -45,6 +56,7 @@ GROUPED = Experts(  # DeepSeek-V3
     top_groups=4,
     group_score="top2",
 )
+GROUPED_HIDDEN = 7168
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 HOPPER = 90, 100  # instructions for groups of warps that no other architecture has
 HOPPER_SHARED_BYTES = 227 << 10
@@ -113,6 +125,26 @@ def experts_work(a: Arguments) -> Work:
 def choose_work(a: Arguments) -> Work:
     """The scores of a token, and the numbers and shares of its experts."""
     return Work(bytes=4 * a["count"] + (8 + 4) * a["TOP_K"])
+
+
+def route_work(a: Arguments) -> Work:
+    """A tile of the router's weights."""
+    return Work(bytes=a["EXPERTS"] * a["COLUMNS"] * a["weight"].itemsize)
+
+
+def score_work(a: Arguments) -> Work:
+    """Products of a tile of tokens with one of the router's weights, which stay in the second cache."""
+    return Work(flops=2 * a["TOKENS"] * a["EXPERTS"] * a["COLUMNS"])
+
+
+def add_counts_work(a: Arguments) -> Work:
+    """Counts of some programs, read and written."""
+    return Work(bytes=2 * a["AT_ONCE"] * a["BLOCK"] * a["counts"].itemsize)
+
+
+def place_work(a: Arguments) -> Work:
+    """Numbers of experts, and the places of their rows."""
+    return Work(bytes=a["TILE"] * (a["numbers"].itemsize + a["members"].itemsize))
 
 
 def sort_work(a: Arguments) -> Work:
@@ -188,7 +220,7 @@ class Case:
     variant: str
     work: Callable[[Arguments], Work]
     call: Callable[[], object]
-    since: int = 80
+    since: int = 75
     until: int = 1 << 16
     loop: int = 0
 
@@ -348,6 +380,19 @@ def choose_experts(spec: Experts = MIXTURE) -> None:
     routing.choose_experts(torch.empty(2, spec.count), spec, torch.zeros(2, dtype=torch.int64), correction)
 
 
+def sort_many() -> None:
+    routed = torch.zeros(MIXTURE.count, dtype=torch.int64)
+    routing.sort_rows(torch.zeros(16384, MIXTURE.top_k, dtype=torch.int64), 0, routed, 128)
+
+
+def route(tokens: int, hidden: int, spec: Experts = MIXTURE) -> None:
+    correction = torch.zeros(spec.count) if spec.correction else None
+    product = router.create_router(torch.empty(spec.count, hidden, dtype=BF16), None)
+    product.choose_experts(
+        torch.empty(tokens, hidden, dtype=BF16), spec, torch.zeros(tokens, dtype=torch.int64), correction
+    )
+
+
 def mask() -> None:
     logits, masks = torch.empty(2, VOCAB, dtype=BF16), torch.zeros(2, mask_words(VOCAB), dtype=torch.int32)
     sampling.apply_masks(logits, torch.zeros(2, dtype=torch.int64), masks)
@@ -462,7 +507,13 @@ CASES = (
     Case("_multiply_experts", "bf16, with a shared expert", experts_work, multiply_with_shared),
     Case("_choose", "8 of 128", choose_work, choose_experts),
     Case("_choose", "8 of 256, in groups", choose_work, partial(choose_experts, GROUPED)),
+    Case("_route", "8 of 128", route_work, partial(route, 16, MIXTURE_HIDDEN)),
+    Case("_route", "8 of 256, in groups", route_work, partial(route, 16, GROUPED_HIDDEN, GROUPED)),
+    Case("_score", "128 experts", score_work, partial(route, 2048, MIXTURE_HIDDEN)),
     Case("_sort", "128 experts", sort_work, sort_rows),
+    Case("_count_pairs", "128 experts", sort_work, sort_many),
+    Case("_add_counts", "128 experts", add_counts_work, sort_many),
+    Case("_place_pairs", "128 experts", place_work, sort_many),
     Case("_sum", "8 experts", sum_work, sum_parts),
     Case("_round", "Q4_1", round_work, partial(round_weight, "Q4_1")),
     Case("_round", "INT8", round_work, partial(round_weight, "INT8")),

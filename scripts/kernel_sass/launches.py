@@ -24,12 +24,13 @@ from weft.kernels.triton import (
     products,
     reduce,
     rounding,
+    router,
     routing,
     sampling,
     staged,
 )
 
-MODULES = (attention, latents, staged, pointwise, products, reduce, rounding, sampling, routing, experts)
+MODULES = (attention, latents, staged, pointwise, products, reduce, rounding, sampling, router, routing, experts)
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class Launch:
         return dict(zip(self.kernel.arg_names, self.given, strict=False)) | self.named
 
     def compile_for(self, capability: int) -> CompiledKernel:
-        """The variant that Triton compiles for this launch on compute capability `capability`, 90 for 9.0."""
+        """The variant that Triton compiles for this launch on compute capability `capability`, 90 for 9.0; with float16
+        in the place of bfloat16 below 8.0, whose tensor cores do not multiply this."""
         target = GPUTarget("cuda", capability, 32)
         backend = make_backend(target)
         bind = create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
@@ -62,6 +64,8 @@ class Launch:
             if kind != "constexpr" and isinstance(attribute, str)
         }
         signature = {name: kind for name, (kind, _) in zip(bound, kinds, strict=True)}
+        if capability < 80:
+            signature = {name: kind.replace("bf16", "fp16") for name, kind in signature.items()}
         source = ASTSource(self.kernel, signature, constexprs=constants, attrs=attributes)
         with warnings.catch_warnings():
             # Triton 3.9 announces a default of 3.10, once in each process.

@@ -425,8 +425,7 @@ def dispatch(operation: Any, args: Any, kwargs: Any) -> Any:
     if waits:
         card.wait(name)
     result = _captured(operation, name, given, named) if card.captures() else operation(*given, **named)
-    converts = name in COPIES and result is not given[0]  # where torch says that the result may be a view
-    if name not in FRESH and (converts or not operation.is_view):
+    if name not in FRESH and not (operation.is_view and _shares_memory(result, theirs[0])):
         card.note_launch(name)
     if name in FRESH and not card.captures():
         spoil(result)
@@ -435,6 +434,12 @@ def dispatch(operation: Any, args: Any, kwargs: Any) -> Any:
         return (wrappers[id(x)] if id(x) in wrappers else OnCard(x)) if isinstance(x, torch.Tensor) else x
 
     return map_values(wrapped, result)
+
+
+def _shares_memory(result: Any, source: OnCard) -> bool:
+    """True if what may be a view is one: conversions and changes of shape copy where they must."""
+    made = flatten([result])[0]
+    return made.untyped_storage().data_ptr() == source.held.untyped_storage().data_ptr()  # type: ignore[no-any-return]
 
 
 def _between(name: str, operation: Any, args: Any, given: Any, named: Any) -> Any:

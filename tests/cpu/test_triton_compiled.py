@@ -102,7 +102,8 @@ from weft.architectures.place import Span
 from weft.architectures.shape import Experts
 from weft.kernels.base import ExpertStack
 from weft.kernels.triton.experts import TritonExperts, TritonMixture, TritonStack, pack_stack
-from weft.kernels.triton.routing import choose_experts
+from weft.kernels.triton.router import create_router
+from weft.kernels.triton.routing import MOST_ALONE, choose_experts, sort_rows
 from weft.quant.quantised import QuantisedWeight
 
 dtype = getattr(torch, sys.argv[2])
@@ -121,6 +122,13 @@ def launch_all():
         grouped = Experts(count=256, top_k=8, width=2048, scoring="sigmoid", correction=True, scaling=2.5,
                           groups=groups, top_groups=groups // 2 or 1, group_score=score)
         choose_experts(torch.zeros(2, 256), grouped, torch.zeros(2, dtype=torch.int64), torch.zeros(256))
+    router = create_router(torch.zeros(1, dtype=dtype).expand(256, 7168), torch.zeros(256, dtype=dtype))
+    for tokens in (1, 4, 64):
+        router.choose_experts(torch.zeros(tokens, 7168, dtype=dtype), grouped, torch.zeros(tokens, dtype=torch.int64),
+                      torch.zeros(256))
+    for launch in router.launches(2048):
+        launch()
+    sort_rows(torch.zeros(MOST_ALONE + 1, 1, dtype=torch.int64), 0, torch.zeros(256, dtype=torch.int64), 128)
     for kind in sys.argv[3].split(","):
         kind = None if kind == "None" else kind
         experts = TritonExperts(spec=spec, gate_up=stack(kind, 2 * 2880, 2880), down=stack(kind, 2880, 2880), first=0,
@@ -225,7 +233,8 @@ def test_products_compile_and_fit(compiled: Compile, capability: int, dtype: str
 )
 def test_experts_compile_and_fit(compiled: Compile, capability: int, dtype: str, kinds: str) -> None:
     shared = compiled(EXPERTS, str(capability), dtype, kinds)
-    assert shared.keys() == {"_choose", "_sort", "_multiply_experts", "_sum"}
+    routing = {"_route", "_score", "_choose", "_sort", "_count_pairs", "_add_counts", "_place_pairs"}
+    assert shared.keys() == routing | {"_multiply_experts", "_sum"}
     assert max(shared.values()) <= most_shared(capability), shared
 
 

@@ -257,9 +257,18 @@ def test_choice_among_scores_that_are_not_finite() -> None:
 
 @pytest.mark.parametrize(("first", "count"), [(0, 7), (2, 3)])
 @pytest.mark.parametrize("size", [2, 16])
-def test_rows_are_sorted_by_expert(first: int, count: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("alone", [64, 38], ids=["one launch", "three launches"])
+@pytest.mark.parametrize("even", [True, False], ids=["alike", "one expert"])
+def test_rows_are_sorted_by_expert(
+    first: int, count: int, size: int, alone: int, even: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(routing, "PAIRS", 16)
-    chosen = random_choice(SEVEN, 13)[0].contiguous()
+    monkeypatch.setattr(routing, "PAIRS_EACH", 16)
+    monkeypatch.setattr(routing, "PLACED", 64)
+    monkeypatch.setattr(routing, "ADDED", (2, 4))
+    monkeypatch.setattr(routing, "MOST_ALONE", alone)
+    chosen = random_choice(SEVEN, 13)[0].contiguous() if even else torch.full((13, 3), 4)
+    chosen[5] = -1  # a padding row
     routed = torch.full((count,), 100)
     members, owners = routing.sort_rows(chosen, first, routed, size)
     rows: dict[int, list[int]] = {expert: [] for expert in range(count)}

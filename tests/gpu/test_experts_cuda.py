@@ -20,7 +20,9 @@ from weft.kernels.triton import routing
 from weft.kernels.triton.experts import MAX_SHARED_TOKENS, TritonExperts
 from weft.kernels.triton.kernels import TritonMatrices
 from weft.kernels.triton.pointwise import silu_mul
+from weft.kernels.triton.router import create_router
 from weft.kernels.usable import multiprocessor_count
+from weft.quant.dense import RouterProduct
 from weft.quant.quantised import QuantisedWeight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
@@ -31,6 +33,17 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 8e-3, torch.bfloat16: 4e-2}
 SMALL = Experts(count=7, top_k=3, width=96)
 GPT_OSS = changed(SMALL, bias=True, limit=1.0, gain=1.702, up_offset=1.0)
 WIDE = Experts(count=64, top_k=8, width=320)
+V3 = Experts(
+    count=256,
+    top_k=8,
+    width=8,
+    scoring="sigmoid",
+    correction=True,
+    scaling=2.5,
+    groups=8,
+    top_groups=4,
+    group_score="top2",
+)
 Stacks = tuple[ExpertStack, ExpertStack]
 
 
@@ -155,6 +168,41 @@ def test_choice_as_deepseek_has_it(fields: dict[str, Any]) -> None:
     # Weights that differ in the last bit may change places.
     assert (got[0] == want[0]).all(dim=1).float().mean() > 0.999
     torch.testing.assert_close(got[1].sort().values, want[1].sort().values, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("spec", "hidden"),
+    [
+        (Experts(count=128, top_k=8, width=8), 2048),
+        (Experts(count=32, top_k=4, width=8, bias=True), 2880),
+        (V3, 7168),
+    ],
+    ids=["Qwen3-30B-A3B", "gpt-oss", "DeepSeek-V3"],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_routers(spec: Experts, hidden: int, dtype: torch.dtype) -> None:
+    """Captured too, for other tokens at each replay: the scores that torch has in float32, and its choice by them."""
+    weight = (torch.randn(spec.count, hidden, device=CUDA) / hidden**0.5).to(dtype)
+    bias = torch.randn(spec.count, device=CUDA).to(dtype) if spec.bias else None
+    correction = torch.randn(spec.count, device=CUDA) if spec.correction else None
+    ours, theirs = create_router(weight, bias), RouterProduct(weight, bias)
+    for tokens in (1, 3, 16, 64, 65, 256, 2048):
+        x, slots = torch.randn(tokens, hidden, device=CUDA).to(dtype), torch.arange(tokens, device=CUDA) % 10 - 1
+        torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-4)
+        ours.choose_experts(x, spec, slots, correction)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = ours.choose_experts(x, spec, slots, correction)
+        for _ in range(3):
+            x.copy_(torch.randn_like(x))
+            graph.replay()
+            got, want = [part.clone() for part in out], choose_experts(theirs(x), spec, slots, correction)
+            assert all(
+                torch.equal(*both) for both in zip(got, ours.choose_experts(x, spec, slots, correction), strict=True)
+            )
+            # Scores that differ in the last bits may change places.
+            assert (got[0] == want[0]).all(dim=1).float().mean() > 0.99
+            torch.testing.assert_close(got[1].sort().values, want[1].sort().values, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -264,7 +264,7 @@ class CommandQueue:
 
 
 def rank_commands(command: Command | ResetPrefixCache) -> list[RankCommand]:
-    """What the ranks execute for a command, one after the other; nothing for what the core does alone."""
+    """Rounds of a command, each of which all ranks execute; none for a command that the core executes alone."""
     match command:
         case ResetPrefixCache():
             return []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -142,6 +142,17 @@ class ExpertStack(NamedTuple):
     name: str
     weight: torch.Tensor | QuantisedWeight
     bias: torch.Tensor | None
+
+
+@runtime_checkable
+class ChoosingProduct(Protocol):
+    """The product with a router that also chooses the experts of each token by its scores."""
+
+    def choose_experts(
+        self, x: torch.Tensor, spec: Experts, slots: torch.Tensor | None, correction: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`Pointwise.choose_experts` by the scores of x [T, hidden]."""
+        ...
 
 
 class ExpertProducts(Protocol):

@@ -28,13 +28,16 @@ class DenseLatentProducts:
     def absorb(self, q: torch.Tensor) -> torch.Tensor:
         nope, width = self.dims.nope_dim, self.dims.rank + self.dims.rope_dim
         out = q.new_empty(q.shape[0], self.dims.heads, width)
-        out[..., : self.dims.rank] = torch.bmm(q[..., :nope].transpose(0, 1), self.weight[:, :nope]).transpose(0, 1)
+        absorbed = out[..., : self.dims.rank].transpose(0, 1)
+        torch.bmm(q[..., :nope].transpose(0, 1), self.weight[:, :nope], out=absorbed)
         out[..., self.dims.rank :] = q[..., nope:]
         return out
 
     def values(self, mixed: torch.Tensor) -> torch.Tensor:
         projection = self.weight[:, self.dims.nope_dim :].transpose(1, 2)
-        return torch.bmm(mixed.transpose(0, 1), projection).transpose(0, 1).flatten(1)
+        out = mixed.new_empty(mixed.shape[0], self.dims.heads, self.dims.value_dim)
+        torch.bmm(mixed.transpose(0, 1), projection, out=out.transpose(0, 1))
+        return out.flatten(1)
 
     def expand(self, latents: torch.Tensor, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
         some, rank = self.weight[heads], self.dims.rank

@@ -8,6 +8,7 @@ import torch
 
 from weft.architectures.place import Place
 from weft.architectures.shape import Experts
+from weft.kernels.base import ChoosingProduct
 from weft.kernels.batch import Batch
 from weft.kernels.fused import FusedMLP
 from weft.layers.exchange import RoutedTokens
@@ -25,6 +26,8 @@ class ExpertsBlock:
     def __init__(self, spec: Experts, place: Place, weights: LayerWeights) -> None:
         self.spec, self.kernels, self.exchange = spec, weights.kernels, weights.exchange
         self.router = weights.router("router")
+        router = self.router.weight
+        self.choose_experts = router.choose_experts if isinstance(router, ChoosingProduct) else self._choose_by_scores
         self.correction = weights.vector("router.correction") if spec.correction else None
         self.experts = weights.experts("experts", spec, place)
         self.shared = SharedExperts(spec, weights) if spec.shared else None
@@ -35,8 +38,7 @@ class ExpertsBlock:
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Compute [T, hidden] -> [T, hidden], to be summed over the ranks."""
         slots = batch.slots if batch.fixed else None
-        choose = self.kernels.pointwise.choose_experts
-        tokens = RoutedTokens(x, *choose(self.router(x, batch), self.spec, slots, self.correction))
+        tokens = RoutedTokens(x, *self.choose_experts(x, self.spec, slots, self.correction))
         if self.together and self.shared and len(x) <= self.together.most_tokens:
             return self.together(*tokens, self.shared.gate(x, batch))
         if self.exchange is None:
@@ -45,6 +47,11 @@ class ExpertsBlock:
             received = self.exchange.dispatch(tokens, batch.group_tokens, static=batch.fixed)
             routed = self.exchange.combine(self.experts(*received))
         return routed if self.shared is None else routed + self.shared(x, batch)
+
+    def _choose_by_scores(
+        self, x: torch.Tensor, spec: Experts, slots: torch.Tensor | None, correction: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.kernels.pointwise.choose_experts(self.router(x), spec, slots, correction)
 
     @property
     def capturable(self) -> bool:

@@ -71,7 +71,7 @@ class WeightSwap:
                 self._check_room()
             if asleep or rounds_by_importance(plan):
                 for names in parameter_groups(plan, plan.places[self._rank]):
-                    self._read(names, lambda weight, into, importance: None, {})
+                    self._read_parameters(names, lambda weight, into, importance: None, {})
 
     def stage(self) -> None:
         """Read the weights into the host's memory. Raises SwapRefusedError, after which nothing is staged.
@@ -86,7 +86,7 @@ class WeightSwap:
         try:
             with refusing():
                 for names in parameter_groups(plan, place):
-                    self._staged |= self._read(names, self._rounding, importance)
+                    self._staged |= self._read_parameters(names, self._rounding, importance)
         except SwapRefusedError:
             self._staged.clear()
             raise
@@ -97,7 +97,7 @@ class WeightSwap:
             model.replace(*self._staged.popitem())
         model.kernels.matrices.refresh_biases()
 
-    def _read(
+    def _read_parameters(
         self, names: Sequence[str], rounding: Rounding, importance: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor | QuantisedWeight]:
         """Some of the parameters, in the host's memory."""

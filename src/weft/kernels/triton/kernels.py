@@ -22,6 +22,7 @@ from weft.kernels.triton import pointwise, reduce, sampling
 from weft.kernels.triton.experts import TritonExperts, TritonMixture, create_mixture, pack_stack
 from weft.kernels.triton.fp8 import ScaledMatrix, takes_scaled_product
 from weft.kernels.triton.products import QuantisedMatrix, create_quantised_matrix
+from weft.kernels.triton.router import TritonRouter, create_router
 from weft.kernels.triton.routing import choose_experts
 from weft.kernels.triton.staged import fill_batch
 from weft.kernels.warm import KernelLaunch
@@ -83,6 +84,7 @@ class TritonMatrices(HeldMatrices):
         self._processors, self._fp8_units = processors, fp8_units
         # One product of each kind: others launch the same kernels.
         self._quantised: dict[Hashable, QuantisedMatrix] = {}
+        self._routers: dict[Hashable, TritonRouter] = {}
         self._experts: dict[Hashable, TritonExperts] = {}
         self._mixtures: dict[Hashable, TritonMixture] = {}
 
@@ -90,6 +92,11 @@ class TritonMatrices(HeldMatrices):
         if isinstance(weight, QuantisedWeight):
             return self._hold(name, self._quantised_matrix(weight, bias))
         return self._hold(name, create_product(weight, bias))
+
+    def router(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, name: str = "") -> TritonRouter:
+        router = self._hold(name, create_router(weight, bias))
+        self._routers.setdefault(router.kind, router)
+        return router
 
     def embedding_table(self, weight: torch.Tensor | QuantisedWeight, name: str = "") -> EmbeddingTable:
         if isinstance(weight, QuantisedWeight):
@@ -120,7 +127,7 @@ class TritonMatrices(HeldMatrices):
         return mixture
 
     def launches(self, tokens: int) -> Sequence[Sequence[KernelLaunch]]:
-        parts = self._quantised.values(), self._experts.values(), self._mixtures.values()
+        parts = (group.values() for group in (self._quantised, self._routers, self._experts, self._mixtures))
         return [list(chain(*(product.launches(tokens) for product in part))) for part in parts]
 
 
