@@ -88,7 +88,7 @@ class ModelRunner:
         backend = plan.rank_backend(self.rank), self.device, self.attention
         importance = measure_importance(plan, self.rank, self.links, tensors, self.device)
         load_weights(plan, self.place, tensors, create_rounding(*backend), importance, report_read)
-        self.kernels = create_kernels(*backend)
+        self.kernels = create_kernels(*backend, plan.product_backend)
         if plan.schemes and not self.kernels.matrices.multiplies_quantised:
             self.weight_bytes = rank_weight_bytes(shape, self.place, plan.dtype)
             logger.warning("The kernels of torch do not multiply quantised weights: they are held in %s", plan.dtype)

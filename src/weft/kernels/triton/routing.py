@@ -165,7 +165,7 @@ class SortedRows(NamedTuple):
 @triton.jit(do_not_specialize=["rows", "blocks", "first"])
 def _sort(
     numbers, members, owners, routed, rows, blocks, first, count,
-    SIZE: tl.constexpr, PAIRS: tl.constexpr, BINS: tl.constexpr, NOBODY: tl.constexpr,
+    SIZE: tl.constexpr, REACH: tl.constexpr, PAIRS: tl.constexpr, BINS: tl.constexpr, NOBODY: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0)
     bins, each = tl.arange(0, BINS), tl.arange(0, PAIRS)
@@ -191,7 +191,7 @@ def _sort(
         rank = tl.cumsum(mine.to(tl.int32), 0)
         tl.store(members + at + rank - 1, row, mine)
         at += tl.max(rank, 0)
-    padding = at + tl.arange(0, SIZE)
+    padding = at + tl.arange(0, REACH)
     tl.store(members + padding, NOBODY, padding < stop * SIZE)
 
 
@@ -205,9 +205,11 @@ def sort_rows(chosen: torch.Tensor, first: int, routed: torch.Tensor, size: int)
     members = torch.empty(blocks, size, dtype=torch.int32, device=chosen.device)
     owners = torch.empty(blocks, dtype=torch.int32, device=chosen.device)
     bins = max(MIN_BINS, triton.next_power_of_2(count + 1))
+    reach = triton.next_power_of_2(size)
     _sort[(count,)](
-        chosen, members, owners, routed, rows, blocks, first, count, SIZE=size, PAIRS=PAIRS, BINS=bins, NOBODY=NOBODY
-    )
+        chosen, members, owners, routed, rows, blocks, first, count,
+        SIZE=size, REACH=reach, PAIRS=PAIRS, BINS=bins, NOBODY=NOBODY,
+    )  # fmt: skip
     return SortedRows(members, owners)
 
 

@@ -1,0 +1,91 @@
+"""Comparison of the library's products with what the weights stand for, before the first request: its kernels are
+compiled for this card on this machine, and nobody has seen their numbers here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from weft.architectures.shape import Experts
+from weft.kernels.base import ExpertStack, Product
+from weft.kernels.experts import activate
+from weft.kernels.humming.products import HummingExperts
+from weft.quant.quantised import QuantisedWeight
+
+ROWS = (1, 40)  # of x in a comparison: kernels of few rows and of many are different ones
+BAND_BYTES = 64 << 20  # of W in float32 at once
+SEED = 20
+# Of the norm of a column of the result: the most by which the library's may differ. It rounds weights, scales and
+# minima to 16 bits one after the other, each by 2^-9 at most: about half a percent in all, experts twice that. A
+# wrong order of numbers, scales or zero points differs by far more, in every column that it concerns.
+TOLERANCE = 0.03
+
+
+def difference(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The greatest difference of a column [T, n], as a share of its norm or of the mean of all, if that is more."""
+    norms = want.float().norm(dim=0)
+    share = (got.float() - want.float()).norm(dim=0) / norms.maximum(norms.mean()).clamp(min=1e-30)
+    return float(share.nan_to_num(torch.inf).max())
+
+
+def matrix_difference(product: Product, weight: QuantisedWeight, bias: torch.Tensor | None) -> float:
+    """`difference` of a product with the weight, for each of ROWS."""
+    worst = 0.0
+    for rows in ROWS:
+        x = draw(rows, weight.shape[1], weight)
+        worst = max(worst, difference(product(x), multiply_exactly(x, weight, bias)))
+    return worst
+
+
+def experts_difference(experts: HummingExperts, gate_up: ExpertStack, down: ExpertStack) -> float:
+    """`difference` of the first and the last experts of a rank together, for each of ROWS tokens."""
+    spec, held = experts.spec, experts.down.experts
+    some = sorted({*range(min(held, spec.top_k)), held - 1})
+    worst = 0.0
+    for rows in ROWS:
+        x = draw(rows, gate_up.weight.shape[-1], gate_up.weight)
+        order = torch.arange(rows * spec.top_k).view(rows, spec.top_k) % len(some)
+        chosen = torch.tensor(some)[order].to(x.device)
+        shares = draw(rows, spec.top_k, None).abs().to(x.device)
+        want = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert in some:
+            part = expert_exactly(x, spec, gate_up, down, expert)
+            want += part * (shares * (chosen == expert)).sum(1, keepdim=True)
+        got = experts(x, chosen + experts.first, shares)
+        worst = max(worst, difference(got, want))
+    experts.routed.zero_()
+    return worst
+
+
+def expert_exactly(
+    x: torch.Tensor, spec: Experts, gate_up: ExpertStack, down: ExpertStack, expert: int
+) -> torch.Tensor:
+    """The MLP of one expert of a rank: [T, hidden] -> [T, hidden] float32."""
+    stacks = []
+    for stack in (gate_up, down):
+        assert isinstance(stack.weight, QuantisedWeight)
+        stacks.append((stack.weight.select(0, expert), None if stack.bias is None else stack.bias[expert]))
+    return multiply_exactly(activate(multiply_exactly(x, *stacks[0]), spec), *stacks[1])
+
+
+def multiply_exactly(x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    """x W^T + bias [T, rows], in float32."""
+    parts = [x.float() @ band.dequantise().t() for band in bands(weight)]
+    out = torch.cat(parts, dim=1)
+    return out if bias is None else out + bias.float()
+
+
+def bands(weight: QuantisedWeight) -> Iterator[QuantisedWeight]:
+    """The rows of a matrix, some at a time."""
+    rows, cols = weight.shape
+    step = max(1, BAND_BYTES // (4 * cols))
+    for first in range(0, rows, step):
+        yield weight.narrow(0, first, min(step, rows - first))
+
+
+def draw(rows: int, cols: int, like: QuantisedWeight | torch.Tensor | None) -> torch.Tensor:
+    """Random numbers [rows, cols], the same at each start; of the device and dtype of activations with a weight."""
+    generator = torch.Generator().manual_seed(SEED + rows)
+    numbers = torch.randn(rows, cols, generator=generator)
+    return numbers if like is None else numbers.to(device=like.device, dtype=like.dtype)
