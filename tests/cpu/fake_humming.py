@@ -7,15 +7,18 @@ assumed: other cards have other layouts, which the library chooses itself.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from tests.cpu import fake_cuda
 
 TILE = 64  # rows and columns that one warp repacks (kernel/repack_weight.py)
 DEPTH = 16  # columns of a row of the repacked weight: 256 / bits of activations
@@ -23,6 +26,54 @@ LOCKS = 1024  # the most that a tile schedule of an H200 needs (csrc/launcher/te
 ALIGNMENT = 16
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 BITS = {"uint4": 4, "uint8": 8, "float4e2m1": 4, "float8e4m3": 8}
+
+
+@dataclass
+class Calls:
+    """What was called: `products`, kinds and heights of the `tiles` that were compiled. `spoil` changes results, as
+    kernels that were compiled wrongly would."""
+
+    products: int = 0
+    tiles: set[tuple[str, int]] = field(default_factory=set)
+    spoil: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
+calls = Calls()
+
+
+def on_card(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same on the stand-in for a card, whose tensors hold others. A graph may hold the calls."""
+
+    @functools.wraps(function)
+    def run(*given: Any, **named: Any) -> Any:
+        flat = [*given, *named.values()]
+        flat += [part for value in flat if isinstance(value, dict) for part in value.values()]
+        if not any(isinstance(value, fake_cuda.OnCard) for value in flat):
+            return function(*given, **named)
+
+        def compute() -> Any:
+            with fake_cuda.card.lock, torch.inference_mode(), fake_cuda.plainly():
+                return function(*map(held, given), **{name: held(value) for name, value in named.items()})
+
+        known = set(calls.tiles)
+        result = compute()
+        if fake_cuda.card.captures():
+            if calls.tiles != known:
+                raise fake_cuda.CardError("a kernel is compiled inside of a capture")
+            fake_cuda.card.record(lambda: result.copy_(compute()), [result])
+        fake_cuda.card.launches += 1
+        if isinstance(result, dict):
+            return {name: fake_cuda.OnCard(part) for name, part in result.items()}
+        return fake_cuda.OnCard(result)
+
+    return run
+
+
+def held(value: Any) -> Any:
+    """What a value holds on the card."""
+    if isinstance(value, dict):
+        return {name: held(part) for name, part in value.items()}
+    return value.held if isinstance(value, fake_cuda.OnCard) else value
 
 
 @dataclass(kw_only=True)
@@ -97,6 +148,7 @@ def prepare_layer_config(
     return Config(weight_schema, n, k, n - shape_n, k - shape_k, num_experts or 0, has_bias, torch_dtype)
 
 
+@on_card
 def transform_humming_tensors(
     config: Config, tensors: dict[str, torch.Tensor], already_padded: bool = False, allow_inplace: bool = False
 ) -> dict[str, torch.Tensor]:
@@ -135,6 +187,7 @@ def transform_humming_tensors(
     return made
 
 
+@on_card
 def transform_humming_bias(bias: torch.Tensor) -> torch.Tensor:
     assert bias.dim() == 1 and len(bias) % TILE == 0
     return permute(bias.unsqueeze(-1), on_result=True).squeeze(-2)
@@ -253,18 +306,7 @@ def get_heuristics_config(
     return {"block_shape": (height, 64, 64), "num_sms": 132}
 
 
-@dataclass
-class Calls:
-    """What was called. `spoil` changes results, as kernels that were compiled wrongly would."""
-
-    products: int = 0
-    tiles: set[tuple[str, int]] | None = None
-    spoil: Callable[[torch.Tensor], torch.Tensor] | None = None
-
-
-calls = Calls()
-
-
+@on_card
 def humming_forward(
     config: Config,
     inputs: torch.Tensor,
@@ -308,11 +350,10 @@ def humming_forward(
     assert locks is not None and locks.dtype == torch.int32 and len(locks) >= LOCKS and not locks.any()
     height = tile_height(tuning_config, len(inputs) * top_k)
     calls.products += 1
-    if calls.tiles is not None:
-        calls.tiles.add((kind, height))
-    held = {"weight": weight, "weight_scale": weight_scale, "zero_point": zero_point, "bias": bias}
+    calls.tiles.add((kind, height))
+    parts = {"weight": weight, "weight_scale": weight_scale, "zero_point": zero_point, "bias": bias}
     if not experts:
-        result = multiply(config, inputs, held)[:, :rows].contiguous()
+        result = multiply(config, inputs, parts)[:, :rows].contiguous()
     else:
         result = inputs.new_full((len(inputs) * top_k, rows), torch.nan)
         blocks = routed_blocks(sorted_ids, expert_ids, num_tokens_padded, height)
@@ -320,7 +361,7 @@ def humming_forward(
             assert 0 <= expert < experts
             assert ((members >= 0) & (members <= len(result))).all(), "padding is the number of all rows"
             members = members[members < len(result)]
-            one = {name: None if part is None else part[expert] for name, part in held.items()}
+            one = {name: None if part is None else part[expert] for name, part in parts.items()}
             result[members] = multiply(config, inputs[members // top_k], one)[:, :rows]
     return calls.spoil(result) if calls.spoil else result
 
@@ -351,22 +392,22 @@ def check(tensor: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype)
     assert tensor.dtype == dtype and tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0
 
 
-def multiply(config: Config, x: torch.Tensor, held: dict[str, Any]) -> torch.Tensor:
+def multiply(config: Config, x: torch.Tensor, parts: dict[str, Any]) -> torch.Tensor:
     """The product with a repacked matrix. Weights are rounded as in mainloop_arith.cuh, may_apply_bs_and_zp_on_b."""
-    total = F.linear(x.float(), dequantise(config, held).float())
+    total = F.linear(x.float(), dequantise(config, parts).float())
     total = total[:, : config.shape_n]
-    if held["bias"] is not None:
-        total += unpermute(held["bias"][None], on_result=True)[:, 0].float()
+    if parts.get("bias") is not None:
+        total += unpermute(parts["bias"][None], on_result=True)[:, 0].float()
     return total.to(config.dtype)
 
 
-def dequantise(config: Config, held: dict[str, Any]) -> torch.Tensor:
+def dequantise(config: Config, parts: dict[str, Any]) -> torch.Tensor:
     """The weights [n, k unpadded] of a repacked matrix, in the dtype of activations."""
     schema, bits = config.schema, config.bits
-    numbers = unrepack(held["weight"], bits, config.shape_n)
+    numbers = unrepack(parts["weight"], bits, config.shape_n)
     by_channel = not schema.weight_scale_group_size
-    scale = unpermute(held["weight_scale"], on_result=by_channel).float().to(config.dtype)
-    values = decode(config, numbers, held["zero_point"])
+    scale = unpermute(parts["weight_scale"], on_result=by_channel).float().to(config.dtype)
+    values = decode(config, numbers, parts.get("zero_point"))
     scaled = values * scale.repeat_interleave(config.group, 1)
     return scaled[:, : config.shape_k - config.pad_shape_k]
 

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("weft")
 
 
-def create_kernels(
-    backend: str, device: torch.device, shape: AttentionShape, products: str = "own"
-) -> Kernels:
+def create_kernels(backend: str, device: torch.device, shape: AttentionShape, products: str = "own") -> Kernels:
     """Create the kernels for a device. `backend` is one of BACKEND_NAMES; `products` is `Plan.product_backend`.
 
     `auto` takes the fastest that can run there, and logs a fallback. Raises ConfigError if the backend cannot be used.

@@ -26,6 +26,7 @@ from weft.plan.max_memory import device_caps, parse_max_memory
 from weft.plan.placement import check_flags
 from weft.plan.places import column_unit, cut_places
 from weft.plan.plan import Plan, RankDevice, named_devices
+from weft.plan.products import repacking_bytes, with_product_backend
 from weft.plan.quantization import (
     check_cuts,
     cut_precision,
@@ -33,7 +34,6 @@ from weft.plan.quantization import (
     quantization_name,
     tensor_schemes,
 )
-from weft.plan.products import repacking_bytes, with_product_backend
 from weft.plan.rules import ExpertCut, check_expert_flags, check_layout, check_tensor_split, cut_of_experts
 from weft.plan.shards import check_shards
 from weft.plan.speculation import draft_plan

@@ -28,8 +28,8 @@ PACKAGE = "humming-kernels"
 # Its layouts and arguments are not promised to stay: exactly this version is called, and pinned in pyproject.toml.
 VERSION = "0.1.20"
 EXTRA = "humming"
-# What `auto` is. "own" until docs/benchmarks.md has a card's figures of both; "auto" then lets the ranks race them, shape
-# by shape. Nothing else is to be changed for that.
+# What `auto` is: "own" until docs/benchmarks.md has a card's figures of both; with "race" the ranks race them, shape by
+# shape. Nothing else is to be changed for that.
 AUTO: Literal["own", "race"] = "own"
 
 # Rows and columns of a weight are padded to multiples of these, of which the library's tiles are divisors; vLLM pads
@@ -42,7 +42,7 @@ LOCKS = 2048
 CAPABILITY: dict[str, Version] = {"float16": (7, 5), "bfloat16": (8, 0)}
 WAY_OUT = "leave --product-backend out for Weft's own kernels"
 
-# Beside a scheme's name, so that a file of a card's figures can name what it measured.
+# How the library holds a scheme's numbers.
 Format = Literal["integers", "zero points", "minima", "MXFP4", "FP8"]
 
 

@@ -18,10 +18,11 @@ from weft.kernels.usable import UnusableError
 class Library(NamedTuple):
     """Functions of the library.
 
-    `weight_schema(**fields)` says what a weight holds, `layer_config(n, k, weight_schema=, num_experts=, has_bias=,
-    pad_n_to_multiple=, pad_k_to_multiple=, torch_dtype=, device=)` what its kernels are compiled for,
-    `transform(config, tensors)` gives the tensors that they read, and `transform_bias(bias)` one of these.
-    `tile(config, rows, gemm_type=, device=)` is the choice of a tile for so many rows, `forward(config, inputs, weight, ...)` multiplies.
+    `weight_schema(**fields)` says what a weight holds. `layer_config(n, k, weight_schema=, num_experts=, has_bias=,
+    pad_n_to_multiple=, pad_k_to_multiple=, torch_dtype=, device=)` is what kernels are compiled for, and
+    `transform(config, tensors)` gives the tensors that these read, `transform_bias(bias)` one of them.
+    `tile(config, rows, gemm_type=, device=)` is the choice of a tile for so many rows.
+    `forward(config, inputs, weight, ...)` multiplies.
     """
 
     weight_schema: Callable[..., Any]

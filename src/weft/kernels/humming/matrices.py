@@ -152,7 +152,7 @@ class HummingMatrices(TritonMatrices):
         """Raises UnusableError if the library's result is another one."""
         if difference > check.TOLERANCE:
             raise UnusableError(
-                f"its product of {kind} differs from what the weights stand for by {difference:.1%} of a column's "
+                f"its product of {kind} differs from what the weights stand for by {difference:.1%} of its "
                 f"norm, more than {check.TOLERANCE:.0%}"
             )
 

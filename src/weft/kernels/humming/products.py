@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 
 from weft.architectures.shape import Experts
+from weft.errors import ModelError
 from weft.kernels.base import ExpertStack
-from weft.kernels.humming.layout import schema_fields, standard_tensors
+from weft.kernels.humming.layout import obstacle, schema_fields, standard_tensors
 from weft.kernels.humming.library import Library
 from weft.kernels.triton.grouped import RoutedBlocks, activate, place_rows
 from weft.kernels.triton.routing import sort_rows, sum_parts
@@ -94,9 +95,15 @@ class RepackedWeight:
     def replace(self, weight: torch.Tensor | QuantisedWeight) -> None:
         """Take the values of another weight, of the same dims and scheme, matrix by matrix.
 
-        Raises UnusableError for one that the library cannot hold.
+        Raises ModelError for one that the library cannot hold.
         """
         assert isinstance(weight, QuantisedWeight)
+        if reason := obstacle(weight):
+            raise ModelError(
+                f"a weight {weight.type} cannot be replaced under humming-kernels: {reason}; start anew with the other "
+                "checkpoint, or with --product-backend own",
+                code="weights-not-replaceable",
+            )
         if not self.experts:
             fill(self.held, self._repack(weight, self.bias))
             return

@@ -112,9 +112,7 @@ def save_winner(path: Path | None, name: str) -> None:
 
 
 def log_race(kind: Hashable, times: Mapping[str, Sequence[float]], best: str) -> None:
-    figures = ", ".join(
-        f"{name} {' / '.join(f'{took * 1e6:.0f}' for took in each)} us" for name, each in times.items()
-    )
+    figures = ", ".join(f"{name} {' / '.join(f'{took * 1e6:.0f}' for took in each)} us" for name, each in times.items())
     logger.info(
         "Products of %s with %s rows: %s: %s is used",
         kind,
