@@ -13,6 +13,7 @@ import json
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import torch
@@ -30,8 +31,8 @@ BITS = {"uint4": 4, "uint8": 8, "float4e2m1": 4, "float8e4m3": 8}
 
 @dataclass
 class Calls:
-    """What was called: `products`, kinds and heights of the `tiles` that were compiled. `spoil` changes results, as
-    kernels that were compiled wrongly would."""
+    """Counts of what was called: `products`, kinds and heights of the `tiles` that were compiled. `spoil` changes
+    results, as kernels that were compiled wrongly would."""
 
     products: int = 0
     tiles: set[tuple[str, int]] = field(default_factory=set)
@@ -70,7 +71,7 @@ def on_card(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def held(value: Any) -> Any:
-    """What a value holds on the card."""
+    """A value, or what it holds on the card."""
     if isinstance(value, dict):
         return {name: held(part) for name, part in value.items()}
     return value.held if isinstance(value, fake_cuda.OnCard) else value
@@ -93,7 +94,7 @@ class HummingWeightSchema:
 
 @dataclass(frozen=True)
 class Config:
-    """What LayerConfig (config/config.py) says of a weight."""
+    """A weight, as LayerConfig (config/config.py) describes it."""
 
     schema: HummingWeightSchema
     shape_n: int
@@ -441,6 +442,7 @@ def modules() -> dict[str, types.ModuleType]:
     made = {}
     for name, parts in names.items():
         made[name] = types.ModuleType(name)
+        made[name].__spec__ = ModuleSpec(name, None)
         for part in parts:
             setattr(made[name], part.__name__, part)
     return made

@@ -30,13 +30,15 @@ from weft.formats.schemes import ALL_SCHEMES
 from weft.kernels.base import ExpertStack
 from weft.kernels.experts import GroupedExperts, choose_experts
 from weft.kernels.plain import create_plain_kernels
+from weft.kernels.usable import UnusableError
 from weft.plan.products import LOCKS, VERSION, against_scheme, format_of
 from weft.quant.quantised import QuantisedWeight
 
 pytest.importorskip("triton", reason="needs triton, whose kernels do the rest")
 
+from weft.kernels import humming
 from weft.kernels.humming import check, matrices, race
-from weft.kernels.humming.layout import schema_fields, standard_tensors
+from weft.kernels.humming.layout import schema_fields
 from weft.kernels.humming.library import load_library
 from weft.kernels.humming.products import ANY_ROWS, HummingExperts, HummingMatrix, choose_tiles, repack
 from weft.kernels.triton.experts import TritonExperts
@@ -92,7 +94,7 @@ def a_weight(type: str, dtype: torch.dtype, rows: int = 200, cols: int = 512) ->
 
 @pytest.mark.parametrize(("type", "dtype"), SUPPORTED, ids=lambda value: str(value).removeprefix("torch."))
 def test_what_is_repacked_is_the_weight(type: str, dtype: torch.dtype) -> None:
-    """Of every number, beside the roundings that the library's kernels make: scale, minimum, difference, product."""
+    """Every number is right, beside what the library's kernels round: scale, minimum, difference, product."""
     weight = a_weight(type, dtype)
     library = load_library()
     packed = repack(library, weight, None, torch.zeros(LOCKS, dtype=torch.int32), 8)
@@ -110,8 +112,8 @@ def test_what_is_repacked_is_the_weight(type: str, dtype: torch.dtype) -> None:
         assert torch.equal(got, want), "powers of two lose nothing"
 
 
-# Of the library's own transform_humming_tensors of version 0.1.20, with weight_repack_nk of its process.cuh compiled for a
-# CPU: SHA-256 of each tensor of the weights that `drawn` makes, their first 16 digits.
+# SHA-256, its first 16 digits, of each tensor that the library's own transform_humming_tensors (0.1.20) makes of the
+# weights of `drawn`, with weight_repack_nk of its process.cuh compiled for a CPU.
 DIGESTS = {
     ("Q4_0", BF16): {"weight": "ec7bb1a0b88e7138", "weight_scale": "608bab62f506f303", "bias": "d27e855ff0f90574"},
     ("Q4_1", BF16): {
@@ -262,6 +264,20 @@ def as_published(stack: ExpertStack) -> ExpertStack:
     return stack._replace(weight=replace(weight, type="INT4_32", lowest=zeros))
 
 
+def test_products_to_be_measured_beside_weft_s() -> None:
+    weight = a_weight("Q4_1", BF16)
+    x = torch.randn(17, 512).to(BF16)
+    product = humming.create_matrix(weight, rows=17)
+    assert check.difference(product(x), check.multiply_exactly(x, weight, None)) < 0.01
+    stacks = random_stacks(SMALL, HIDDEN, BF16, "MXFP4")
+    experts = humming.create_experts(SMALL, *stacks, tokens=7)
+    x, choice = torch.randn(7, HIDDEN).to(BF16), choose_experts(torch.randn(7, 5), SMALL)
+    want = create_plain_kernels().matrices.experts(SMALL, *stacks, 0)(x, *choice)
+    assert check.difference(experts(x, *choice), want.float()) < 0.02
+    with pytest.raises(UnusableError, match="6 bits"):
+        humming.create_matrix(random("Q4_K", 8, Span(0, 256), 256))
+
+
 def test_experts_of_other_ranks_and_padding_add_nothing() -> None:
     spec = changed(SMALL, count=9)
     stacks = random_stacks(SMALL, HIDDEN, BF16, "MXFP4")
@@ -272,7 +288,7 @@ def test_experts_of_other_ranks_and_padding_add_nothing() -> None:
     x, shares = torch.randn(6, HIDDEN).to(BF16), torch.rand(6, 2)
     chosen = torch.tensor([[3, 0], [7, 4], [-1, -1], [8, 2], [5, 3], [6, 8]])
     here = (chosen >= 3) & (chosen < 8)
-    want = own(x, torch.where(here, chosen - 3, 0), shares * here)
+    want = own(x, torch.where(here, chosen - 3, -1), shares)
     assert check.difference(experts(x, chosen, shares), want.float()) < 0.02
 
 
@@ -498,7 +514,7 @@ def test_a_winner_is_kept_for_its_card_driver_and_shape(tmp_path: Path, monkeypa
 
 
 def test_races_end_with_their_seconds(tmp_path: Path) -> None:
-    """What is left over is not recorded: it races at the next start."""
+    """A shape that is left over is not recorded: it races at the next start."""
     clock = iter(range(0, 1000, 20))
     contestants = {name: lambda rows: lambda: None for name in (race.OWN, race.HUMMING)}
     times = {"own": 2.0, "humming": 1.0}
@@ -573,9 +589,3 @@ def test_formats_are_those_that_are_tested() -> None:
         "FP8",
     }
     assert schema_fields(ALL_SCHEMES["MXFP4"])["bs_dtype"] == "float8e8m0"
-    with refuses_unusable():
-        standard_tensors(random("Q4_K", 8, Span(0, 256), 256), None)
-
-
-def refuses_unusable() -> Any:
-    return pytest.raises(Exception, match="6 bits")

@@ -28,8 +28,8 @@ PACKAGE = "humming-kernels"
 # Its layouts and arguments are not promised to stay: exactly this version is called, and pinned in pyproject.toml.
 VERSION = "0.1.20"
 EXTRA = "humming"
-# What `auto` is: "own" until docs/benchmarks.md has a card's figures of both; with "race" the ranks race them, shape by
-# shape. Nothing else is to be changed for that.
+# Meaning of `auto`: "own" until docs/benchmarks.md has a card's figures of both; with "race" the ranks race them, shape
+# by shape. Nothing else is to be changed for that.
 AUTO: Literal["own", "race"] = "own"
 
 # Rows and columns of a weight are padded to multiples of these, of which the library's tiles are divisors; vLLM pads
@@ -59,7 +59,7 @@ class ProductSpec:
 
 
 def format_of(scheme: Scheme) -> Format | None:
-    """How the library holds a scheme, None if it does not."""
+    """The library's form of a scheme's numbers, None if it has none."""
     if scheme.lowest in ("middle", "signed"):
         return "integers"
     if scheme.lowest == "zero":

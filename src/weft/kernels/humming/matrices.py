@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from itertools import chain
+from typing import TypeVar
 
 import torch
 
@@ -15,7 +16,14 @@ from weft.kernels.base import ExpertProducts, ExpertStack, Product
 from weft.kernels.humming import check
 from weft.kernels.humming.layout import obstacle
 from weft.kernels.humming.library import Library, first_line, load_library
-from weft.kernels.humming.products import HummingExperts, HummingMatrix, RepackedWeight, repack, repack_experts
+from weft.kernels.humming.products import (
+    HummingExperts,
+    HummingMatrix,
+    RepackedWeight,
+    create_locks,
+    repack,
+    repack_experts,
+)
 from weft.kernels.humming.race import HUMMING, OWN, Contestant, ProductRaces
 from weft.kernels.triton.experts import TritonExperts, pack_stack
 from weft.kernels.triton.kernels import TritonMatrices
@@ -24,10 +32,12 @@ from weft.kernels.usable import UnusableError
 from weft.kernels.warm import KernelLaunch
 from weft.logs import event_fields
 from weft.plan.backends import against_fused_experts
-from weft.plan.products import LOCKS, WAY_OUT
+from weft.plan.products import WAY_OUT
 from weft.quant.quantised import QuantisedWeight
 
 logger = logging.getLogger("weft")
+
+M = TypeVar("M")
 
 
 class HummingMatrices(TritonMatrices):
@@ -55,7 +65,7 @@ class HummingMatrices(TritonMatrices):
         self._library: Library | None = None
         try:
             self._library = load_library()
-            self._locks = torch.zeros(LOCKS, dtype=torch.int32, device=device)
+            self._locks = create_locks(device)
         except Exception as error:
             self._stop(error)
 
@@ -92,7 +102,7 @@ class HummingMatrices(TritonMatrices):
         parts = self._library_matrices.values(), self._library_experts.values()
         return [*own, *(list(chain(*(product.launches(tokens) for product in part))) for part in parts)]
 
-    def _try(self, make: Callable[[Library], Product | None]) -> Product | None:
+    def _try(self, make: Callable[[Library], M | None]) -> M | None:
         """A product by the library; None if it has failed, now or before."""
         if self._library is None:
             return None

@@ -24,7 +24,7 @@ from weft.kernels.humming.library import Library
 from weft.kernels.triton.grouped import RoutedBlocks, activate, place_rows
 from weft.kernels.triton.routing import sort_rows, sum_parts
 from weft.kernels.warm import KernelLaunch, first_of_variants
-from weft.plan.products import COLUMN_MULTIPLE, ROW_MULTIPLE
+from weft.plan.products import COLUMN_MULTIPLE, LOCKS, ROW_MULTIPLE
 from weft.quant.quantised import QuantisedWeight
 
 ANY_ROWS = 1 << 30  # the limit of the last tile
@@ -150,6 +150,11 @@ COMPUTE = {
 }
 
 
+def create_locks(device: torch.device) -> torch.Tensor:
+    """Locks for all products that are launched one after the other."""
+    return torch.zeros(LOCKS, dtype=torch.int32, device=device)
+
+
 def fill(targets: dict[str, torch.Tensor], sources: dict[str, torch.Tensor]) -> None:
     """Copy tensors of the same names and bytes."""
     for name, target in targets.items():
@@ -157,7 +162,7 @@ def fill(targets: dict[str, torch.Tensor], sources: dict[str, torch.Tensor]) -> 
 
 
 def layer_config(library: Library, weight: QuantisedWeight, has_bias: bool, experts: int = 0) -> Any:
-    """What the library's kernels for a weight, or for a stack of `experts` of them, are compiled for."""
+    """The constants of the library's kernels for a weight, or for a stack of `experts` of them."""
     rows, cols = weight.shape
     return library.layer_config(
         rows,

@@ -1,5 +1,5 @@
-"""What lies between two products of a mixture's experts, if another library multiplies: the activation, and the rows
-in the form that it takes."""
+"""The steps between two products of a mixture's experts, if another library multiplies: the activation, and the rows in
+the form that it takes."""
 
 from __future__ import annotations
 
