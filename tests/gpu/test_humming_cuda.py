@@ -61,24 +61,28 @@ def test_experts_in_a_graph(type: str, spec: Experts, caplog: pytest.LogCaptureF
     assert isinstance(experts, HummingExperts), caplog.text
     assert not caplog.records
     for tokens in (1, 7, 64):
-        x = torch.randn(tokens, 256, device=CUDA).to(torch.bfloat16)
-        chosen, shares = (part.to(CUDA) for part in choose_experts(torch.randn(tokens, spec.count), spec))
-        experts(x, chosen, shares)
-        out: list[torch.Tensor] = []
-        graph = capture_graph(lambda: out.append(experts(x, chosen, shares)), torch.cuda.Stream())
-        for seed in range(3):
-            torch.manual_seed(seed)
-            x.copy_(torch.randn_like(x))
-            for target, source in zip(
-                (chosen, shares), choose_experts(torch.randn(tokens, spec.count), spec), strict=True
-            ):
-                target.copy_(source)
-            graph.replay()
-            want = torch.zeros(x.shape, device=CUDA)
-            for expert in range(spec.count):
-                share = (shares * (chosen == expert)).sum(1, keepdim=True)
-                want += share * check.expert_exactly(x, spec, *stacks, expert)
-            assert check.difference(out[0], want) < check.TOLERANCE, (tokens, seed)
+        replayed(experts, spec, stacks, tokens)
+
+
+def replayed(experts: HummingExperts, spec: Experts, stacks: list[ExpertStack], tokens: int) -> None:
+    """Compare three replays of a graph of so many tokens."""
+    x = torch.randn(tokens, 256, device=CUDA).to(torch.bfloat16)
+    chosen, shares = (part.to(CUDA) for part in choose_experts(torch.randn(tokens, spec.count), spec))
+    experts(x, chosen, shares)
+    out: list[torch.Tensor] = []
+    graph = capture_graph(lambda: out.append(experts(x, chosen, shares)), torch.cuda.Stream())
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x.copy_(torch.randn_like(x))
+        choice = choose_experts(torch.randn(tokens, spec.count), spec)
+        for target, source in zip((chosen, shares), choice, strict=True):
+            target.copy_(source)
+        graph.replay()
+        want = torch.zeros(x.shape, device=CUDA)
+        for expert in range(spec.count):
+            share = (shares * (chosen == expert)).sum(1, keepdim=True)
+            want += share * check.expert_exactly(x, spec, *stacks, expert)
+        assert check.difference(out[0], want) < check.TOLERANCE, (tokens, seed)
 
 
 def of(spec: Experts, type: str) -> list[ExpertStack]:
