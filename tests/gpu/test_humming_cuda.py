@@ -18,12 +18,13 @@ from weft.kernels.experts import choose_experts
 from weft.kernels.usable import multiprocessor_count
 from weft.quant.quantised import QuantisedWeight
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
 pytest.importorskip("humming", reason="needs humming-kernels")
 
 from weft.kernels.humming import check
 from weft.kernels.humming.matrices import HummingMatrices
 from weft.kernels.humming.products import HummingExperts, HummingMatrix
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
 
 CUDA = torch.device("cuda")
 KINDS = ("Q4_0", "Q4_1", "Q4_16", "INT4_128", "INT8_ROW_SYM", "INT8", "Q8_0", "MXFP4", "FP8_128")
