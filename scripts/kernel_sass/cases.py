@@ -24,7 +24,18 @@ from weft.kernels.batch import NO_ROWS, Batch
 from weft.kernels.latents import LatentNorm
 from weft.kernels.sampling import mask_words
 from weft.kernels.staged import StagedStep
-from weft.kernels.triton import attention, experts, latents, pointwise, products, reduce, rounding, routing, sampling
+from weft.kernels.triton import (
+    attention,
+    experts,
+    grouped,
+    latents,
+    pointwise,
+    products,
+    reduce,
+    rounding,
+    routing,
+    sampling,
+)
 from weft.kernels.triton.staged import fill_batch
 from weft.quant.quantised import QuantisedWeight
 
@@ -108,6 +119,11 @@ def choose_work(a: Arguments) -> Work:
 def sort_work(a: Arguments) -> Work:
     """Numbers of experts."""
     return Work(bytes=a["PAIRS"] * a["numbers"].itemsize)
+
+
+def place_work(a: Arguments) -> Work:
+    """Numbers of rows, read and written, and owners of blocks."""
+    return Work(bytes=a["BLOCK"] * (2 * a["members"].itemsize + a["owners"].itemsize))
 
 
 def sum_work(a: Arguments) -> Work:
@@ -309,6 +325,15 @@ def sort_rows() -> None:
     routing.sort_rows(torch.zeros(2, MIXTURE.top_k, dtype=torch.int64), 0, routed, 16)
 
 
+def place_rows() -> None:
+    numbers = torch.zeros(16, 24, dtype=torch.int32)
+    grouped.place_rows(routing.SortedRows(numbers, numbers[:, 0].contiguous()), 16)
+
+
+def activate() -> None:
+    grouped.activate(torch.empty(16, 2 * MIXTURE.width, dtype=BF16), MIXTURE)
+
+
 def sum_parts() -> None:
     numbers = torch.zeros(2, MIXTURE.top_k, dtype=torch.int64)
     parts = torch.empty(2 * MIXTURE.top_k, MIXTURE_HIDDEN, dtype=BF16)
@@ -411,6 +436,8 @@ CASES = (
     Case("_choose", "8 of 128", choose_work, choose_experts),
     Case("_choose", "8 of 256, in groups", choose_work, partial(choose_experts, GROUPED)),
     Case("_sort", "128 experts", sort_work, sort_rows),
+    Case("_place_rows", "blocks of 24", place_work, place_rows),
+    Case("_activate", "768", silu_work, activate),
     Case("_sum", "8 experts", sum_work, sum_parts),
     Case("_round", "Q4_1", round_work, partial(round_weight, "Q4_1")),
     Case("_round", "INT8", round_work, partial(round_weight, "INT8")),
