@@ -61,7 +61,12 @@ def on_card(function: Callable[..., Any]) -> Callable[..., Any]:
         if fake_cuda.card.captures():
             if calls.tiles != known:
                 raise fake_cuda.CardError("a kernel is compiled inside of a capture")
-            fake_cuda.card.record(lambda: result.copy_(compute()), [result])
+
+            def again() -> None:
+                with torch.inference_mode():
+                    result.copy_(compute())
+
+            fake_cuda.card.record(again, [result])
         fake_cuda.card.launches += 1
         if isinstance(result, dict):
             return {name: fake_cuda.OnCard(part) for name, part in result.items()}

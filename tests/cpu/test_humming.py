@@ -36,7 +36,8 @@ from weft.quant.quantised import QuantisedWeight
 
 pytest.importorskip("triton", reason="needs triton, whose kernels do the rest")
 
-from weft.kernels import humming
+from weft.kernels import contest, humming
+from weft.kernels.capture import capture_graph
 from weft.kernels.humming import check, matrices, race
 from weft.kernels.humming.layout import schema_fields
 from weft.kernels.humming.library import load_library
@@ -242,7 +243,7 @@ def test_experts(type: str, spec: Experts) -> None:
     stacks = random_stacks(spec, HIDDEN, BF16, "Q4_0" if type == "INT4_32" else type)
     if type == "INT4_32":
         stacks = tuple(as_published(stack) for stack in stacks)  # type: ignore[assignment]
-    experts = made().experts(spec, *stacks, 0)
+    experts = made(40).experts(spec, *stacks, 0)
     assert isinstance(experts, HummingExperts)
     plain = create_plain_kernels().matrices.experts(spec, *stacks, 0)
     total = torch.zeros(spec.count, dtype=torch.int64)
@@ -281,7 +282,7 @@ def test_products_to_be_measured_beside_weft_s() -> None:
 def test_experts_of_other_ranks_and_padding_add_nothing() -> None:
     spec = changed(SMALL, count=9)
     stacks = random_stacks(SMALL, HIDDEN, BF16, "MXFP4")
-    experts = made().experts(spec, *stacks, 3)
+    experts = made(6).experts(spec, *stacks, 3)
     assert isinstance(experts, HummingExperts)
     own = create_plain_kernels().matrices.experts(SMALL, *stacks, 0)
     assert isinstance(own, GroupedExperts)
@@ -293,7 +294,7 @@ def test_experts_of_other_ranks_and_padding_add_nothing() -> None:
 
 
 def test_weights_and_biases_are_replaced_in_place() -> None:
-    some = made()
+    some = made(5)
     first, second = a_weight("INT4_128", BF16), drawn_like("INT4_128")
     bias = torch.randn(200).to(BF16)
     product = some.matrix(first, bias, "m")
@@ -394,6 +395,17 @@ def numbers_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_humming.calls.spoil = spoil
 
 
+def one_tile_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel of many rows alone is wrong, in one of its rows."""
+
+    def spoil(result: torch.Tensor) -> torch.Tensor:
+        if len(result) > 48:
+            result[-1] = 0
+        return result
+
+    fake_humming.calls.spoil = spoil
+
+
 def are_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_humming.calls.spoil = lambda result: result / 0
 
@@ -405,6 +417,7 @@ def are_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
         (transform_fails, ("nvcc: not found",)),
         (launch_fails, ("nvcc: not found",)),
         (numbers_differ, ("differs", "3%")),
+        (one_tile_differs, ("differs", "3%")),
         (are_not_finite, ("differs", "inf%")),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -438,11 +451,11 @@ def test_wrong_experts_are_found(monkeypatch: pytest.MonkeyPatch, caplog: pytest
         result = real(config, x, parts)
         return -result if config.num_experts and torch.equal(parts["weight"], last) else result
 
-    experts = made().experts(SMALL, *stacks, 0)
+    experts = made(4).experts(SMALL, *stacks, 0)
     assert isinstance(experts, HummingExperts)
     last = experts.down.held["weight"][-1].clone()
     monkeypatch.setattr(fake_humming, "multiply", multiply)
-    assert isinstance(made().experts(SMALL, *stacks, 0), TritonExperts)
+    assert isinstance(made(4).experts(SMALL, *stacks, 0), TritonExperts)
     assert len(logged(caplog, "products-replaced")) == 1
 
 
@@ -488,7 +501,7 @@ def test_the_faster_one_multiplies(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_experts_race_too(tmp_path: Path) -> None:
     stacks = random_stacks(SMALL, HIDDEN, FP16, "Q4_1")
-    some = made(races=races(tmp_path, {"own": 1.0, "humming": 2.0}))
+    some = made(4, races=races(tmp_path, {"own": 1.0, "humming": 2.0}))
     assert isinstance(some.experts(SMALL, *stacks, 0), TritonExperts)
 
 
@@ -538,7 +551,40 @@ def test_a_cold_call_is_measured_without_its_flush(monkeypatch: pytest.MonkeyPat
     assert race.cold_seconds(lambda: ran.append("product"), CPU, clock) == 2.0
 
 
-# --- a whole engine, on a card ---
+# --- on a card ---
+
+
+def on_card(weight: QuantisedWeight) -> QuantisedWeight:
+    lowest = None if weight.lowest is None else weight.lowest.to(CUDA)
+    return replace(weight, values=weight.values.to(CUDA), scales=weight.scales.to(CUDA), lowest=lowest)
+
+
+def test_a_capture_finds_all_kernels_compiled(card: Card) -> None:
+    product = humming.create_matrix(on_card(a_weight("Q4_1", FP16)), rows=20)
+    x = torch.randn(20, 512).to(CUDA, FP16)
+    with pytest.raises(CardError, match="compiled"):
+        capture_graph(lambda: product(x), torch.cuda.Stream())
+    for launch in product.launches(20):
+        launch()
+    out: list[torch.Tensor] = []
+    graph = capture_graph(lambda: out.append(product(x)), torch.cuda.Stream())
+    x.copy_(torch.randn(20, 512).to(CUDA, FP16))
+    graph.replay()
+    want = product(x)
+    assert isinstance(out[0], OnCard) and isinstance(want, OnCard) and torch.equal(out[0].held, want.held)
+
+
+def test_races_are_measured_in_graphs(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a card's events measure them, which are all alike here: then Weft's stay."""
+    monkeypatch.setattr(contest, "CALLS", 1)
+    monkeypatch.setattr(contest, "REPEATS", 1)
+    monkeypatch.setattr(race, "ROWS", (1, 2))
+    properties = type("P", (), {"L2_cache_size": 1 << 10})()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    some = matrices.HummingMatrices(CUDA, 1, 4, races=race.ProductRaces(CUDA, "580.1"))
+    before = card.replays
+    assert isinstance(some.matrix(on_card(a_weight("Q4_1", FP16)), None, "m"), QuantisedMatrix)
+    assert card.replays - before == 2 * 2 * 2 * 2, "sides, rows, with and without the product, a first one and one more"
 
 
 def test_an_engine_on_a_card(card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from weft.architectures.shape import Experts
-from weft.kernels.base import ExpertStack, Product
+from weft.kernels.base import ExpertStack
 from weft.kernels.experts import activate
-from weft.kernels.humming.products import HummingExperts
+from weft.kernels.humming.products import HummingExperts, HummingMatrix
 from weft.quant.quantised import QuantisedWeight
 
-ROWS = (1, 40)  # of x in a comparison: kernels of few rows and of many are different ones
+SAMPLES = 64  # rows of a result that are compared, spread over all of it
 BAND_BYTES = 64 << 20  # of W in float32 at once
 SEED = 20
 COLUMNS = 64  # of the result that are judged together: as many rows of W lie together in the library's layout
@@ -40,33 +40,39 @@ def block_norms(values: torch.Tensor) -> torch.Tensor:
     return padded.unflatten(1, (-1, COLUMNS)).norm(dim=(0, 2))
 
 
-def matrix_difference(product: Product, weight: QuantisedWeight, bias: torch.Tensor | None) -> float:
-    """`difference` of a product with the weight, for each of ROWS."""
+def matrix_difference(product: HummingMatrix, weight: QuantisedWeight, bias: torch.Tensor | None, most: int) -> float:
+    """`difference` of a product with the weight, the greatest of all tiles for up to `most` rows of x."""
     worst = 0.0
-    for rows in ROWS:
-        x = draw(rows, weight.shape[1], weight)
-        worst = max(worst, difference(product(x), multiply_exactly(x, weight, bias), bias))
+    for rows in product.weight.tiles.firsts(most):
+        x, some = draw(rows, weight.shape[1], weight), sample(rows, weight.device)
+        worst = max(worst, difference(product(x)[some], multiply_exactly(x[some], weight, bias), bias))
     return worst
 
 
-def experts_difference(experts: HummingExperts, gate_up: ExpertStack, down: ExpertStack) -> float:
-    """`difference` of the first and the last experts of a rank together, for each of ROWS tokens."""
+def experts_difference(experts: HummingExperts, gate_up: ExpertStack, down: ExpertStack, most: int) -> float:
+    """`difference` of the first and the last experts of a rank together, the greatest of all tiles for up to `most`
+    tokens."""
     spec, held = experts.spec, experts.down.experts
-    some = sorted({*range(min(held, spec.top_k)), held - 1})
+    numbers = sorted({*range(min(held, spec.top_k)), held - 1})
     worst = 0.0
-    for rows in ROWS:
-        x = draw(rows, gate_up.weight.shape[-1], gate_up.weight)
-        order = torch.arange(rows * spec.top_k).view(rows, spec.top_k) % len(some)
-        chosen = torch.tensor(some)[order].to(x.device)
-        shares = draw(rows, spec.top_k, None).abs().to(x.device)
-        want = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert in some:
-            part = expert_exactly(x, spec, gate_up, down, expert)
-            want += part * (shares * (chosen == expert)).sum(1, keepdim=True)
-        got = experts(x, chosen + experts.first, shares)
-        worst = max(worst, difference(got, want))
+    for tokens in experts.firsts(most):
+        x = draw(tokens, gate_up.weight.shape[-1], gate_up.weight)
+        some = sample(tokens, x.device)
+        order = torch.arange(tokens * spec.top_k).view(tokens, spec.top_k) % len(numbers)
+        chosen = torch.tensor(numbers)[order].to(x.device)
+        shares = draw(tokens, spec.top_k, None).abs().to(x.device)
+        want = torch.zeros(len(some), x.shape[1], dtype=torch.float32, device=x.device)
+        for expert in numbers:
+            part = expert_exactly(x[some], spec, gate_up, down, expert)
+            want += part * (shares * (chosen == expert))[some].sum(1, keepdim=True)
+        worst = max(worst, difference(experts(x, chosen + experts.first, shares)[some], want))
     experts.routed.zero_()
     return worst
+
+
+def sample(rows: int, device: torch.device) -> torch.Tensor:
+    """Numbers of SAMPLES rows, the first and the last among them; of all if there are no more."""
+    return torch.linspace(0, rows - 1, min(rows, SAMPLES)).round().long().to(device)
 
 
 def expert_exactly(
@@ -96,7 +102,13 @@ def bands(weight: QuantisedWeight) -> Iterator[QuantisedWeight]:
 
 
 def draw(rows: int, cols: int, like: QuantisedWeight | torch.Tensor | None) -> torch.Tensor:
-    """Random numbers [rows, cols], the same at each start; of the device and dtype of activations with a weight."""
+    """Numbers [rows, cols], the same at each start; of the device and dtype of activations with a weight.
+
+    SAMPLES rows are random, and the others are multiples of these, each another one.
+    """
     generator = torch.Generator().manual_seed(SEED + rows)
-    numbers = torch.randn(rows, cols, generator=generator)
-    return numbers if like is None else numbers.to(device=like.device, dtype=like.dtype)
+    numbers = torch.randn(min(rows, SAMPLES), cols, generator=generator)
+    if like is not None:
+        numbers = numbers.to(device=like.device, dtype=like.dtype)
+    place = torch.arange(rows, device=numbers.device)
+    return numbers[place % SAMPLES] * (1 + place[:, None] // SAMPLES / 64).to(numbers.dtype)

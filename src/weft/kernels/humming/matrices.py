@@ -43,8 +43,9 @@ M = TypeVar("M")
 class HummingMatrices(TritonMatrices):
     """Products by the library for steps of up to `tokens` tokens, on `device`.
 
-    The first product of each shape is compiled and compared, see `check`, and with `races` it must be the faster one.
-    If the library fails, or computes another result, there is one warning; what comes later is multiplied in Triton.
+    The first product of each shape is compiled and compared, with each of its tiles (see `check`), and with `races` it
+    must be the faster one. If the library fails, or computes another result, there is one warning; what comes later is
+    multiplied in Triton.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class HummingMatrices(TritonMatrices):
         races: ProductRaces | None = None,
     ) -> None:
         super().__init__(processors, fp8_units=fp8_units)
-        self._device, self._tokens, self._races = device, tokens, races
+        self._tokens, self._races = tokens, races
         self._chosen: dict[Hashable, bool] = {}
         self._library_matrices: dict[Hashable, HummingMatrix] = {}
         self._library_experts: dict[Hashable, HummingExperts] = {}
@@ -128,7 +129,7 @@ class HummingMatrices(TritonMatrices):
             return None
         product = HummingMatrix(self._repack(library, self._tokens, weight, bias))
         if kind not in self._chosen:
-            self._compare(kind, check.matrix_difference(product, weight, bias))
+            self._compare(kind, check.matrix_difference(product, weight, bias, self._tokens))
             self._chosen[kind] = self._wins(kind, partial(self._race_matrix, weight, bias, product))
         return product if self._chosen[kind] else None
 
@@ -144,7 +145,7 @@ class HummingMatrices(TritonMatrices):
         rows = self._tokens * spec.top_k
         experts = repack_experts(partial(self._repack, library, rows), spec, gate_up, down, first)
         if kind not in self._chosen:
-            self._compare(kind, check.experts_difference(experts, gate_up, down))
+            self._compare(kind, check.experts_difference(experts, gate_up, down, self._tokens))
             self._chosen[kind] = self._wins(kind, partial(self._race_experts, gate_up, down, experts))
         return experts if self._chosen[kind] else None
 

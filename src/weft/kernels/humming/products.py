@@ -44,6 +44,10 @@ class Tiles:
         """Index of the tile for so many rows."""
         return min(bisect_left(self.limits, rows), len(self.limits) - 1)
 
+    def firsts(self, most: int) -> list[int]:
+        """The least number of rows of each tile, up to `most`."""
+        return [above + 1 for above in (0, *self.limits[:-1]) if above < most]
+
     def height(self, rows: int) -> int:
         """Rows of the tile for so many rows of x."""
         return self.heights[self.place(rows)]
@@ -245,7 +249,7 @@ class HummingMatrix:
         """Calls that launch each of the library's tiles for up to `most` rows of x."""
         weight = self.weight
         zeros = partial(torch.zeros, dtype=weight.dtype, device=weight.locks.device)
-        return [partial(self, zeros(rows, weight.cols)) for rows in first_of_variants(weight.tiles.place, most)]
+        return [partial(self, zeros(rows, weight.cols)) for rows in weight.tiles.firsts(most)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,10 +309,15 @@ class HummingExperts:
             choice = zeros(tokens, top_k, dtype=torch.int64), zeros(tokens, top_k)
             return partial(self, zeros(tokens, self.gate_up.cols, dtype=self.gate_up.dtype), *choice)
 
-        def variant(tokens: int) -> Hashable:
-            return tuple(weight.tiles.place(tokens * top_k) for weight in (self.gate_up, self.down))
+        return [launch(tokens) for tokens in self.firsts(most)]
 
-        return [launch(tokens) for tokens in first_of_variants(variant, most)]
+    def firsts(self, most: int) -> list[int]:
+        """The least number of tokens of each pair of tiles, up to `most`."""
+
+        def variant(tokens: int) -> Hashable:
+            return tuple(weight.tiles.place(tokens * self.spec.top_k) for weight in (self.gate_up, self.down))
+
+        return first_of_variants(variant, most)
 
     def refresh_bias(self) -> None:
         for weight in (self.gate_up, self.down):
