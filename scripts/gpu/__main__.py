@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -19,12 +19,12 @@ from scripts.gpu.parts import PARTS, Part
 from scripts.gpu.results import Results, Row, exit_status
 from scripts.gpu.tasks import Setup, Task
 
-PART_S = 530.0  # of a part, after which no task begins and the one under way is ended
 MIN_LEFT_S = 5.0  # seconds left that a task needs to begin
 FAILED, REFUSED, UNFINISHED = 1, 2, 3
 
 
 def main(words: Sequence[str]) -> int:
+    began = time.monotonic()
     if words and words[0] == "report":
         return report.main(words[1:], results_folder())
     if words and words[0] == "wheels":
@@ -56,10 +56,19 @@ def main(words: Sequence[str]) -> int:
         print(f"{facts['card']}, copies at {facts['copy_GBps']:,.0f} GB/s, torch {facts['torch']}; into {folder}")
         try:
             children = rehearsal.RehearsedChildren(folder) if arguments.rehearse else Children(folder)
-            statuses = [measure(part, children, facts, arguments) for part in parts]
+            statuses = list(measured(parts, children, facts, arguments, began))
         except OSError as error:
             return refused(f"{error.strerror} ({error.filename or folder}): what was measured before is kept")
     return next((status for status in (FAILED, UNFINISHED) if status in statuses), 0)
+
+
+def measured(
+    parts: Sequence[Part], children: Children, facts: dict[str, object], arguments: argparse.Namespace, began: float
+) -> Iterator[int]:
+    """Statuses of the parts, one after the other. The time of the first one counts from `began`."""
+    for part in parts:
+        yield measure(part, children, facts, arguments, began + part.seconds)
+        began = time.monotonic()
 
 
 def results_folder() -> Path:
@@ -69,10 +78,10 @@ def results_folder() -> Path:
 def parsed(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/gpu_check",
-        description="What only a GPU can show. Each part takes less than nine minutes, keeps its rows in "
-        "$RESULTS/PART.json as they come, and goes on where an earlier run of the same commit stopped. Exit status: 0, "
-        "also if a target is missed; 1 if a test or command failed; 2 for a wrong argument or a missing need; "
-        "3 if time ran out before all was measured.",
+        description="What only a GPU can show; `quarter` comes first. Each part takes less than nine minutes, adds "
+        "its rows to $RESULTS/PART.jsonl as they come, and goes on where an earlier run of the same commit stopped. "
+        "Exit status: 0, also if a target is missed; 1 if a test or command failed; 2 for a wrong argument or a "
+        "missing need; 3 if time ran out before all was measured.",
         epilog="scripts/gpu_check report --help, scripts/gpu_check wheels --help: the other two commands.",
     )
     parser.add_argument("part", nargs="*", help=f"one or more of {' '.join(PARTS)}; none lists them")
@@ -106,8 +115,10 @@ def static_obstacles(parts: Sequence[Part], folder: Path, vllm: Path | None) -> 
     return checks
 
 
-def measure(part: Part, children: Children, facts: dict[str, object], arguments: argparse.Namespace) -> int:
-    """Run what is left of a part, and print a line per row."""
+def measure(
+    part: Part, children: Children, facts: dict[str, object], arguments: argparse.Namespace, deadline: float
+) -> int:
+    """Run what is left of a part until the monotonic clock reads `deadline`, and print a line per row."""
     results = Results(children.folder, part.name, facts, again=arguments.again)
     setup = Setup(
         part.name,
@@ -118,7 +129,6 @@ def measure(part: Part, children: Children, facts: dict[str, object], arguments:
         rehearse=arguments.rehearse,
         vllm=arguments.vllm and arguments.vllm.absolute(),
     )
-    deadline = time.monotonic() + PART_S
     left = [task for task in part.tasks if task.name not in results.done]
     print(f"== {part.name}: {len(left)} of {len(part.tasks)} tasks to do")
     if part.together and not arguments.rehearse:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from scripts.gpu.shapes import Shape
-
 if TYPE_CHECKING:  # what is missing is named before Weft is imported
+    from scripts.gpu.shapes import Shape
     from weft.bench.workload import BenchRequest
 
 ANY = ""  # a target for every card
@@ -55,11 +54,11 @@ def target_of(row: str, card: str, roofline: float | None) -> float | None:
 
 
 def batch_roofline(shape: Shape, asks: Sequence[BenchRequest], copy_Bps: float) -> float:
-    """Output tokens/s if all requests decode at once and each step takes as long as copying what it reads takes:
-    the weights once, and the keys and values of every request's context. Prompts count nothing."""
+    """Output tokens/s of a dense model if all requests decode at once and each step takes as long as copying what it
+    reads takes: the weights once, and the keys and values of every request's context. Prompts count nothing."""
     cached = sum(context_tokens(len(ask.prompt), ask.output_len) for ask in asks)
     steps = max(ask.output_len for ask in asks)
-    seconds = (cached * shape.kv_bytes + steps * shape.step_bytes) / copy_Bps
+    seconds = (cached * shape.kv_bytes() + steps * shape.weight_bytes()) / copy_Bps
     return sum(ask.output_len for ask in asks) / seconds
 
 

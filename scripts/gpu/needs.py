@@ -15,11 +15,13 @@ OLDEST = (7, 5)  # compute capability
 DISK_BYTES = 200_000_000  # of results and logs
 # Modules by the name of the package that brings them.
 COMMON = {
-    "torch": "torch", "triton": "triton", "numpy": "numpy", "msgspec": "msgspec", "httptools": "httptools",
+    "torch": "torch", "triton": "triton", "numpy": "numpy", "msgspec": "msgspec",
     "jinja2": "jinja2", "tokenizers": "tokenizers", "pyyaml": "yaml", "nvidia-ml-py": "pynvml",
 }  # fmt: skip
 TESTS = {"pytest": "pytest", "transformers": "transformers", "safetensors": "safetensors"}
-SERVER = {"starlette": "starlette", "uvicorn": "uvicorn", "prometheus-client": "prometheus_client"}
+SERVER = {
+    "starlette": "starlette", "uvicorn": "uvicorn", "httptools": "httptools", "prometheus-client": "prometheus_client",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from scripts.gpu.needs import SERVER, TESTS, Needs
-from scripts.gpu.tasks import GpuTests, Profile, Sanitize, Task, Work
+from scripts.gpu.tasks import GpuTests, Profile, Sanitize, Task, Together, Work, Worst
 
+PART_S, QUARTER_S = 530.0, 520.0
 GPU = "tests/gpu/"
 PARITY = (f"{GPU}test_parity_cuda.py",)
 
 
 @dataclass(frozen=True)
 class Part:
-    """`minutes` is about what it takes. With `together` its tasks run side by side, since most of their time one core
-    compiles."""
+    """`minutes` is about what it takes, and `seconds` after what time no task begins and the one under way is ended.
+    With `together` its tasks run side by side, since most of their time one core compiles."""
 
     name: str
     what: str
@@ -23,6 +24,7 @@ class Part:
     tasks: Sequence[Task]
     needs: Needs = field(default_factory=Needs)
     together: bool = False
+    seconds: float = PART_S
 
 
 def nano(model: str, seconds: float, **more: object) -> Work:
@@ -52,7 +54,8 @@ TESTS_ALL = (
         "sampling", 480, tuple(f"{GPU}test_{name}_cuda.py" for name in ("sampling", "links", "sums")),
     ),
     GpuTests("tuning", 480, tuple(f"{GPU}test_{name}_cuda.py" for name in ("tuning", "memory", "importance"))),
-    GpuTests("backends", 480, (f"{GPU}test_backends_cuda.py",), "not how_long"),
+    GpuTests("quick", 480, (f"{GPU}test_quick_cuda.py",)),
+    GpuTests("backends", 480, (f"{GPU}test_backends_cuda.py",)),
     GpuTests("products-bfloat16", 480, (f"{GPU}test_products_cuda.py",), "bfloat16 or captured or scratch"),
     GpuTests("products-others", 480, (f"{GPU}test_products_cuda.py",), "not bfloat16 and not captured and not scratch"),
     GpuTests("experts-bfloat16", 480, (f"{GPU}test_experts_cuda.py",), "bfloat16"),
@@ -66,7 +69,8 @@ TINY = {  # each a second or so without the tools
     "pointwise": f"{KERNELS}operations_between_the_products[50-torch.bfloat16]",
     "sampling": f"{SAMPLER}rows_that_are_no_distribution",
     "products": f"{GPU}test_products_cuda.py::test_products[33-Span(start=0, stop=576)-576-Q4_1-torch.bfloat16]",
-    "experts": f"{GPU}test_experts_cuda.py::test_a_mixture_is_captured[16-MXFP4]",
+    "latents": f"{GPU}test_latents_cuda.py::test_latent_attention_is_that_of_torch[4x512-torch.bfloat16]",
+    "experts": f"{GPU}test_experts_cuda.py::test_experts[small-MXFP4-torch.bfloat16]",
 }
 SANITIZED = tuple(Sanitize(tool, case, TINY[case]) for tool in ("memcheck", "racecheck") for case in TINY)
 LOGITS = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16 and not bfloat16"}
@@ -74,6 +78,8 @@ PARITY_SIDES = (
     *(GpuTests(f"logits-{name}", 480, PARITY, f"logits and {choice}") for name, choice in LOGITS.items()),
     GpuTests("greedy", 480, PARITY, "greedy and not processes"),
     GpuTests("processes", 480, PARITY, "processes"),
+    GpuTests("published", 480, PARITY, "published"),
+    GpuTests("memory", 480, PARITY, "memory"),
 )
 SPEED = (
     nano("Qwen3-8B", 130),
@@ -109,6 +115,48 @@ EXPERTS = (
     Work("experts", 300, "experts"),
     Profile("_multiply_experts", "experts", "experts", {}),
 )
+QUICK = f"{GPU}test_quick_cuda.py"
+EXPERT_KINDS = ("None or Q4_1", "INT4_128 or FP8_128", "MXFP4")
+CORRECT = Together(
+    "correctness", 75,
+    (
+        *(GpuTests(name, 75, (QUICK,), name) for name in ("attention or cache", "latents", "between", "products")),
+        *(GpuTests(f"experts {kinds}", 75, (QUICK,), f"experts and ({kinds})") for kinds in EXPERT_KINDS),
+        GpuTests("sampling", 75, (f"{SAMPLER}rows_that_are_no_distribution", f"{SAMPLER}masks[torch.bfloat16]")),
+    ),
+)  # fmt: skip
+
+
+def decode_steps(model: str, value: int, **engine: object) -> Work:
+    """Decode steps of 1, 32 and 256 rows by kernel names, and their trace."""
+    name = " ".join([model, *map(str, engine.values())])
+    options = {"model": model, "kind": "steps", "name": name, "engine": engine, "kernels": True, "trace_value": value}
+    return Work(f"{name} steps", 45, "bench", options)
+
+
+SHORT = {"short": True}
+# The most valuable first: what is left when the time is up has to wait.
+QUARTER = (
+    nano(SMALL, 110, profile=True, trace_value=9),
+    Work("decode attention", 60, "attention", CHOSEN),
+    CORRECT,
+    decode_steps("Qwen3-30B-A3B", 8),
+    decode_steps("Qwen3-30B-A3B", 5, quantization="int4"),
+    decode_steps("gpt-oss-20b", 7),
+    decode_steps("DeepSeek-V2-Lite", 6),
+    Work("products", 45, "products", SHORT),
+    Work("experts", 45, "experts", SHORT),
+    Work("NCCL in graphs", 25, "nccl"),
+    Work("sleep", 40, "sleep", {"model": LLAMA}),
+    Together("sanitize", 60, tuple(Sanitize("memcheck", case, TINY[case], 60) for case in ("latents", "experts"))),
+    one(LLAMA),
+    one(LLAMA, f"{LLAMA} int4", quantization="int4"),
+    Worst("ncu of the worst", 90, (
+        Profile("_decode", "decode attention", "attention", CHOSEN),
+        Profile("_multiply", "products", "products", SHORT),
+        Profile("_multiply_experts", "experts", "experts", SHORT),
+    )),
+)  # fmt: skip
 PEERS = (
     Work(f"{SMALL} beside vLLM", 270, "peers", {"model": SMALL}),
     Work("Qwen3-8B beside vLLM", 330, "peers", {"model": "Qwen3-8B"}),
@@ -117,6 +165,10 @@ PEERS = (
 PARTS = {
     part.name: part
     for part in (
+        Part(
+            "quarter", "the first quarter of an hour on a card: a bit of everything, the most valuable first", 8.7,
+            QUARTER, Needs(TESTS, memory_GB=40), seconds=QUARTER_S,
+        ),
         Part("first", "Qwen3-0.6B's speed, decode attention, what a step consists of", 5, FIRST, Needs(memory_GB=20)),
         Part("tests", "the GPU tests, side by side", 8, TESTS_ALL, Needs(TESTS, memory_GB=20), together=True),
         Part(

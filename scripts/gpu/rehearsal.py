@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 PROGRAMS = ROOT / "tests/cpu/stand_ins"  # compute-sanitizer and ncu, which check their arguments
 STAND_IN_TESTS = "tests/pure/test_gpu_imports.py"
+RUN_THERE = "tests/gpu/test_quick_cuda.py"
 NO_TESTS = 5  # pytest's exit status
 CARD_BYTES = 144_000_000_000
 
@@ -56,12 +57,14 @@ class RehearsedChildren(Children):
             raise ChildError(f"{type(error).__name__}: {last_line(str(error))}") from error
 
     def tests(self, files: Sequence[str], selection: str, log: str, limit_s: float) -> tuple[int, list[str]]:
-        """Output of STAND_IN_TESTS, in the place of tests that would take minutes on a stand-in for a card. Fails if
-        tests/gpu cannot be collected, or has no such test."""
+        """Output of STAND_IN_TESTS, in the place of tests that would take minutes on a stand-in for a card; RUN_THERE
+        are small enough to run themselves. Fails if tests/gpu cannot be collected, or has no such test."""
         status, output = self._collected
-        if status == 0 and not self._gpu_tests.count(files, selection):
+        if status == 0 and not self._gpu_tests.selected(files, selection):
             status, output = NO_TESTS, [f"ERROR no test of {' '.join(files)} is selected by {selection!r}"]
-        if status == 0:
+        if status == 0 and set(files) == {RUN_THERE}:
+            status, output = run_pytest(["-v", RUN_THERE, "-k", selection, "--tb=native"], [])
+        elif status == 0:
             status, output = self._stand_in_tests
         (self.folder / f"{log}.log").write_text("\n".join(output) + "\n", encoding="utf-8")
         return status, output
@@ -87,13 +90,13 @@ class Collection:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.session = session
 
-    def count(self, files: Sequence[str], selection: str) -> int:
+    def selected(self, files: Sequence[str], selection: str) -> list[pytest.Item]:
         """Tests of `files` (paths or node ids) that -k `selection` leaves."""
         items = [item for item in self.session.items if any(lies_in(item.nodeid, file) for file in files)]
         config = self.session.config
         config.option.keyword = selection
         config.hook.pytest_collection_modifyitems(session=self.session, config=config, items=items)
-        return len(items)
+        return items
 
 
 def lies_in(node: str, file: str) -> bool:

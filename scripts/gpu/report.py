@@ -6,11 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from scripts.gpu.card import ROOT
 from scripts.gpu.parts import PARTS
-from scripts.gpu.results import Row, load_results
+from scripts.gpu.results import SUFFIX, Loaded, Row, load_results
 
 PAGE = ROOT / "docs/benchmarks.md"
 BEGIN, END = "<!-- begin of scripts/gpu_check report -->", "<!-- end of scripts/gpu_check report -->"
@@ -24,11 +23,11 @@ def main(words: Sequence[str], folder: Path) -> int:
     parser.add_argument("--update", action="store_true", help="write them into docs/benchmarks.md")
     parser.add_argument("--page", type=Path, default=PAGE, help=argparse.SUPPRESS)
     arguments = parser.parse_args(words)
-    loaded = [content for name in PARTS if (content := load_results(folder / f"{name}.json")) is not None]
-    measured = [content for content in loaded if not content["rehearsed"]]
+    loaded = [content for name in PARTS if (content := load_results(folder / f"{name}{SUFFIX}")) is not None]
+    measured = [content for content in loaded if not content.about["rehearsed"]]
     for content in loaded:
-        if content["rehearsed"]:
-            print(f"gpu_check: {content['part']} was rehearsed on a stand-in, and is left out", file=sys.stderr)
+        if content.about["rehearsed"]:
+            print(f"gpu_check: {content.about['part']} was rehearsed on a stand-in, and is left out", file=sys.stderr)
     if not measured:
         print(f"gpu_check: no measured results in {folder}; run scripts/gpu_check PART first", file=sys.stderr)
         return 2
@@ -52,19 +51,21 @@ def replaced(page: str, text: str) -> str:
     return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
-def tables(parts: Sequence[dict[str, Any]]) -> str:
+def tables(parts: Sequence[Loaded]) -> str:
     return "\n\n".join(part_table(part) for part in parts)
 
 
-def part_table(part: dict[str, Any]) -> str:
+def part_table(part: Loaded) -> str:
     """Heading, conditions and rows of one part."""
+    about = part.about
     conditions = (
-        f"{part['date']}, commit {part['commit']}; {part['card']} (driver {part['driver']}, torch {part['torch']}, "
-        f"Triton {part['triton']}, copies at {part['copy_GBps']:,.0f} GB/s); `scripts/gpu_check {part['part']}`."
+        f"{about['date']}, commit {about['commit']}; {about['card']} (driver {about['driver']}, "
+        f"torch {about['torch']}, Triton {about['triton']}, copies at {about['copy_GBps']:,.0f} GB/s); "
+        f"`scripts/gpu_check {about['part']}`."
     )
-    lines = [f"**{part['part']}: {PARTS[part['part']].what}**", "", conditions, ""]
+    lines = [f"**{about['part']}: {PARTS[about['part']].what}**", "", conditions, ""]
     lines += ["| | value | unit | roofline | share | target | |", "|---|---:|---|---:|---:|---:|---|"]
-    return "\n".join([*lines, *(line(Row(**row)) for row in part["rows"])])
+    return "\n".join([*lines, *map(line, part.rows)])
 
 
 def line(row: Row) -> str:

@@ -1,4 +1,4 @@
-"""Results of a part: a JSON file that is written again with every row."""
+"""Results of a part: a file of JSON lines that grows with every row."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+SUFFIX = ".jsonl"
 IDENTITY = ("card", "driver", "torch", "triton", "commit", "rehearsed")  # files that differ in one are not mixed
 
 
@@ -35,61 +36,95 @@ class Row:
 
 
 class Results:
-    """Rows and finished tasks of one part, in `folder`/PART.json.
+    """Rows and finished tasks of one part, in `folder`/PART.jsonl, to which a line is added the moment something is
+    known: what was measured (`about`), a task that began, a row, a task that is done. A run that is cut off leaves what
+    it had.
 
     Results of an earlier run of the same commit on the same card are kept, unless `again` is true. A file of another
-    commit, card or version is moved aside to PART.COMMIT.json.
+    commit, card or version is moved aside to PART.COMMIT.jsonl.
     """
 
     def __init__(self, folder: Path, part: str, about: dict[str, Any], *, again: bool = False) -> None:
-        self.path = folder / f"{part}.json"
+        self.path = folder / f"{part}{SUFFIX}"
         self.about = {"part": part, **about}
         self.rows: list[Row] = []
         self.done: list[str] = []
         self._lock = threading.Lock()
         earlier = load_results(self.path)
-        if earlier is not None and any(earlier.get(key) != self.about.get(key) for key in IDENTITY):
-            self.path.rename(folder / f"{part}.{earlier.get('commit') or 'unknown'}.json")
+        if earlier is not None and any(earlier.about.get(key) != self.about.get(key) for key in IDENTITY):
+            self.path.rename(folder / f"{part}.{earlier.about.get('commit') or 'unknown'}{SUFFIX}")
             earlier = None
         if earlier is not None and not again:
-            self.done = list(earlier["done"])
-            self.rows = [Row(**row) for row in earlier["rows"] if row["task"] in self.done]
-        self._write_file()
+            self.done = earlier.done
+            self.rows = [row for row in earlier.rows if row.task in self.done]
+        kept = [
+            ("about", self.about),
+            *(("row", asdict(row)) for row in self.rows),
+            *(("done", it) for it in self.done),
+        ]
+        partial = self.path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps({kind: value}) + "\n" for kind, value in kept), encoding="utf-8")
+        os.replace(partial, self.path)
 
     def begin(self, task: str) -> None:
         """Forget what an unfinished run of `task` left."""
         with self._lock:
             self.rows = [row for row in self.rows if row.task != task]
-            self._write_file()
+            self._append("begun", task)
 
     def add(self, row: Row) -> None:
         with self._lock:
             self.rows.append(row)
-            self._write_file()
+            self._append("row", asdict(row))
 
     def finish(self, task: str) -> None:
         """Mark `task` as measured."""
         with self._lock:
             self.done.append(task)
-            self._write_file()
+            self._append("done", task)
 
     def of_task(self, task: str) -> list[Row]:
         return [row for row in self.rows if row.task == task]
 
-    def _write_file(self) -> None:
-        whole = {**self.about, "rows": [asdict(row) for row in self.rows], "done": self.done}
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, self.path)
+    def _append(self, kind: str, value: object) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({kind: value}) + "\n")
 
 
-def load_results(path: Path) -> dict[str, Any] | None:
-    """The content of a result file; None for one that is absent or damaged."""
+@dataclass(frozen=True)
+class Loaded:
+    """The content of a result file."""
+
+    about: dict[str, Any]
+    rows: list[Row]
+    done: list[str]
+
+
+def load_results(path: Path) -> Loaded | None:
+    """The content of a result file; None for one that is absent or begins otherwise. A last line that was cut off is
+    left out."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         return None
-    return content if isinstance(content, dict) and {"part", "rows", "done"} <= content.keys() else None
+    about: dict[str, Any] = {}
+    rows: list[Row] = []
+    done: list[str] = []
+    for line in lines:
+        try:
+            ((kind, value),) = json.loads(line).items()
+        except (ValueError, AttributeError):
+            break
+        match kind:
+            case "about":
+                about = value
+            case "begun":
+                rows, done = [row for row in rows if row.task != value], [task for task in done if task != value]
+            case "row":
+                rows.append(Row(**value))
+            case "done":
+                done.append(value)
+    return Loaded(about, rows, done) if about else None
 
 
 def judged(row: Row, *, target: float | None, lower_is_better: bool) -> Row:

@@ -1,88 +1,105 @@
-"""Shapes of the models that are measured with random weights: published config.json files, and their bytes."""
+"""Shapes of models that are measured with random weights: those of Weft's catalogue, whole or their first layers."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-HEAD_DIM = 128
-BF16_BYTES = 2
+if TYPE_CHECKING:  # what is missing is named before Weft is imported
+    from weft.planner.work import RankWork
+
+SOME_LAYERS = 8  # of a large model: more than a cache holds
+MODELS: dict[str, tuple[str, int | None]] = {  # name in the catalogue, and the number of layers, None for all
+    "Qwen3-0.6B": ("Qwen/Qwen3-0.6B", None),
+    "Qwen3-8B": ("Qwen/Qwen3-8B", None),
+    "Qwen3-14B": ("Qwen/Qwen3-14B", None),
+    "Llama-3.1-8B": ("meta-llama/Llama-3.1-8B-Instruct", None),
+    "Qwen3-30B-A3B": ("Qwen/Qwen3-30B-A3B", SOME_LAYERS),
+    "DeepSeek-V2-Lite": ("deepseek-ai/DeepSeek-V2-Lite", SOME_LAYERS),
+    "gpt-oss-20b": ("openai/gpt-oss-20b", SOME_LAYERS),
+}
+# What a config.json has beside the catalogue's fields.
+COMMON = {"bos_token_id": 1, "eos_token_id": 2, "rms_norm_eps": 1e-6, "dtype": "bfloat16"}
+# Dimensions that a CPU computes in milliseconds, for a stand-in for a card.
+TINY = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 64, "num_experts": 4, "n_routed_experts": 4,
+    "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 0,
+    "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "sliding_window": 8,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Dimensions of a dense decoder with grouped-query attention."""
+    """A model's config.json, and the precision in which the engine holds its matrices."""
 
-    architecture: str
-    hidden: int
-    ffn: int
-    layers: int
-    q_heads: int
-    kv_heads: int
-    tied: bool
-    vocab: int
-    rope_theta: float
-    head_dim: int = HEAD_DIM
-    dtype: str = "bfloat16"
+    config: dict[str, Any]
+    precision: str = "bf16"
 
     @property
-    def kv_bytes(self) -> int:
-        """Bytes of keys and values per token, over all layers, in 16 bits."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * BF16_BYTES
+    def vocab(self) -> int:
+        return int(self.config["vocab_size"])
 
     @property
-    def step_bytes(self) -> int:
-        """Bytes of weights that every decode step reads, in 16 bits: all matrices but the embedding's table."""
-        q_width, kv_width = self.q_heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = self.hidden * (q_width + 2 * kv_width) + q_width * self.hidden
-        return BF16_BYTES * (self.layers * (attention + 3 * self.hidden * self.ffn) + self.vocab * self.hidden)
+    def work(self) -> RankWork:
+        """What one card reads and computes."""
+        from weft.architectures.place import whole
+        from weft.formats import config_json
+        from weft.formats.fields import Fields
+        from weft.formats.precision import held_precision
+        from weft.planner.work import rank_work
 
-    def config(self) -> dict[str, Any]:
-        """The config.json that load format "dummy" needs."""
-        return {
-            "architectures": [f"{self.architecture}ForCausalLM"],
-            "model_type": self.architecture.lower(),
-            "dtype": self.dtype,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.ffn,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.q_heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "vocab_size": self.vocab,
-            "max_position_embeddings": 40960,
-            "tie_word_embeddings": self.tied,
-            "attention_bias": False,
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-6,
-            "rope_theta": self.rope_theta,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        }
+        shape = config_json.shape_from_config(Fields(self.config, "config.json"), run=True)
+        return rank_work(shape, held_precision(self.precision), "bf16", whole(shape))
 
+    def weight_bytes(self, rows: int = 1) -> float:
+        """Bytes of weights that a decode step of `rows` rows reads: of the experts those that are chosen on average."""
+        from weft.planner.roofline import experts_touched
 
-SHAPES = {
-    "Qwen3-0.6B": Shape("Qwen3", 1024, 3072, 28, 16, 8, True, 151936, 1e6),
-    "Qwen3-8B": Shape("Qwen3", 4096, 12288, 36, 32, 8, False, 151936, 1e6),
-    "Qwen3-14B": Shape("Qwen3", 5120, 17408, 40, 40, 8, False, 151936, 1e6),
-    "Llama-3.1-8B": Shape("Llama", 4096, 14336, 32, 32, 8, False, 128256, 5e5),
-}
+        work = self.work
+        assert work.head is not None
+        total: float = work.head.nbytes
+        for layer in work.layers:
+            total += layer.count * sum(product.nbytes for product in layer.products)
+            if layer.experts is not None:
+                touched = experts_touched(layer.experts.count, layer.experts.top_k, rows)
+                total += layer.count * touched * layer.experts.nbytes
+        return total
+
+    def kv_bytes(self, context: float = 1.0) -> float:
+        """Bytes of keys and values of a request's last `context` tokens that a decode step reads, in 16 bits."""
+        attention = [(layer.count, layer.attention) for layer in self.work.layers]
+        return sum(count * each.cache_bytes * min(context, each.window or context) for count, each in attention)
+
+    def step_bytes(self, rows: int, context: float) -> float:
+        """Bytes that a decode step reads whose `rows` requests have `context` tokens each."""
+        return self.weight_bytes(rows) + rows * self.kv_bytes(context)
 
 
-def shape_of(model: str, *, rehearse: bool = False) -> Shape:
-    """The model's shape, or one of the same kind that a CPU computes in milliseconds."""
-    shape = SHAPES[model]
-    if not rehearse:
-        return shape
-    return replace(
-        shape, hidden=32, ffn=32, layers=1, q_heads=2, kv_heads=1, vocab=64, head_dim=16, dtype="float32"
-    )  # fmt: skip
+def shape_of(model: str, *, quantization: str | None = None, rehearse: bool = False) -> Shape:
+    """Shape of a model of MODELS, or one of the same kind that a CPU computes in milliseconds. `quantization` is what
+    the engine quantises to at load."""
+    from weft.formats.catalogue import entries
+    from weft.formats.schemes import ONLINE_QUANTIZATIONS
+
+    name, layers = MODELS[model]
+    entry = next(entry for entry in entries() if name in entry.names)
+    config = {**COMMON, **entry.config}
+    if layers is not None:
+        config["num_hidden_layers"] = layers
+    if rehearse:
+        config = {key: TINY.get(key, value) for key, value in config.items()} | {"dtype": "float32"}
+    if quantization is not None:
+        precision = ONLINE_QUANTIZATIONS[quantization]
+    else:
+        precision = "mxfp4" if "quantization_config" in config else "bf16"
+    return Shape(config, precision)
 
 
 def write_config(folder: Path, shape: Shape) -> str:
     """The path of a model folder that holds nothing but config.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(shape.config()))
+    (folder / "config.json").write_text(json.dumps(shape.config))
     return str(folder)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 from scripts.gpu.bounds import LOWER_IS_BETTER, PROFILE_BELOW, target_of
-from scripts.gpu.children import PYTEST, PYTHON, Children
+from scripts.gpu.children import PYTEST, PYTHON, ChildError, Children
 from scripts.gpu.results import Results, Row, judged
+from scripts.gpu.traces import keep_trace
 from scripts.gpu.work import Figure
 
 SANITIZED_STATUS = 86  # of a program in which compute-sanitizer found errors
@@ -31,6 +34,11 @@ class Setup:
     copy_Bps: float
     rehearse: bool
     vllm: Path | None = None
+
+    @property
+    def traces(self) -> Path:
+        """The archive of this part's traces and profiles."""
+        return self.results.path.with_name(f"{self.part}-traces.tar")
 
     def row(self, task: str, figure: Figure) -> Row:
         """A figure with its target for this card."""
@@ -68,8 +76,23 @@ class Work:
         options = {**self.options, "copy_Bps": setup.copy_Bps, "rehearse": setup.rehearse}
         if setup.vllm is not None:
             options["vllm"] = str(setup.vllm)
+        if "trace_value" in options:
+            options["traces"] = str(setup.traces)
         for figure in setup.children.figures(self.measurement, options, setup.part, limit_s):
             yield setup.row(self.name, figure)
+
+
+@dataclass(frozen=True)
+class Together:
+    """Tasks that run side by side: most of their time one core compiles. One that fails leaves the others alone."""
+
+    name: str
+    seconds: float
+    tasks: tuple[Task, ...]
+
+    def rows(self, setup: Setup, limit_s: float) -> Iterator[Row]:
+        for rows in side_by_side(self.tasks, setup, limit_s):
+            yield from (replace(row, task=self.name) for row in rows)
 
 
 @dataclass(frozen=True)
@@ -97,7 +120,7 @@ class Sanitize:
     tool: str
     case: str
     test: str
-    seconds: float = 75
+    seconds: float = 120  # of which the import of torch and the driver's context take up to 40 under the tool
 
     @property
     def name(self) -> str:
@@ -120,7 +143,8 @@ class Sanitize:
 
 @dataclass(frozen=True)
 class Profile:
-    """One launch of `kernel` under ncu, if rows of the task `of` are below PROFILE_BELOW of their roofline."""
+    """One launch of `kernel` under ncu, if rows of the task `of` are below PROFILE_BELOW of their roofline. The clocks
+    stay as they are: the card may be somebody else's too."""
 
     kernel: str
     of: str
@@ -128,29 +152,72 @@ class Profile:
     options: dict[str, Any]
     seconds: float = 60
     skip: int = 2  # launches that compile and warm up
+    value: int = 1  # of the report among the traces
 
     @property
     def name(self) -> str:
         return f"ncu {self.kernel}"
 
+    def slow(self, setup: Setup) -> list[float]:
+        """Shares of the roofline that call for a profile, the smallest first."""
+        ratios = [row.ratio for row in setup.results.of_task(self.of) if row.ratio is not None]
+        return sorted(ratio for ratio in ratios if ratio < PROFILE_BELOW)
+
     def rows(self, setup: Setup, limit_s: float) -> Iterator[Row]:
-        slow = [row for row in setup.results.of_task(self.of) if row.ratio is not None and row.ratio < PROFILE_BELOW]
+        slow = self.slow(setup)
         if not slow and not setup.rehearse:
             return
         title = f"{self.name}, since rows are below {PROFILE_BELOW:.0%} of the roofline"
         if shutil.which("ncu") is None:
             yield Row(self.name, title, None, "", note="ncu is not on PATH: CUDA's toolkit has it")
             return
-        report = setup.results.path.with_name(f"ncu-{self.kernel.strip('_')}")
-        options = {**self.options, "copy_Bps": setup.copy_Bps, "rehearse": setup.rehearse}
-        command = ["ncu", "--set", "full", "--kernel-name", f"regex:^{self.kernel}", "--launch-skip", str(self.skip)]
-        command += ["--launch-count", "1", "--force-overwrite", "--export", str(report)]
-        command += [*PYTHON, "-m", "scripts.gpu.work", self.measurement, json.dumps(options)]
-        status, output = setup.children.finished(command, setup.part, limit_s)
-        if status:  # no right to the counters, mostly: nothing of ours that failed
-            yield Row(self.name, title, None, "", note=f"ncu failed: {output[-1] if output else 'no word'}")
-        else:
-            yield Row(self.name, title, len(slow), "rows", note=f"{report}.ncu-rep")
+        with TemporaryDirectory() as folder:
+            report = Path(folder) / "report"
+            options = {**self.options, "copy_Bps": setup.copy_Bps, "rehearse": setup.rehearse}
+            command = ["ncu", "--set", "full", "--clock-control", "none", "--kernel-name", f"regex:^{self.kernel}"]
+            command += ["--launch-skip", str(self.skip), "--launch-count", "1", "--kill", "yes"]
+            command += ["--export", str(report)]
+            command += [*PYTHON, "-m", "scripts.gpu.work", self.measurement, json.dumps(options)]
+            _, output = setup.children.finished(command, setup.part, limit_s)
+            written = report.with_suffix(".ncu-rep")
+            if written.exists():
+                note = keep_trace({"traces": str(setup.traces), "trace_value": self.value}, self.name, written)
+                yield Row(self.name, title, len(slow), "rows", note=note)
+            else:  # no right to the counters, mostly: nothing of ours that failed
+                yield Row(self.name, title, None, "", note=f"ncu failed: {output[-1] if output else 'no word'}")
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The `count` of these profiles whose rows are the furthest from their roofline."""
+
+    name: str
+    seconds: float
+    profiles: tuple[Profile, ...]
+    count: int = 2
+
+    def rows(self, setup: Setup, limit_s: float) -> Iterator[Row]:
+        ordered = sorted(self.profiles, key=lambda profile: min(profile.slow(setup), default=PROFILE_BELOW))
+        for profile in ordered[: self.count]:
+            yield from (replace(row, task=self.name) for row in attempted(profile, setup, limit_s / self.count))
+
+
+def side_by_side(tasks: Sequence[Task], setup: Setup, limit_s: float) -> Iterator[list[Row]]:
+    """The rows of each task as it ends; rehearsed, one after the other: this thread has the stand-in for a card."""
+    if setup.rehearse:
+        yield from (attempted(task, setup, limit_s) for task in tasks)
+        return
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        for done in as_completed([pool.submit(attempted, task, setup, limit_s) for task in tasks]):
+            yield done.result()
+
+
+def attempted(task: Task, setup: Setup, limit_s: float) -> list[Row]:
+    """The rows of one of several tasks; of a failed one a row that says so."""
+    try:
+        return list(task.rows(setup, min(limit_s, task.seconds)))
+    except ChildError as error:
+        return [Row(task.name, task.name, None, "", ok=False, note=str(error))]
 
 
 def failures(output: list[str]) -> str:

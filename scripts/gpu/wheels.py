@@ -24,11 +24,11 @@ GLIBCS = range(35, 4, -1)  # Ubuntu 22.04 and newer
 PLATFORMS = (*(f"manylinux_2_{glibc}_x86_64" for glibc in GLIBCS), "manylinux2014_x86_64", "any")
 # Packages that the parts need beside torch, Triton, Transformers and safetensors, and what those packages need in turn.
 NEEDED = (
-    "msgspec", "httptools", "nvidia-ml-py", "pytest", "iniconfig", "pluggy", "pygments", "packaging",
-    "starlette", "uvicorn", "prometheus-client", "anyio", "idna", "sniffio", "click", "h11",
+    "msgspec", "nvidia-ml-py", "pytest", "iniconfig", "pluggy", "pygments", "packaging",
+    "starlette", "uvicorn", "httptools", "prometheus-client", "anyio", "idna", "sniffio", "click", "h11",
 )  # fmt: skip
-# Attention that Weft measures its own against where it is installed.
-OPTIONAL = ("flashinfer-python", "apache-tvm-ffi", "einops", "ninja", "tabulate", "requests")
+# What Weft measures its own kernels against where it is installed, with what each needs: asked for by name.
+OPTIONAL = {"flashinfer": ("flashinfer-python", "apache-tvm-ffi", "einops", "ninja", "tabulate", "requests")}
 VLLM = "vllm==0.24.0"
 GIVEN = {"torch": "2.11.0", "triton": "3.6.0"}
 # Left out of vLLM's folder: what the machine has, and CUDA's libraries, which torch brought.
@@ -46,7 +46,8 @@ def main(words: Sequence[str]) -> int:
     try:
         piece = piece_bytes(arguments.piece)
         tags = pip_tags(arguments.python)
-        fetch(arguments.folder, [(NEEDED, True), (OPTIONAL, False)], tags, piece)
+        packages = [*NEEDED, *(package for name in arguments.optional for package in OPTIONAL[name])]
+        fetch(arguments.folder, packages, tags, piece)
         if arguments.vllm:
             fetch_vllm(arguments.folder / "vllm", tags, piece)
     except (ValueError, DownloadError, OSError) as error:
@@ -64,6 +65,14 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("--piece", default=PIECE, help=f"largest file, as in 60MB or 512KB (default: {PIECE})")
     parser.add_argument("--python", default=PYTHON, help=f"that machine's Python (default: {PYTHON})")
+    parser.add_argument(
+        "--optional",
+        action="append",
+        default=[],
+        choices=OPTIONAL,
+        metavar="NAME",
+        help=f"also {' or '.join(OPTIONAL)}",
+    )
     parser.add_argument("--vllm", action="store_true", help=f"{VLLM} and what it needs too, into DIR/vllm")
     return parser.parse_args(words)
 
@@ -97,20 +106,12 @@ def pip(words: Sequence[str]) -> str:
     return done.stdout
 
 
-def fetch(
-    folder: Path, sets: Iterable[tuple[Sequence[str], bool]], tags: Sequence[str], piece: int, run: Run = pip
-) -> None:
-    """Download packages into `folder` as pieces with a manifest. Each set is required or not."""
+def fetch(folder: Path, packages: Iterable[str], tags: Sequence[str], piece: int, run: Run = pip) -> None:
+    """Download packages into `folder` as pieces with a manifest. Raises DownloadError."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as raw:
-        for packages, required in sets:
-            for package in packages:
-                try:
-                    run(["download", "--quiet", "--no-deps", *tags, "--dest", raw, package])
-                except DownloadError as error:
-                    if required:
-                        raise
-                    print(f"gpu_check: {package} is left out: {error}", file=sys.stderr)
+        for package in packages:
+            run(["download", "--quiet", "--no-deps", *tags, "--dest", raw, package])
         keep_pieces(Path(raw).glob("*.whl"), folder, piece)
 
 

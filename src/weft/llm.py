@@ -326,7 +326,9 @@ class LLM:
         """Read the weights of another checkpoint of the same shapes into the same memory, between two steps.
 
         The prefix cache is reset. Requests that run go on with the new weights. An engine that sleeps reads them when
-        it wakes. Raises ModelError, and RequestError for a checkpoint of other shapes.
+        it wakes. All ranks hold the new weights in the host's memory before the first one takes them. Raises
+        ModelError, and RequestError for a checkpoint of other shapes or that a rank cannot read; all keep their
+        weights then.
         """
         engine = self._running
         engine.call(swap_command(checkpoint, self.config, engine.plan))

@@ -7,7 +7,9 @@ not see, it does too:
   is captured. What it allocates lies in its pool, and may be anything when a graph of that pool is replayed;
 - copies from and to pinned memory happen as late as they may: memory that is filled again too early, or read too early,
   is found out. Fresh memory of the card is full of NaN;
-- an event is recorded, and waited for, by threads that have made the card their current device;
+- what CUDA does on a thread's current device is refused in threads that have not made the card theirs: launches of
+  Triton, events, captures, and all that names no device. The card stands for any GPU of several, not just the first;
+- cuBLAS has a workspace for each stream of a thread, which stays until it is asked back. Graphs hold its address;
 - operations that wait for the card, or copy from memory that is not pinned, are counted, and refused during a capture,
   as are tensors of both kinds in one operation. While one thread captures, others neither capture, nor wait for the
   whole card, nor give its memory back.
@@ -20,7 +22,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +42,8 @@ TOTAL_BYTES = 8 << 30
 GARBAGE = 255  # of each byte: NaN, or -1
 # Operations whose result the host waits for.
 WAITING = ("item", "_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "unique")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear")  # by cuBLAS
+WORKSPACE_BYTES = 4096
 FRESH = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 COPIES = ("copy_", "to", "_to_copy")
 PINNING = ("is_pinned", "pin_memory")
@@ -80,6 +84,9 @@ class OnCard(torch.Tensor):
     def data_ptr(self) -> int:
         return self.held.data_ptr()
 
+    def untyped_storage(self) -> Any:
+        return CardStorage(self.held.untyped_storage())
+
     def tolist(self) -> Any:
         card.wait("tolist")
         return self.held.tolist()
@@ -90,6 +97,22 @@ class OnCard(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return dispatch(operation, args, kwargs or {})
+
+
+@dataclass
+class CardStorage:
+    """The memory behind tensors on the card."""
+
+    held: torch.UntypedStorage
+
+    def data_ptr(self) -> int:
+        return self.held.data_ptr()
+
+    def nbytes(self) -> int:
+        return self.held.nbytes()
+
+    def resize_(self, size: int) -> None:
+        card.resize(self.held, size)
 
 
 class OnThisThread(TorchDispatchMode):
@@ -106,12 +129,14 @@ class Graph:
     done: list[Callable[[], None]] = field(default_factory=list)
     fresh: list[torch.Tensor] = field(default_factory=list)
     place: object = None
+    workspaces: dict[tuple[int, object], object] = field(default_factory=dict)
 
     def pool(self) -> object:
         return self.place
 
     def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
         assert capture_error_mode in ("global", "thread_local", "relaxed")
+        card.check_current_device()
         self.place = object() if pool is None else pool
         card.begin(self)
 
@@ -121,6 +146,8 @@ class Graph:
     def replay(self) -> None:
         if card.captures():
             raise CardError("a graph is replayed inside of a capture")
+        if any(card.workspaces.get(key) is not workspace for key, workspace in self.workspaces.items()):
+            raise CardError("a graph is replayed whose workspace has been given back")
         card.replays += 1
         for tensor in card.pools[self.place]:
             spoil(tensor)
@@ -161,9 +188,12 @@ class Card:
         self.pools: dict[object, list[torch.Tensor]] = {}
         self.pinned: dict[int, torch.Tensor] = {}
         self.replays = self.launches = 0  # of graphs, and of all else
+        self.launched: list[str] = []  # names of all launches
         self.waits: Counter[str] = Counter()  # what the host waited for, by operation
         self.bytes = self.peak = self.reserved = 0  # held, held at most, and with what the allocator keeps for later
-        self._held: dict[int, int] = {}
+        self.workspaces: dict[tuple[int, object], object] = {}  # of cuBLAS, by thread and stream
+        self.captured = 0  # graphs
+        self._held: dict[int, list[int]] = {}  # by storage the number of tensors, and bytes
         self._local = threading.local()
         self._capturing = threading.Lock()
 
@@ -171,22 +201,65 @@ class Card:
 
     def hold(self, tensor: OnCard) -> None:
         storage = tensor.held.untyped_storage()
-        at, size = storage.data_ptr(), storage.nbytes()
         with self.lock:
-            self._held[at] = self._held.get(at, 0) + 1
-            if self._held[at] == 1:
-                self.bytes += size
-                self.peak = max(self.peak, self.bytes)
-                self.reserved = max(self.reserved, self.bytes)
-        weakref.finalize(tensor, self._free, self._held, at, size).atexit = False
+            kept = self._held.setdefault(storage._cdata, [0, 0])
+            kept[0] += 1
+            if kept[0] == 1:
+                self.resize(storage, storage.nbytes())
+        weakref.finalize(tensor, self._free, self._held, storage._cdata).atexit = False
 
-    def _free(self, held: dict[int, int], at: int, size: int) -> None:
+    def resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        """Give the memory behind tensors another size; new memory is full of garbage."""
         with self.lock:
-            held[at] -= 1
-            if not held[at]:
-                del held[at]
+            kept = self._held[storage._cdata]
+            self._take(size - kept[1])
+            kept[1] = size
+            if size != storage.nbytes():
+                storage.resize_(size)
+                storage.fill_(GARBAGE)
+
+    def _take(self, size: int) -> None:
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+        self.reserved = max(self.reserved, self.bytes)
+
+    def _free(self, held: dict[int, list[int]], storage: int) -> None:
+        with self.lock:
+            held[storage][0] -= 1
+            if not held[storage][0]:
+                _, size = held.pop(storage)
                 # Nothing of the card of an earlier test.
                 self.bytes -= size if held is self._held else 0
+
+    # cuBLAS
+
+    @property
+    def stream(self) -> object:
+        """The current stream of this thread; None is the device's default."""
+        return getattr(self._local, "stream", None)
+
+    @contextmanager
+    def on_stream(self, stream: object) -> Iterator[None]:
+        before, self._local.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self._local.stream = before
+
+    def multiply(self) -> None:
+        """A product by cuBLAS, which takes a workspace for this thread and stream."""
+        key = threading.get_ident(), self.stream
+        with self.lock:
+            if key not in self.workspaces:
+                self.workspaces[key] = object()
+                self._take(WORKSPACE_BYTES)
+            if graph := self.captures():
+                graph.workspaces[key] = self.workspaces[key]
+
+    def clear_workspaces(self) -> None:
+        with self.lock:
+            self.bytes -= WORKSPACE_BYTES * len(self.workspaces)
+            self.workspaces.clear()
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         self.pinned[tensor.untyped_storage().data_ptr()] = tensor
@@ -200,12 +273,17 @@ class Card:
     def set_device(self, device: torch.device | int) -> None:
         self._local.device = torch.device("cuda", device) if isinstance(device, int) else device
 
-    def check_current_device(self) -> None:
-        """Raises CardError in a thread that has not made the card current: with several GPUs CUDA would make a context
-        on the first."""
+    def check_current_device(self, device: torch.device | int | str | None = None) -> None:
+        """Raises CardError in a thread that has not made the card current, unless a device is named: with several GPUs
+        CUDA would take the first."""
+        named = device is not None and (isinstance(device, int) or torch.device(device).index is not None)
         current = getattr(self._local, "device", None)
-        if current != CUDA:
+        if not named and current != CUDA:
             raise CardError(f"the current device of this thread is {current or 'the first there is'}, not {CUDA}")
+
+    def note_launch(self, name: str) -> None:
+        self.launches += 1
+        self.launched.append(name)
 
     # What is under way
 
@@ -228,7 +306,7 @@ class Card:
 
     def to_host(self, target: torch.Tensor, value: torch.Tensor) -> None:
         """`target` will have the values, and has them no sooner than somebody has waited."""
-        spoil(target)
+        target.view(torch.uint8).fill_(GARBAGE) if target.dim() else spoil(target)
         self.late.append(lambda: target.copy_(value))
 
     def wait(self, what: str, *, count: bool = True) -> None:
@@ -237,7 +315,8 @@ class Card:
         if count:
             self.waits[what] += 1
 
-    def synchronize(self, *_: object) -> None:
+    def synchronize(self, device: torch.device | None = None) -> None:
+        self.check_current_device(device)
         self._refuse_in_captures("synchronize")
         self.settle(list(self.late))
 
@@ -253,6 +332,7 @@ class Card:
 
     def end(self, graph: Graph) -> None:
         self._local.graph = None
+        self.captured += 1
         self.pools.setdefault(graph.place, []).extend(graph.fresh)
         self._capturing.release()
 
@@ -322,6 +402,8 @@ def dispatch(operation: Any, args: Any, kwargs: Any) -> Any:
     pins = kwargs.get("pin_memory")
     kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
     there = devices[-1].type == "cuda" if devices else bool(theirs)
+    if devices and there:
+        card.check_current_device(devices[-1])
     wrappers = {id(x.held): x for x in theirs}
 
     def held(x: Any) -> Any:
@@ -337,12 +419,15 @@ def dispatch(operation: Any, args: Any, kwargs: Any) -> Any:
         return card.pin(result) if pins else result
     if theirs and any(x.dim() for x in ours):
         raise CardError(f"{operation}: tensors of the card and of the host in one operation")
-    if name not in FRESH and not operation.is_view:
-        card.launches += 1
+    if name in PRODUCTS:
+        card.multiply()
     waits = name in WAITING or (name == "index" and any(x.dtype in (torch.bool, torch.uint8) for x in theirs[1:]))
     if waits:
         card.wait(name)
     result = _captured(operation, name, given, named) if card.captures() else operation(*given, **named)
+    converts = name in COPIES and result is not given[0]  # where torch says that the result may be a view
+    if name not in FRESH and (converts or not operation.is_view):
+        card.note_launch(name)
     if name in FRESH and not card.captures():
         spoil(result)
 
@@ -354,7 +439,7 @@ def dispatch(operation: Any, args: Any, kwargs: Any) -> Any:
 
 def _between(name: str, operation: Any, args: Any, given: Any, named: Any) -> Any:
     """A copy from the host to the card, or back."""
-    card.launches += 1
+    card.note_launch(name)
     target, source = (given[0], given[1]) if name == "copy_" else (None, given[0])
     goes_up = isinstance(args[0], OnCard) if name == "copy_" else not isinstance(args[0], OnCard)
     near = source if goes_up else target
@@ -427,17 +512,17 @@ def _written(argument: Any) -> bool:
 class Readers(ThreadPoolExecutor):
     """The threads that read weights see the card too."""
 
-    def submit(self, function: Any, *given: Any, **named: Any) -> Any:
-        def run() -> Any:
-            with OnThisThread():
-                return function(*given, **named)
+    def __init__(self, threads: int, name: str, initializer: Callable[..., None], initargs: tuple[Any, ...]) -> None:
+        def begin() -> None:
+            OnThisThread().__enter__()  # for as long as the thread lives
+            initializer(*initargs)
 
-        return super().submit(run)
+        super().__init__(threads, name, begin)
 
 
 class Stream:
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+    def __init__(self, device: torch.device | None = None, **_: Any) -> None:
+        card.check_current_device(device)
 
     def synchronize(self) -> None:
         card.wait("stream", count=False)
@@ -445,6 +530,16 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         pass
+
+
+def of_device(answer: Callable[[], Any]) -> Callable[..., Any]:
+    """A question of torch.cuda's about a device: the named one, or the current one."""
+
+    def asked(device: torch.device | int | None = None) -> Any:
+        card.check_current_device(device)
+        return answer()
+
+    return asked
 
 
 def host_with_card() -> hosts.Host:
@@ -474,23 +569,23 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "set_device": card.set_device,
-        "get_device_properties": lambda device: SimpleNamespace(
-            multi_processor_count=PROCESSORS, uuid="0", shared_memory_per_block_optin=227 << 10
+        "get_device_properties": of_device(
+            lambda: SimpleNamespace(multi_processor_count=PROCESSORS, uuid="0", shared_memory_per_block_optin=227 << 10)
         ),
-        "get_device_capability": lambda device=None: (9, 0),
-        "get_device_name": lambda device=None: "NVIDIA H200",
-        "mem_get_info": lambda device=None: (TOTAL_BYTES - card.reserved, TOTAL_BYTES),
-        "memory_allocated": lambda device=None: card.bytes,
-        "memory_reserved": lambda device=None: card.reserved,
-        "max_memory_allocated": lambda device=None: card.peak,
-        "reset_peak_memory_stats": lambda device=None: setattr(card, "peak", card.bytes),
+        "get_device_capability": of_device(lambda: (9, 0)),
+        "get_device_name": of_device(lambda: "NVIDIA H200"),
+        "mem_get_info": of_device(lambda: (TOTAL_BYTES - card.reserved, TOTAL_BYTES)),
+        "memory_allocated": of_device(lambda: card.bytes),
+        "memory_reserved": of_device(lambda: card.reserved),
+        "max_memory_allocated": of_device(lambda: card.peak),
+        "reset_peak_memory_stats": of_device(lambda: setattr(card, "peak", card.bytes)),
         "empty_cache": card.empty_cache,
         "synchronize": card.synchronize,
         "current_stream": Stream,
         "Stream": Stream,
         "Event": Event,
         "CUDAGraph": Graph,
-        "stream": lambda stream: nullcontext(),
+        "stream": card.on_stream,
     }
     generator = torch.Generator
 
@@ -508,6 +603,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     monkeypatch.setattr(torch, "tensor", tensor)
     for name, replacement in cuda.items():
         monkeypatch.setattr(torch.cuda, name, replacement)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", card.clear_workspaces, raising=False)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
     monkeypatch.setattr(GridExecutor, "__call__", launch(GridExecutor.__call__))
     monkeypatch.setattr("weft.llm.probe_host", host_with_card)
     real = inline.run_rank

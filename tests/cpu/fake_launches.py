@@ -30,13 +30,14 @@ def launch(real: Callable[..., None]) -> Callable[..., None]:
     """Triton's launches, in place of its interpreter's own."""
 
     def launched(executor: Any, *given: Any, **constants: Any) -> None:
+        card.check_current_device()
         tensors = [x for x in given if isinstance(x, torch.Tensor)]
         if len({isinstance(x, OnCard) for x in tensors}) == 2:
             raise CardError(f"{executor.fn.__name__}: a pointer that the card cannot read")
         grid = executor.grid(constants) if callable(executor.grid) else executor.grid
         if any(limit < side for limit, side in zip(MAX_PROGRAMS, grid, strict=False)):
             raise CardError(f"{executor.fn.__name__}: a grid of {grid}")
-        card.launches += 1
+        card.note_launch(executor.fn.__name__)
         given = tuple(x.held if isinstance(x, OnCard) else x for x in given)
 
         def run() -> None:

@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).parents[2]))  # a rank's process knows this f
 from tests.pure.shapes import dense_shape, with_experts
 from weft.architectures.shape import Experts
 from weft.comm import Links
-from weft.core.commands import Command, RankReport, RankStats, Reply
+from weft.core.commands import CaptureGraph, Command, GraphsLeft, RankReport, RankStats, Reply
 from weft.core.groups import empty_plan
 from weft.core.step import LockStep, StepPlan, StepResult
 from weft.errors import ModelError
@@ -39,7 +39,7 @@ SHAPE = dense_shape(
     max_positions=64,
     dtype="float32",
 )
-HERE = "fake_worker:FakeWorker"
+HERE, GRAPHS = "fake_worker:FakeWorker", "fake_worker:GraphsWorker"
 
 
 # For attention groups: as many experts as they may have ranks.
@@ -164,3 +164,27 @@ class FakeWorker:
             case "hang":
                 print(f"rank {self.rank} hangs in {phase}", file=sys.stderr, flush=True)
                 time.sleep(600)
+
+
+class GraphsWorker(FakeWorker):
+    """Has three CUDA graphs to capture, each of which all ranks have to capture between the same two steps.
+
+    It samples 100 times the number of captured ones.
+    """
+
+    def allocate(self, num_blocks: int) -> int:
+        super().allocate(num_blocks)
+        self.left = 3
+        return self.left
+
+    def call(self, command: Command) -> Reply:
+        if not isinstance(command, CaptureGraph):
+            return super().call(command)
+        steps = self.links.tensor.sum(torch.tensor([float(self.steps)])).item()
+        assert steps == self.steps * self.links.tensor.size, "another rank captures between other steps"
+        self.left -= 1
+        return GraphsLeft(self.left)
+
+    def execute(self, step: StepPlan) -> StepResult | None:
+        result = super().execute(step)
+        return result and StepResult(result.id, [100 * (3 - self.left)], result.logprobs, {})

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
-from fake_worker import HERE, make_lock_step, make_plan, make_step, total
+from fake_worker import GRAPHS, HERE, make_lock_step, make_plan, make_step, total
 
 from tests.cpu.families import family
 from tests.refusals import refuses
@@ -29,7 +31,7 @@ KINDS: dict[str, Callable[..., Executor]] = {
 }
 WAIT_S = 60  # what a test waits at most for something that comes at once
 
-Make = Callable[[], Executor]
+Make = Callable[..., Executor]
 
 
 @pytest.fixture
@@ -38,8 +40,8 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     made: list[Executor] = []
 
-    def make() -> Executor:
-        made.append(KINDS[request.param](worker=HERE))
+    def make(worker: str = HERE) -> Executor:
+        made.append(KINDS[request.param](worker=worker))
         return made[-1]
 
     before = set(threading.enumerate())
@@ -68,6 +70,23 @@ def test_results_in_order(make: Make, tensor: int, stages: int) -> None:
     for step, future in zip(steps, futures, strict=True):
         assert future.result(WAIT_S) == StepResult(step.id, [total(plan, step.tokens)], [None], {})
     assert not executor.failure.done()
+
+
+@both
+def test_graphs_are_captured_between_steps_of_a_server_that_is_never_idle(make: Make) -> None:
+    """By all ranks between the same two, while one step is always in flight behind the one that is waited for."""
+    executor, plan = make(GRAPHS), make_plan(tensor=2)
+    executor.start(plan)
+    futures, number, captured = deque([executor.submit(make_step(0, [1]))]), 0, 0
+    ends_s = time.monotonic() + WAIT_S / 4
+    while captured < 3 and time.monotonic() < ends_s:
+        number += 1
+        futures.append(executor.submit(make_step(number, [1])))
+        result = futures.popleft().result(WAIT_S)
+        assert result.id == number - 1
+        captured = result.tokens[0] // 100
+    assert captured == 3
+    futures.popleft().result(WAIT_S)
 
 
 @pytest.mark.parametrize(("make", "phase"), [("watched", "load"), ("watched", "report")], indirect=["make"])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,13 +14,16 @@ import torch
 
 from tests.cpu import checkpoints
 from tests.cpu.attention import as_staged
+from tests.cpu.fake_worker import make_plan
 from weft import LLM, SamplingParams
+from weft.comm import Links
+from weft.comm.threads import Meeting, ThreadGroup
 from weft.core.step import Admission, StepPlan
 from weft.core.token_ids import TokenIds
 from weft.kernels.batch import Batch
 from weft.kernels.plain import create_plain_kernels
 from weft.worker import graphs, runner
-from weft.worker.graphs import Capture, Graphs, Prepare, graph_sizes
+from weft.worker.graphs import Capture, Graphs, Prepare, capture_order, graph_sizes
 from weft.worker.request_slots import RequestSlots
 
 pytest.importorskip("triton", reason="needs triton, whose kernels pass over rows without a context")
@@ -74,8 +81,9 @@ def made(
     incoming: tuple[int, torch.dtype] | None = None,
     prepare: Prepare = lambda it: None,
     clock: Callable[[], float] = lambda: 0.0,
+    padding: float = math.inf,
 ) -> Graphs:
-    where = {"incoming": incoming, "device": torch.device("cpu"), "clock": clock}
+    where = {"incoming": incoming, "device": torch.device("cpu"), "clock": clock, "padding": padding}
     return Graphs(forward, capture, prepare=prepare, rows=rows, width=6, **where)
 
 
@@ -98,6 +106,13 @@ def test_sizes_waste_little() -> None:
         assert found == sorted(set(found)) and len(found) <= 25
         for rows in range(17, most + 1):
             assert min(size for size in found if size >= rows) <= rows * 1.5
+
+
+def test_the_largest_is_captured_first_then_powers_of_two() -> None:
+    order = capture_order(graph_sizes(256))
+    assert order[:9] == [256, 1, 2, 4, 8, 16, 32, 64, 128] and order[9:] == sorted(order[9:])
+    assert sorted(order) == graph_sizes(256)
+    assert capture_order(graph_sizes(9)) == [9, 1, 2, 4, 8] and capture_order([1]) == [1] and capture_order([]) == []
 
 
 @pytest.mark.parametrize("incoming", [False, True])
@@ -135,7 +150,7 @@ def test_a_start_captures_for_two_seconds(seconds: float, agreed: float, at_star
     capture, clock = Again(), iter([0.0, seconds])
     graph = made(capture, clock=lambda: next(clock))
     reported: list[tuple[int, int]] = []
-    graph.capture_at_start(lambda own: own + agreed - seconds, lambda *report: reported.append(report))
+    graph.capture_at_start(lambda own: max(own, agreed), lambda *report: reported.append(report))
     assert reported == [(number, at_start) for number in range(1, at_start + 1)]
     assert capture.captured == at_start and graph.uncaptured == graph_sizes(9)[at_start - 1 : -1]
     for rows in (1, 3, 8, 9):
@@ -147,6 +162,62 @@ def test_a_start_captures_for_two_seconds(seconds: float, agreed: float, at_star
         left -= 1
         assert graph.capture_next() == left
     assert graph.capture_next() == 0 and capture.captured == 5
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seconds", "captured"),
+    [
+        (8, 0.1, graph_sizes(256)),
+        (8, 0.4, [1, 2, 4, 8, 16, 256]),
+        (1, 0.4, [1, 2, 4, 8, 16, 256]),
+        (8, 3.0, [256]),
+    ],
+)
+def test_ranks_that_capture_together_take_as_long_as_the_slowest(
+    ranks: int, seconds: float, captured: list[int]
+) -> None:
+    """Each has a clock of its own, which only captures move on."""
+    meeting, sizes = Meeting(ranks), graph_sizes(256)
+
+    def captured_by(number: int) -> list[int]:
+        now = 0.0
+
+        def capture(run: Callable[[], None]) -> Callable[[], None]:
+            nonlocal now
+            now += seconds * (1 - number / 100)
+            return run
+
+        group = ThreadGroup(meeting, number, torch.device("cpu"))
+        rank = runner.ModelRunner(make_plan(tensor=ranks // 2 or 1), 0, Links(tensor=group))
+        rank.device = torch.device("cpu")
+        graph = made(capture, rows=256, clock=lambda: now)
+        graph.capture_at_start(rank._slowest)
+        return [size for size in sizes if size not in graph.uncaptured]
+
+    with ThreadPoolExecutor(ranks) as pool:
+        assert list(pool.map(captured_by, range(ranks))) == [captured] * ranks
+
+
+def test_quantised_weights_are_not_multiplied_with_many_rows_of_padding() -> None:
+    """A step of few rows runs without a graph until there is one of at most twice the rows."""
+    for quantised in (False, True):
+        plan = msgspec.structs.replace(make_plan(), schemes={"a": "Q4_1"} if quantised else {}, max_num_seqs=256)
+        rank: Any = runner.ModelRunner(plan, 0, Links())
+        rank.device, rank._capture = torch.device("cpu"), Again()
+        rank.kernels = SimpleNamespace(attention=SimpleNamespace(prepare=lambda it: None))
+        rank._forward = forward
+        graph = rank._create_graphs()
+        graph.capture_next()
+        assert [graph.has_graph(rows) for rows in (1, 127, 128, 256, 257)] == [
+            *[not quantised] * 2,
+            *[True, True, False],
+        ]
+        inputs = batch([1, 2, 3], [1, 2, 3], 2)
+        assert (graph.captured_batch(as_staged(inputs)) is None) == quantised
+        for _ in range(3):
+            graph.capture_next()
+        assert graph.has_graph(3) and graph.has_graph(4)
+        torch.testing.assert_close(replayed(graph, inputs), forward(inputs, None))
 
 
 def test_every_forward_is_prepared_for_outside_of_its_graph() -> None:
@@ -223,7 +294,8 @@ def test_without_memory_for_a_graph_the_batch_still_runs(
     """Not even for the smallest one."""
     graph = made(Again(failing, told=told))
     graph.capture_at_start()
-    assert graph.largest == largest and graph.capture_next() == 0
+    left = graph.capture_next()
+    assert graph.largest == largest and left == 0
     for rows in (1, 3, 9):
         inputs = batch(list(range(rows)), list(range(2, rows + 2)), 3)
         torch.testing.assert_close(replayed(graph, inputs), forward(inputs, None))
@@ -266,7 +338,7 @@ def test_an_engine_with_triton_and_graphs_gives_the_same_tokens(
         captures.append(Again())
         return captures[-1]
 
-    monkeypatch.setattr(runner.ModelRunner, "captures", property(lambda self: self.model.capturable))
+    monkeypatch.setattr(runner.ModelRunner, "_agree_on_captures", lambda self: self.model.capturable)
     monkeypatch.setattr(runner, "CudaGraphs", capture)
     monkeypatch.setattr(graphs, "graph_sizes", lambda most: [1, 4])
     monkeypatch.setattr(graphs, "CAPTURE_S", 3600.0)  # the interpreter takes long

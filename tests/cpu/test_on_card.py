@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,22 +20,35 @@ from tests.log_events import logged
 pytest.importorskip("triton", reason="needs triton")
 
 from scripts.gpu.work import bench
-from tests.cpu import fake_cuda, tiny
+from tests.cpu import checkpoints, fake_cuda, tiny
 from tests.cpu.captured import Captured
 from tests.cpu.fake_cuda import CUDA, Card, CardError, OnCard, the_card  # noqa: F401
+from tests.cpu.layouts import plan_for
+from tests.cpu.test_commands import with_other_weights
 from weft import LLM, SamplingParams
 from weft.client.outputs import RequestOutput
-from weft.comm import threads
+from weft.comm import Links, threads
 from weft.core import kv
 from weft.core.step import StepPlan
-from weft.kernels import contest
+from weft.executors import captures, ranks
+from weft.kernels import contest, create_rounding
+from weft.kernels.base import AttentionShape
 from weft.kernels.batch import Batch
-from weft.kernels.capture import release_cached_memory, synchronize_device
+from weft.kernels.capture import WORKSPACE_BYTES, release_cached_memory, synchronize_device
+from weft.kernels.triton import attention
+from weft.kernels.triton.pointwise import silu_mul
 from weft.models.decoder import DecoderModel
-from weft.worker import graphs, runner, worker
+from weft.quant.quantised import QuantisedWeight
+from weft.weights.load import allocate_parameters, load_weights
+from weft.weights.sharded import tensor_parts
+from weft.worker import graphs, host_copies, runner, worker
+from weft.worker import swap as swaps
 from weft.worker.device import ToHost
 from weft.worker.graphs import CudaGraphs
+from weft.worker.host_copies import SPARE_BYTES
+from weft.worker.importance import measure_importance
 from weft.worker.staging import BUFFERS, Staging
+from weft.worker.swap import WeightSwap
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
 
@@ -237,6 +254,150 @@ def test_graphs_that_a_start_has_no_time_for_are_captured_while_nothing_runs(
         assert [told(it) for it in llm.generate(PROMPTS[:1], params, use_tqdm=False)] == want
 
 
+def test_a_model_wakes_without_a_rehearsal_or_a_capture(path: str, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies from and to pinned memory wait for nothing. Later steps run without graphs, which come between them."""
+    params = asked([{}, {"temperature": 0.0}])
+    want = answers(path, params, **ON_CPU)
+    with LLM(path, **COMMON, **ON_CARD) as llm:
+        awake = card.bytes
+        for _ in range(2):
+            waits, pinned, captured = card.waits.copy(), len(card.pinned), card.captured
+            llm.sleep(1)
+            assert card.bytes < 0.2 * awake
+            llm.rank_stats()
+            llm.wake_up()
+            assert card.captured == captured
+            assert card.waits == waits, "a copy from memory that is not pinned"
+            assert [row["steps"] for row in llm.rank_stats()] == [0], "a step has been rehearsed"
+            assert [told(it) for it in llm.generate(PROMPTS[:2], params, use_tqdm=False)] == want
+            ends_s = time.monotonic() + 120
+            while card.captured < captured + len(graphs.graph_sizes(5)) and time.monotonic() < ends_s:
+                time.sleep(0.01)
+            replays = card.replays
+            assert [told(it) for it in llm.generate(PROMPTS[:2], params, use_tqdm=False)] == want
+            assert card.replays > replays
+        assert len(card.pinned) - pinned < 20, "the second sleep pins what it has pinned"
+
+
+def test_sleeping_leaves_nothing_behind(path: str, card: Card) -> None:
+    """No graph, and no workspace of cuBLAS: each sleep gives back as much as the one before."""
+    asleep = []
+    with LLM(path, **COMMON, **ON_CARD) as llm:
+        for _ in range(5):
+            llm.generate(PROMPTS[:2], asked([{}] * 2), use_tqdm=False)
+            llm.sleep(1)
+            asleep.append((card.bytes, card.reserved, len(card.workspaces)))
+            llm.wake_up()
+    assert len({*asleep}) == 1, asleep
+    assert asleep[0][2] == 0
+
+
+@pytest.mark.parametrize("awake", [True, False], ids=["another awake", "alone"])
+def test_workspaces_that_graphs_of_another_engine_hold_stay(path: str, card: Card, awake: bool) -> None:
+    """Two engines of one process."""
+    params = asked([{}, {"temperature": 0.0}])
+    with LLM(path, **COMMON, **ON_CARD) as first, LLM(path, **COMMON, **ON_CARD) as other:
+        want = [told(it) for it in other.generate(PROMPTS[:2], params, use_tqdm=False)]
+        if not awake:
+            other.sleep(2)
+        first.sleep(1)
+        assert bool(card.workspaces) == awake
+        if not awake:
+            other.wake_up()
+        replays = card.replays
+        assert [told(it) for it in other.generate(PROMPTS[:2], params, use_tqdm=False)] == want
+        assert card.replays > replays or not awake
+
+
+def test_weights_asleep_are_pageable_if_the_host_has_too_little_memory(
+    path: str, card: Card, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    params = asked([{}, {"temperature": 0.0}])
+    with LLM(path, **COMMON, **ON_CARD) as llm:
+        want = [told(it) for it in llm.generate(PROMPTS[:2], params, use_tqdm=False)]
+        monkeypatch.setattr(host_copies.host, "memory_bytes", lambda root: (8 << 30, SPARE_BYTES + 1000))
+        for _ in range(2):
+            llm.sleep(1)
+            llm.wake_up()
+            assert [told(it) for it in llm.generate(PROMPTS[:2], params, use_tqdm=False)] == want
+    (warned,) = logged(caplog, "weights-not-pinned")
+    assert warned["bytes"] > 1000 and card.waits["copy"]
+
+
+def test_copies_of_storages_that_lie_in_several_slabs(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_copies, "SLAB_BYTES", 64)
+    large, small = torch.arange(50.0).to(CUDA), torch.tensor(7, dtype=torch.int16).to(CUDA)
+    tensors = [large[10:20], large.view(5, 10).t(), small, torch.zeros(0, device=CUDA), torch.ones(64).byte().to(CUDA)]
+    want, held = [tensor.tolist() for tensor in tensors], card.bytes
+    copies = host_copies.HostCopies()
+    for _ in range(2):
+        copies.save(tensors)
+        assert card.bytes == held - 200 - 2 - 64
+        copies.restore()
+        torch.cuda.synchronize()
+        assert card.bytes == held and [tensor.tolist() for tensor in tensors] == want
+    assert len(card.pinned) == 5, "266 bytes"
+    copies.save(tensors[:1])
+    copies.forget()
+
+
+@pytest.mark.parametrize("other", [0, 1])
+def test_no_rank_captures_beside_one_that_cannot(
+    path: str, card: Card, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, other: int
+) -> None:
+    """A rank on an older GPU has torch's attention: without a vote the others would wait for it in their graphs."""
+    params = asked(WISHES[:2])
+    want = answers(path, params, **ON_CPU)
+    monkeypatch.setattr(threads, "ThreadGroup", Captured)
+    name = f"weft-rank-{other}"
+    capturable = property(lambda self: threading.current_thread().name != name)
+    monkeypatch.setattr(attention.TritonAttention, "capturable", capturable)
+    two = {"tensor_parallel_size": 2, "device_ids": (0, 0)}
+    assert answers(path, params, **{**ON_CARD, **two}) == want
+    assert card.captured == card.replays == 0
+    assert logged(caplog, "no-cuda-graphs") == [{}, {}]
+
+
+def test_memory_of_graphs_has_the_workspace_of_their_stream(
+    path: str, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured, measure = [], runner.ModelRunner.measure
+
+    def note(of: runner.ModelRunner, rehearse: runner.Rehearse) -> None:
+        measure(of, rehearse)
+        measured.append(of.graph_bytes)
+
+    monkeypatch.setattr(runner.ModelRunner, "measure", note)
+    for size in (0, WORKSPACE_BYTES):
+        monkeypatch.setattr(runner, "WORKSPACE_BYTES", size)
+        with LLM(path, **{**COMMON, "max_num_seqs": 1}, **ON_CARD):
+            pass
+    assert measured[1] - measured[0] == WORKSPACE_BYTES == 32 << 20
+
+
+def test_graphs_are_captured_behind_steps_in_flight(path: str, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step is scheduled ahead of the tokens of the one before, and a capture comes between any two."""
+    monkeypatch.setattr(graphs, "CAPTURE_S", 0.0)
+    monkeypatch.setattr(ranks, "IDLE_S", 0.001)
+    monkeypatch.setattr(captures.CapturePace, "is_due", lambda self, idle: True)
+    params = asked([{"max_tokens": 12}, {"temperature": 0.0, "max_tokens": 20}, {"max_tokens": 9, "logprobs": 1}])
+    want = answers(path, params, **ON_CPU)
+    in_flight: list[int] = []
+    call = ranks.RankExecutor.call
+
+    def noted(executor: ranks.RankExecutor, command: Any) -> Any:
+        in_flight.append(len(executor._pending))
+        return call(executor, command)
+
+    monkeypatch.setattr(ranks.RankExecutor, "call", noted)
+    with LLM(path, **COMMON, **ON_CARD) as llm:
+        for _ in range(3):
+            llm.sleep(1)
+            llm.wake_up()
+            assert [told(it) for it in llm.generate(PROMPTS[:3], params, use_tqdm=False)] == want
+    assert any(in_flight), "no capture came behind a step"
+
+
 @pytest.mark.parametrize("draft", [False, pytest.param(True, marks=pytest.mark.long)], ids=["ngram", "draft"])
 def test_speculation(path: str, card: Card, draft: bool) -> None:
     how = {"model": path, "num_speculative_tokens": 2} if draft else {"method": "ngram"}
@@ -279,6 +440,46 @@ def test_an_fp8_cache_in_graphs_is_that_without(path: str, card: Card) -> None:
     assert not card.replays
     assert answers(path, params, **ON_CARD, kv_cache_dtype="fp8") == want
     assert card.replays
+
+
+def test_weights_are_swapped_beside_a_full_card(card: Card, tmp_path: Path) -> None:
+    """In the memory of the old ones, under the graphs that are captured: no byte more, no graph again."""
+    old, params = checkpoints.make("qwen3-biased", tmp_path), asked([{"temperature": 0.0}, {}])
+    new, how = with_other_weights(old, tmp_path / "new"), {"load_format": "auto", "max_num_seqs": 2}
+    want = answers(str(new), params, **how, **ON_CPU)
+    with LLM(str(old), **{**COMMON, **ON_CARD, **how}) as llm:
+        before = [told(it) for it in llm.generate(PROMPTS[:2], params, use_tqdm=False)]
+        full, captured = card.bytes, sum(map(len, card.pools.values()))
+        card.peak = full
+        llm.swap_weights(new)
+        assert card.peak == card.bytes == full
+        replays = card.replays
+        assert [told(it) for it in llm.generate(PROMPTS[:2], params, use_tqdm=False)] == want != before
+        assert card.replays > replays and sum(map(len, card.pools.values())) == captured
+
+
+@torch.inference_mode()
+def test_staged_weights_are_rounded_on_the_card_a_band_at_a_time(
+    card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoints.make("llama-biased", tmp_path)
+    plan = plan_for(path, "whole", quantization="int4", max_model_len=64)
+    place, rounding = plan.places[0], create_rounding("triton", CUDA, AttentionShape.from_plan(plan, 0))
+    there = allocate_parameters(plan, place, CUDA)
+    importance = measure_importance(plan, 0, Links(), there, CUDA)
+    load_weights(plan, place, there, rounding, importance)
+    monkeypatch.setattr(swaps, "measure_importance", lambda *_: importance)
+    swap = WeightSwap(plan, 0, Links(), CUDA, rounding)
+    before = card.peak = card.bytes
+    swap.stage()
+    here = dict(tensor_parts(swap._staged))
+    for name, part in tensor_parts(there):
+        assert torch.equal(part.cpu(), here[name]), name
+    # Of a matrix, its rounded form, and the parameters that are no matrices.
+    matrices = [weight for weight in there.values() if isinstance(weight, QuantisedWeight)]
+    band = max(prod(weight.shape) * 4 + weight.nbytes for weight in matrices)
+    vectors = sum(weight.nbytes for weight in there.values() if isinstance(weight, torch.Tensor))
+    assert max(weight.nbytes for weight in matrices) < card.peak - before <= band + vectors
 
 
 @pytest.mark.long
@@ -366,6 +567,24 @@ def test_a_thread_has_a_device_before_it_waits_for_one(card: Card) -> None:
     event.record()
     with ThreadPoolExecutor(1) as pool, pytest.raises(CardError, match="current device"):
         pool.submit(event.synchronize).result()
+    x = torch.arange(3.0, device=CUDA)
+    graph = torch.cuda.CUDAGraph()
+    refused: list[Callable[[], object]] = [
+        lambda: silu_mul(torch.zeros(1, 8, device=CUDA)),
+        graph.capture_begin,
+        torch.cuda.Stream,
+        torch.cuda.current_stream,
+        torch.cuda.synchronize,
+        torch.cuda.mem_get_info,
+        lambda: torch.zeros(3, device="cuda"),
+    ]
+    with ThreadPoolExecutor(1, initializer=fake_cuda.OnThisThread().__enter__) as pool:
+        for call in refused:
+            with pytest.raises(CardError, match="current device"):
+                pool.submit(call).result()
+        # torch's own operations are on the device of their tensors, and others name theirs.
+        assert pool.submit(lambda: (x + torch.ones(3, device=CUDA)).tolist()).result() == [1, 2, 3]
+        assert pool.submit(torch.cuda.mem_get_info, CUDA).result()
     arrival = ToHost(torch.arange(3, device=CUDA))
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(arrival.values).result() == [0, 1, 2]
@@ -399,10 +618,21 @@ def test_a_graph_does_what_was_captured_and_no_more(card: Card) -> None:
         x.add(torch.zeros(4))
 
 
+def test_a_graph_holds_the_workspace_of_its_stream(card: Card) -> None:
+    x = torch.eye(3).to(CUDA)
+    replay = CudaGraphs()(lambda: x.copy_(x @ x))
+    replay()
+    held = card.bytes
+    card.clear_workspaces()
+    assert card.bytes < held
+    with pytest.raises(CardError, match="workspace"):
+        replay()
+
+
 def test_a_second_capture_is_refused_and_whatever_concerns_the_whole_device(card: Card) -> None:
     first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     first.capture_begin()
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(CUDA,)) as pool:
         for refused in (second.capture_begin, torch.cuda.synchronize, torch.cuda.empty_cache):
             with pytest.raises(CardError, match=r"one graph at a time|while a graph"):
                 pool.submit(refused).result()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
 import torch
 
+from tests.cpu import checkpoints
 from tests.cpu.fake_cuda import CUDA, Card, the_card  # noqa: F401
+from tests.cpu.layouts import plan_for
 from tests.cpu.matrices import CPU, KINDS
 from tests.cpu.test_kernels import native
 from tests.pure.costs import cut
@@ -23,6 +26,7 @@ from weft.native.structures import LOWEST_KINDS
 from weft.plan.fills import rank_fills
 from weft.quant.quantised import QuantisedWeight
 from weft.quant.rounding import ROUND, Rounding, round_into
+from weft.weights.load import allocate_parameters, load_weights
 from weft.weights.quantised import quantise, row_bands
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -50,9 +54,10 @@ def test_every_kind_of_lowest_is_in_every_table() -> None:
 @pytest.mark.parametrize("name", [next(n for n, s in ALL_SCHEMES.items() if s.lowest == kind) for kind in LOWEST_KINDS])
 def test_a_matrix_of_every_kind_is_rounded_held_and_read_again(name: str) -> None:
     """Every kind is allocated, rounded to and turned into floats."""
-    weight, into = torch.randn(8, 512), QuantisedWeight.empty(name, 8, Span(0, 512), torch.bfloat16, CPU)
+    weight = torch.randn(8, 512, generator=torch.Generator().manual_seed(0))
+    into = QuantisedWeight.empty(name, 8, Span(0, 512), torch.bfloat16, CPU)
     round_into(weight, into, None)
-    assert torch.allclose(into.dequantise().float(), weight, atol=0.7)
+    assert torch.allclose(into.dequantise().float(), weight, atol=1.0)  # MXFP4 clips what is just below a power of two
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +200,20 @@ def test_a_cut_has_the_same_numbers_on_a_gpu(gpus: Rounding, type: str) -> None:
         into = QuantisedWeight.empty(type, 40, cols, torch.float32, CPU)
         quantise(read, Span(50, 90), cols, WIDTH, 4, into, torch.bfloat16, gpus)
         assert torch.equal(into.dequantise(), whole[:, cols.start : cols.stop])
+
+
+@torch.inference_mode()
+def test_threads_that_load_launch_on_their_card(card: Card, tmp_path: Path) -> None:
+    """A thread launches Triton on the first GPU until it has made another one current."""
+    plan = plan_for(checkpoints.make("llama-biased", tmp_path), "whole", quantization="int4", max_model_len=64)
+    made = []
+    for device, backend in ((CPU, "torch"), (CUDA, "triton")):
+        targets = allocate_parameters(plan, plan.places[0], device)
+        load_weights(plan, plan.places[0], targets, create_rounding(backend, device, SHAPE))
+        made.append({name: parts(it) for name, it in targets.items() if isinstance(it, QuantisedWeight)})
+    here, there = made
+    assert here.keys() == there.keys() and len(here) >= 8
+    assert all(torch.equal(a, b.cpu()) for name in here for a, b in zip(here[name], there[name], strict=True))
 
 
 @torch.inference_mode()

@@ -15,7 +15,7 @@ from tests.cpu.attention import as_staged, ragged, shaped
 from tests.cpu.test_attention_backends import CASES
 from tests.gpu.test_triton_cuda import CUDA, LONG, TOLERANCE, there
 from weft import LLM, SamplingParams
-from weft.kernels import attention_inputs, attention_obstacle, contest, create_kernels
+from weft.kernels import attention_obstacle, create_kernels
 from weft.kernels.base import KVCache, PagedAttention
 from weft.kernels.batch import Batch
 from weft.kernels.plain import PlainAttention
@@ -124,16 +124,3 @@ def test_an_engine_gives_the_tokens_of_triton_s(backend: str, tmp_path: Path) ->
     for how in ({}, {"enforce_eager": True}, {"max_num_batched_tokens": 48}, {"max_num_seqs": 3}):
         got = answers(attention_backend=backend, **how)
         assert sum(a != b for a, b in zip(got, want, strict=True)) <= 2, how
-
-
-def test_the_times_of_the_backends(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
-    shape = shaped(torch.bfloat16, 128, 16, 8, rows=256, length=4096, tokens=2048)
-    others, ours = (create_kernels(name, CUDA, shape).attention for name in (backend, "triton"))
-    lines = []
-    for rows, context in ((1, 4096), (32, 1024), (256, 1024)):
-        given = attention_inputs.decode_inputs(shape, CUDA, [context] * rows)
-        times = [contest.attention_seconds(attention, shape, given) for attention in (others, ours)]
-        lines.append(f"{rows} x {context}: {others.name} {times[0] * 1e6:.1f} us, triton {times[1] * 1e6:.1f} us")
-    with capsys.disabled():
-        print("\n" + "\n".join(lines))
-    assert all(time > 0 for time in times)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,8 +18,12 @@ from weft.config import EngineConfig
 from weft.core.commands import (
     Command,
     Done,
+    FinishSwap,
+    PrepareSwap,
     Profile,
+    RankCommand,
     RankStats,
+    Refused,
     Replies,
     ResetPrefixCache,
     Sleep,
@@ -48,14 +53,14 @@ class Rehearsal:
         self.submitted: list[StepPlan] = []
         self.futures: list[Future[StepResult]] = []
         self.refusal: Exception | None = None
-        self.called: list[tuple[int, Command]] = []  # with the number of steps before
+        self.called: list[tuple[int, RankCommand]] = []  # with the number of steps before
         self.replies: list[Future[Replies]] = []
         self.at_once = True
 
-    def call(self, command: Command) -> Future[Replies]:
+    def call(self, command: RankCommand) -> Future[Replies]:
         assert all(future.done() for future in self.futures), "a command waits for the steps in flight"
         self.called.append((len(self.submitted), command))
-        if isinstance(command, Sleep | SwapWeights):
+        if isinstance(command, Sleep | FinishSwap):
             self.ranks.kv.clear()
         reply: Future[Replies] = Future()
         self.replies.append(reply)
@@ -360,6 +365,32 @@ def test_running_requests_lose_their_kv_and_no_token(command: Command, stages: i
     assert engine.stats().sleep_level == 0
     for one in requests:
         assert tokens[one.id] == expected(one, 64)[0]
+
+
+def test_weights_that_one_rank_refuses_are_dropped_by_all() -> None:
+    engine, executor = core()
+    executor.at_once = False
+    swap, prepare = SwapWeights("other", "gguf"), partial(PrepareSwap, "other", "gguf")
+    for refused in (0, 1, None):
+        executor.called.clear()
+        executor.replies.clear()
+        promise = engine.call(swap)
+        for number, command in enumerate([prepare(stage=False), prepare(stage=True), FinishSwap(take=True)]):
+            engine.pump()
+            assert executor.called[-1] == (0, command) and not promise.done()
+            reply = Refused("damaged", "a hole in it") if number == refused else Done()
+            executor.replies[-1].set_result([Done(), reply])
+            if number == refused:
+                engine.pump()
+                assert executor.called[-1] == (0, FinishSwap(take=False))
+                executor.replies[-1].set_result([Done(), Done()])
+                break
+        engine.pump()
+        if refused is None:
+            assert promise.result(0) == [Done(), Done()]
+        else:
+            with refuses(RequestError, "damaged", "rank 1", "a hole in it"):
+                promise.result(0)
 
 
 def test_the_prefix_cache_is_reset_by_the_core_alone() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+import tarfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +18,13 @@ from typing import Any
 import pytest
 
 from scripts.gpu import __main__ as gpu_check
-from scripts.gpu import bounds, install_wheels, needs, report, results, wheels
+from scripts.gpu import bounds, install_wheels, needs, report, results, traces, wheels
 from scripts.gpu.card import Card
 from scripts.gpu.children import ChildError, Children, CutError
 from scripts.gpu.parts import PARTS
 from scripts.gpu.results import Results, Row, exit_status, judged
-from scripts.gpu.shapes import SHAPES
-from scripts.gpu.tasks import GpuTests, Setup, Work, sanitizer_errors
+from scripts.gpu.shapes import shape_of
+from scripts.gpu.tasks import GpuTests, Profile, Setup, Task, Together, Work, Worst, sanitizer_errors
 from scripts.gpu.work import MEASUREMENTS, Figure, profile
 from tests.refusals import has_values
 from weft.bench.workload import nano_vllm
@@ -34,17 +38,23 @@ ABOUT: dict[str, Any] = {
 
 
 def test_parts_and_their_limits() -> None:
-    names = "first tests sanitize parity speed ranks ablations attention products experts sampling peers"
+    names = "quarter first tests sanitize parity speed ranks ablations attention products experts sampling peers"
     assert list(PARTS) == names.split()
-    assert all(part.minutes < 9 for part in PARTS.values()) and gpu_check.PART_S < 9 * 60
+    assert all(part.minutes < 9 and part.seconds < 9 * 60 for part in PARTS.values())
+    assert PARTS["quarter"].seconds <= 520
     for part in PARTS.values():
         assert len({task.name for task in part.tasks}) == len(part.tasks), part.name
-        assert all(task.measurement in MEASUREMENTS for task in part.tasks if isinstance(task, Work))
+        assert all(task.measurement in MEASUREMENTS for task in flat(part.tasks) if isinstance(task, Work))
+
+
+def flat(tasks: Iterable[Task]) -> Iterator[Task]:
+    for task in tasks:
+        yield from flat(task.tasks) if isinstance(task, Together) else (task,)
 
 
 def test_every_gpu_test_is_in_a_part() -> None:
-    tasks = [task for part in PARTS.values() for task in part.tasks if isinstance(task, GpuTests)]
-    files = {Path(name).name for task in tasks for name in task.files}
+    tasks = [task for part in PARTS.values() for task in flat(part.tasks) if isinstance(task, GpuTests)]
+    files = {Path(name.partition("::")[0]).name for task in tasks for name in task.files}
     assert files == {path.name for path in (ROOT / "tests/gpu").glob("test_*.py")}
 
 
@@ -68,7 +78,7 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(PARTS)
-    assert "compute-sanitizer" in lines[2] and " 8 min " in lines[2] and "--vllm" in lines[-1]
+    assert "compute-sanitizer" in lines[3] and " 8 min " in lines[3] and "--vllm" in lines[-1]
 
 
 def test_results_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -126,11 +136,82 @@ def test_finished_tasks_are_kept_and_others_measured_again(tmp_path: Path) -> No
     again = Results(tmp_path, "first", ABOUT)
     assert again.done == ["a"] and [row.name for row in again.rows] == ["speed"]
     assert Results(tmp_path, "first", {**ABOUT, "commit": "def"}).rows == []
-    assert results.load_results(tmp_path / "first.abc.json") is not None, "moved aside, not lost"
+    assert results.load_results(tmp_path / "first.abc.jsonl") is not None, "moved aside, not lost"
     made = Results(tmp_path, "speed", ABOUT)
     made.add(Row("a", "speed", 3.0, "tok/s"))
     made.finish("a")
     assert Results(tmp_path, "speed", ABOUT, again=True).done == []
+
+
+def test_a_run_that_is_cut_off_leaves_what_it_had(tmp_path: Path) -> None:
+    made = Results(tmp_path, "quarter", ABOUT)
+    for task in ("a", "b"):
+        made.begin(task)
+        made.add(Row(task, "speed", 3.0, "tok/s"))
+    made.finish("a")
+    with made.path.open("a") as file:
+        file.write('{"row": {"task": "b", "na')
+    left = results.load_results(made.path)
+    assert left is not None and [row.task for row in left.rows] == ["a", "b"] and left.done == ["a"]
+    again = Results(tmp_path, "quarter", ABOUT)
+    again.begin("b")
+    again.add(Row("b", "speed", 4.0, "tok/s"))
+    left = results.load_results(made.path)
+    assert left is not None and [(row.task, row.value) for row in left.rows] == [("a", 3.0), ("b", 4.0)]
+
+
+def test_traces_of_less_value_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, archive = tmp_path / "trace.json", tmp_path / "traces.tar"
+
+    def kept(name: str, value: int, size: int) -> str:
+        trace.write_bytes(random.Random(name).randbytes(size))
+        return traces.keep_trace({"traces": str(archive), "trace_value": value}, name, trace)
+
+    def names() -> list[str]:
+        with tarfile.open(archive) as members:
+            return sorted(members.getnames())
+
+    monkeypatch.setattr(traces, "ARCHIVE_BYTES", 100_000)
+    assert "1-a.json.gz" in kept("a", 1, 40_000) and "5-b.json.gz" in kept("b", 5, 40_000)
+    assert "9-c.json.gz" in kept("c", 9, 40_000)
+    assert names() == ["5-b.json.gz", "9-c.json.gz"]
+    assert "dropped" in kept("d", 1, 40_000)
+    assert names() == ["5-b.json.gz", "9-c.json.gz"] and archive.stat().st_size < 110_000
+    with tarfile.open(archive) as members:
+        content = members.extractfile("9-c.json.gz")
+        assert content is not None and gzip.decompress(content.read()) == random.Random("c").randbytes(40_000)
+
+
+def test_tasks_side_by_side_fail_alone(tmp_path: Path) -> None:
+    class Some(Children):
+        def figures(self, name: str, *_: Any) -> Any:
+            if name == "bad":
+                raise ChildError("ended with 1: an illegal address")
+            yield Figure(name, 1.0, "us")
+
+    setup = Setup("quarter", Some(tmp_path), Results(tmp_path, "quarter", ABOUT), "NVIDIA H200", 4e12, rehearse=False)
+    rows = list(Together("both", 60, (Work("w1", 10, "bad"), Work("w2", 10, "good"))).rows(setup, 60))
+    assert {(row.task, row.name, row.ok) for row in rows} == {("both", "w1", False), ("both", "good", None)}
+
+
+def test_the_worst_kernels_are_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Some(Children):
+        def finished(self, command: Sequence[str], *_: Any) -> tuple[int, list[str]]:
+            assert command[command.index("--clock-control") + 1] == "none"
+            asked.append(command[command.index("--kernel-name") + 1])
+            Path(command[command.index("--export") + 1] + ".ncu-rep").write_bytes(b"report")
+            return 0, []
+
+    made = Results(tmp_path, "quarter", ABOUT)
+    for task, ratio in (("a", 0.7), ("b", 0.2), ("c", 0.9), ("d", 0.5)):
+        made.add(Row(task, task, 1.0, "GB/s", roofline=1.0, ratio=ratio))
+    setup = Setup("quarter", Some(tmp_path), made, "NVIDIA H200", 4e12, rehearse=False)
+    monkeypatch.setattr("scripts.gpu.tasks.shutil.which", lambda name: name)
+    profiles = tuple(Profile(f"_{task}", task, "products", {}) for task in "abcd")
+    rows = list(Worst("worst", 60, profiles).rows(setup, 60))
+    assert asked == ["regex:^_b", "regex:^_d"] and all("quarter-traces.tar" in row.note for row in rows)
 
 
 def test_targets_are_for_the_card_that_they_name() -> None:
@@ -153,13 +234,21 @@ def test_targets_are_for_the_card_that_they_name() -> None:
 
 def test_rooflines_by_hand() -> None:
     """The 13.88 TB of keys and values that seed 0 of the workload reads, and published numbers of parameters."""
-    shape = SHAPES["Qwen3-0.6B"]
+    shape = shape_of("Qwen3-0.6B")
     asks = nano_vllm(shape.vocab, 0)
     assert sum(ask.output_len for ask in asks) == 133_966
-    read = sum(bounds.context_tokens(len(ask.prompt), ask.output_len) for ask in asks) * shape.kv_bytes
+    read = sum(bounds.context_tokens(len(ask.prompt), ask.output_len) for ask in asks) * shape.kv_bytes()
     assert read == pytest.approx(13.88e12, rel=0.01)
     assert bounds.batch_roofline(shape, asks, 4.269e12) == pytest.approx(37_900, rel=0.02)
-    assert SHAPES["Llama-3.1-8B"].step_bytes == pytest.approx(2 * (8.03e9 - 128256 * 4096), rel=0.001)
+    assert shape_of("Llama-3.1-8B").weight_bytes() == pytest.approx(2 * (8.03e9 - 128256 * 4096), rel=0.001)
+    mixture = shape_of("Qwen3-30B-A3B")  # 8 layers: attention, router, experts of which 8 of 128 are chosen, head
+    attention = 2 * 2048 * (32 + 4 + 4 + 32) * 128
+    expert = 2 * 3 * 2048 * 768
+    one = 8 * (attention + 2 * 2048 * 128 + 8 * expert) + 2 * 151_936 * 2048
+    assert mixture.weight_bytes(1) == pytest.approx(one, rel=0.001)
+    assert mixture.weight_bytes(10_000) == pytest.approx(one + 8 * 120 * expert, rel=0.001)
+    gpt_oss = shape_of("gpt-oss-20b")
+    assert gpt_oss.kv_bytes(1024) == 2 * 8 * 64 * 2 * (4 * 128 + 4 * 1024), "half of the layers have a window"
     assert bounds.context_tokens(10, 3) == 11 + 12
 
 
@@ -202,10 +291,10 @@ def test_a_failed_child_is_a_row_and_is_tried_again(tmp_path: Path, capsys: pyte
     assert not gpu_check.run_task(Work("w", 10, "bench"), setup, deadline=0.0)
 
 
-def test_a_part_without_time_is_unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_check, "PART_S", 0.0)
+def test_a_part_without_time_is_unfinished(tmp_path: Path) -> None:
     arguments = gpu_check.parsed(["sampling"])
-    assert gpu_check.measure(PARTS["sampling"], Children(tmp_path), ABOUT, arguments) == gpu_check.UNFINISHED == 3
+    status = gpu_check.measure(PARTS["sampling"], Children(tmp_path), ABOUT, arguments, time.monotonic())
+    assert status == gpu_check.UNFINISHED == 3
 
 
 def test_report_writes_measured_parts_between_its_markers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,18 +314,15 @@ def test_report_writes_measured_parts_between_its_markers(tmp_path: Path, capsys
 
 
 def test_wheels_are_cut_verified_and_joined(tmp_path: Path) -> None:
-    asked: list[list[str]] = []
-
     def pip(words: Any) -> str:
-        asked.append(list(words))
         if words[-1] == "absent":
             raise wheels.DownloadError("no such wheel")
+        assert "--no-deps" in words and "--only-binary=:all:" in words and "3.12" in words
         Path(words[words.index("--dest") + 1], f"{words[-1]}-1.0-py3-none-any.whl").write_bytes(b"0123456789" * 25)
         return ""
 
     tags = wheels.pip_tags("3.12")
-    wheels.fetch(tmp_path, [(["msgspec"], True), (["absent"], False)], tags, 100, pip)
-    assert all("--no-deps" in words and "--only-binary=:all:" in words and "3.12" in words for words in asked)
+    wheels.fetch(tmp_path, ["msgspec"], tags, 100, pip)
     (row,) = json.loads((tmp_path / "manifest.json").read_text())
     assert [(tmp_path / piece["file"]).stat().st_size for piece in row["pieces"]] == [100, 100, 50]
     assert Path(install_wheels.join(row, tmp_path, tmp_path)).read_bytes() == b"0123456789" * 25
@@ -244,7 +330,7 @@ def test_wheels_are_cut_verified_and_joined(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, tmp_path / "install.py", tmp_path], capture_output=True, text=True)
     assert done.returncode == 1 and row["pieces"][1]["file"] in done.stderr and "Traceback" not in done.stderr
     with pytest.raises(wheels.DownloadError):
-        wheels.fetch(tmp_path, [(["absent"], True)], tags, 100, pip)
+        wheels.fetch(tmp_path, ["absent"], tags, 100, pip)
 
 
 def test_vllm_comes_without_torch(tmp_path: Path) -> None:

@@ -163,6 +163,19 @@ async def test_the_one_used_before_sleeps_and_wakes(monkeypatch: pytest.MonkeyPa
         assert keeper.residency.held("cpu") == 11
 
 
+async def test_the_keeper_knows_who_has_slept(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with keeping(monkeypatch, 100, one={"keep_alive_s": 60.0}) as (keeper, _, _clock):
+        tenant = keeper.residency.tenants["one"]
+        await ask(keeper, "one")
+        assert not tenant.slept
+        await keeper.put_down("one", unload=False)
+        await ask(keeper, "one")
+        assert tenant.slept
+        assert tenant.state is State.AWAKE
+        await keeper.put_down("one", unload=True)
+        assert not tenant.slept
+
+
 async def test_under_load_two_models_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests to both without a pause, and room for one: nobody fails, both are answered."""
     models = {"one": {"keep_alive_s": 60.0}, "two": {"keep_alive_s": 60.0}}

@@ -17,6 +17,7 @@ from weft.cli.commands import COMMANDS
 from weft.cli.dispatch import dispatch
 from weft.cli.flags import serve_options
 from weft.cli.parser import UsageError, parse_command
+from weft.cli.plan_set import plan_text
 from weft.cli.serve import main as serve
 from weft.cli.serve import ollama_address
 from weft.errors import PlanError, WeftError
@@ -193,6 +194,27 @@ def test_models_that_must_be_awake_have_to_fit_together(tmp_path: Path) -> None:
     plan = planned(tmp_path, "1xRTX4090", *({**row, "keep-alive": "5m"} for row in rows))
     assert [model.devices for model in plan.models] == [("cuda:0",)] * 2
     assert all(0 < model.wake_s < 2 for model in plan.models), "8B over PCIe"
+
+
+@pytest.mark.parametrize("host_bytes", [None, 40 << 30, 10 << 30])
+def test_a_host_with_too_little_memory_for_weights_asleep(tmp_path: Path, host_bytes: int | None) -> None:
+    rows = [{"name": name, "model": "Qwen/Qwen3-8B", "max-model-len": 8192, "device-ids": [0]} for name in ("a", "b")]
+    plan = planned(tmp_path, "1xRTX4090", *({**row, "keep-alive": "5m"} for row in rows), host_bytes=host_bytes)
+    sleeps = host_bytes != 10 << 30
+    assert [model.entry.name for model in plan.sleepless] == ([] if sleeps else ["a", "b"])
+    assert all((row["wake_s"] is not None) == sleeps for row in plan.as_json()["models"])
+    text = plan_text(read(tmp_path, {"models": rows}), plan)
+    assert ("16.4 GB of the host's memory" in text) == ("does not sleep" in text) == (not sleeps)
+    residency = plan.residency()
+    residency.tenants["a"].state = State.AWAKE
+    assert residency.may_sleep("a") == sleeps or host_bytes is None
+
+
+def test_a_wake_up_of_8b_by_arithmetic(tmp_path: Path) -> None:
+    """Half a second at most over PCIe 5 in 16 bits, and over PCIe 4 in 8."""
+    row = {"name": "a", "model": "Qwen/Qwen3-8B", "max-model-len": 8192, "keep-alive": "5m"}
+    for gpus, more in (("1xH200", {}), ("1xH100", {}), ("1xRTX5090", {}), ("1xRTX4090", {"quantization": "int8"})):
+        assert planned(tmp_path, gpus, {**row, **more}).models[0].wake_s <= 0.5, gpus
 
 
 def test_on_a_cpu_a_model_that_sleeps_keeps_its_weights(tmp_path: Path) -> None:

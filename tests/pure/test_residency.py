@@ -110,6 +110,24 @@ def test_sleep_needs_room_in_the_host() -> None:
     assert not residency.may_sleep("c")
 
 
+def test_what_a_model_took_of_the_host_to_sleep_stays_taken() -> None:
+    """Its copy is pinned, which takes long. Only to leave gives it back."""
+    one = tenant("one", 60, asleep=70, slept=True)
+    other = tenant("other", 30, asleep=40, state=State.UNLOADED)
+    residency = Residency(ROOMS, [one, other])
+    assert residency.held("cpu") == 70
+    assert residency.held("cuda:0") == 60
+    assert not residency.may_sleep("other")
+    one.state = State.ASLEEP
+    assert residency.room_for("one", 9.0).ready
+    one.state, one.slept = State.AWAKE, False
+    assert residency.held("cpu") == 1
+    big = tenant("big", 40, asleep=40, state=State.UNLOADED, slept=True)
+    assert Residency(ROOMS, [tenant("one", 60, asleep=70, slept=True), big]).room_for("big", 9.0) == Room(
+        leavers=("one",)
+    ), "70 and 40 bytes of the host's memory"
+
+
 def test_random_sets_never_take_more_than_there_is() -> None:
     """After the steps that it names, the model fits; and no step is one that was not needed."""
     draw = random.Random(1)

@@ -1,16 +1,21 @@
-"""Attention: every size of the Triton kernels (weft.probes.on_gpu.trials), and other backends that are installed."""
+"""Attention: every size of the Triton kernels (weft.probes.on_gpu.trials), and other backends that are installed; or,
+with `chosen`, decode steps with the sizes that are in use: windows, sinks and caches of 8 bits too."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from scripts.gpu.work import Figure, Options
+from scripts.gpu.work.products import COLD_BYTES, REPLAYS, timed
 from weft.errors import ConfigError
 from weft.kernels import create_kernels
+from weft.kernels.attention_inputs import decode_inputs
 from weft.kernels.base import AttentionShape, KVCache, PagedAttention
 from weft.kernels.batch import Batch
 from weft.kernels.contest import graph_seconds
@@ -20,11 +25,19 @@ from weft.probes.on_gpu import trials
 HEADS = {"Qwen3-0.6B": (16, 8), "Llama-3.1-8B": (32, 8)}  # of queries, of KV
 HEAD_DIM, LENGTH, BLOCK_SIZE = 128, 8192, 16
 CUDA = torch.device("cuda", 0)
+FP8 = torch.float8_e4m3fn
+# Further decode steps: fields of their AttentionShape, and whether there are sinks.
+KINDS: dict[str, tuple[dict[str, Any], bool]] = {
+    "Qwen3-0.6B, FP8 cache": ({"q_heads": 16, "kv_heads": 8, "cache_dtype": FP8}, False),
+    "gpt-oss-20b": ({"q_heads": 64, "kv_heads": 8, "head_dim": 64}, True),
+    "gpt-oss-20b, window of 128": ({"q_heads": 64, "kv_heads": 8, "head_dim": 64, "windows": (128,)}, True),
+}
+KIND_CONTEXTS = [1024] * 32
 OTHERS = ("flashinfer", "varlen")
 
 
 def attention(options: Options) -> Iterator[Figure]:
-    """Every size and backend; with `chosen`, decode attention with the default sizes only."""
+    """Every size and backend; with `chosen`, decode attention with the default sizes only, and KINDS."""
     chosen, rehearse = options.get("chosen", False), options["rehearse"]
     for model, heads in HEADS.items():
         shape = attention_shape(*heads, rehearse=rehearse)
@@ -45,6 +58,37 @@ def attention(options: Options) -> Iterator[Figure]:
             add_backends(race, others, shape, default=PREFILL, only=rehearse)
             flops = 4 * pairs * shape.q_heads * shape.head_dim
             yield from compared(model, race, PREFILL, "TFLOP/s", flops / 1e12, None, rehearse=rehearse)
+
+    if chosen:
+        yield from kinds(options)
+
+
+def kinds(options: Options) -> Iterator[Figure]:
+    """Decode steps of KINDS over caches that are not in the L2."""
+    rehearse = options["rehearse"]
+    contexts = [5, 20] if rehearse else KIND_CONTEXTS
+    for name, (fields, with_sinks) in KINDS.items():
+        shape = attention_shape(16, 8, rehearse=True) if rehearse else attention_shape(1, 1, rehearse=False)
+        window = fields.get("windows", (None,))[0]
+        shape = replace(shape, windows=(window,)) if rehearse else replace(shape, **fields)
+        kernels = create_kernels("triton", CUDA, shape)
+        q, cache, batch = decode_inputs(shape, CUDA, contexts)
+        sinks = torch.randn(shape.q_heads, device=CUDA).to(shape.dtype) if with_sinks else None
+        read = 2 * sum(min(context, window or context) for context in contexts)
+        read *= shape.kv_heads * shape.head_dim * shape.cache_dtype.itemsize
+        caches = [cache] + [KVCache(cache.keys.clone(), cache.values.clone()) for _ in range(copies(read, rehearse))]
+        calls = [
+            partial(kernels.attention.attend, q, place, batch, shape.scale, window, None, sinks) for place in caches
+        ]
+        took = timed(calls, 1 if rehearse else REPLAYS)
+        title = f"{name}, decode of {len(contexts)} rows over {contexts[-1]:,} tokens"
+        bound = round(options["copy_Bps"] / 1e9, 1)
+        yield Figure(title, round(read / took / 1e9, 1), "GB/s", bound, note=f"{took * 1e6:.1f} us")
+
+
+def copies(read: int, rehearse: bool) -> int:
+    """Caches beside the first, so that COLD_BYTES are read before the same again."""
+    return 1 if rehearse else COLD_BYTES // read
 
 
 def attention_shape(q_heads: int, kv_heads: int, *, rehearse: bool) -> AttentionShape:

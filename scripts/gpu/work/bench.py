@@ -1,8 +1,9 @@
-"""An engine with random weights: seed 0 of the nano-vllm workload after a warm-up, or one request; with `profile`, what
-20 decode steps consist of."""
+"""An engine with random weights: seed 0 of the nano-vllm workload after a warm-up, one request, or decode steps of
+several numbers of rows; with `profile`, what decode steps consist of."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,13 +23,15 @@ from weft.bench.workload import BenchRequest, nano_vllm, random_requests
 from weft.worker.graphs import CudaGraphs, Replay
 
 ONE_INPUT, ONE_OUTPUT, ONE_RUNS = 128, 256, 3
+QUIET_S = 1.0
+STEP_ROWS, STEP_CONTEXT, STEP_TOKENS = (1, 32, 256), 1024, 48
 # On a stand-in for a card: what an engine needs there.
 REHEARSED: dict[str, Any] = {
     "dtype": "float32",
     "executor": "inline",
     "max_model_len": 32,
     "kv_cache_memory_bytes": 100_000,
-    "max_num_seqs": 1,
+    "max_num_seqs": 2,
     "max_num_batched_tokens": 8,
 }
 
@@ -42,7 +45,8 @@ def engine_settings(options: Options) -> dict[str, Any]:
 @contextmanager
 def started(options: Options) -> Iterator[tuple[LLM, Shape]]:
     """An engine on random weights of options["model"]'s shape."""
-    shape = shape_of(options["model"], rehearse=options["rehearse"])
+    quantization = options.get("engine", {}).get("quantization")
+    shape = shape_of(options["model"], quantization=quantization, rehearse=options["rehearse"])
     with TemporaryDirectory() as folder:
         path = write_config(Path(folder) / options["model"], shape)
         with LLM(path, **engine_settings(options)) as llm:
@@ -52,10 +56,10 @@ def started(options: Options) -> Iterator[tuple[LLM, Shape]]:
 def bench(options: Options) -> Iterator[Figure]:
     name = str(options.get("name", options["model"]))
     with started(options) as (llm, shape):
-        kind = {"nano": nano, "one": one_request}[options["kind"]]
+        kind = {"nano": nano, "one": one_request, "steps": steps}[options["kind"]]
         yield from kind(llm, shape, name, options)
         if options.get("profile"):
-            yield from profiled_steps(llm, name, shape.vocab, rehearse=options["rehearse"])
+            yield from profiled_steps(llm, name, shape.vocab, options)
 
 
 def nano_asks(shape: Shape, options: Options, seed: int) -> list[BenchRequest]:
@@ -67,14 +71,14 @@ def nano_asks(shape: Shape, options: Options, seed: int) -> list[BenchRequest]:
 
 def nano(llm: LLM, shape: Shape, name: str, options: Options) -> Iterator[Figure]:
     """Tokens/s of seed 0. The warm-up is seed 1, whose batches shrink from all requests to none as well and have every
-    graph captured on the way, and whose tokens are others, so that no prefix is found again."""
-    run_batch(llm, nano_asks(shape, options, 1))
+    graph captured on the way or after, and whose tokens are others, so that no prefix is found again."""
     asks = nano_asks(shape, options, 0)
     with captures_counted() as captured:
+        run_batch(llm, nano_asks(shape, options, 1))
+        wait_for_captures(captured)
+        captured.clear()
         done = run_batch(llm, asks)
-    bound = (
-        batch_roofline(shape, asks, options["copy_Bps"]) if "quantization" not in options.get("engine", {}) else None
-    )
+    bound = None if in_8_bits(options) else batch_roofline(shape, asks, options["copy_Bps"])
     yield Figure(f"{name}: nano-vllm seed 0", round(done.output_tok_s, 1), "tok/s", bound and round(bound, 1))
     yield Figure(f"{name}: graphs captured during seed 0", len(captured), "graphs", ok=not captured)
     yield Figure(f"{name}: time to first token, median", round(1000 * done.ttft_s, 2), "ms")
@@ -87,12 +91,42 @@ def one_request(llm: LLM, shape: Shape, name: str, options: Options) -> Iterator
     run_batch(llm, ask(-1))
     done: list[BatchRun] = [run_batch(llm, ask(seed)) for seed in range(runs)]
     bound = None
-    if "quantization" not in options.get("engine", {}):
+    if not in_8_bits(options):
         cached = context_tokens(tokens, output) / (output - 1)
-        bound = options["copy_Bps"] / (shape.step_bytes + cached * shape.kv_bytes)
+        bound = options["copy_Bps"] / shape.step_bytes(1, cached)
     speed = median(each.decode_tok_s for each in done)
     yield Figure(f"{name}: one request", round(speed, 2), "tok/s", bound and round(bound, 2))
     yield Figure(f"{name}: one request, time to first token", round(1000 * median(r.ttft_s for r in done), 2), "ms")
+
+
+def steps(llm: LLM, shape: Shape, name: str, options: Options) -> Iterator[Figure]:
+    """Milliseconds of a decode step of each number of rows, beside those of a copy of what it reads. A run before has
+    left the prompts in the prefix cache, so that all rows begin together."""
+    batches, context, tokens = ((2,), 5, 2) if options["rehearse"] else (STEP_ROWS, STEP_CONTEXT, STEP_TOKENS)
+    for rows in batches:
+        asks = random_requests(rows, vocab=shape.vocab, count=rows, input_len=(context, context), output_len=tokens)
+        with captures_counted() as captured:
+            run_batch(llm, asks)
+            wait_for_captures(captured)
+        took = run_batch(llm, asks).tpot_s
+        bound = shape.step_bytes(rows, context + tokens / 2) / options["copy_Bps"]
+        title = f"{name}: step of {rows} row{'s' * (rows > 1)} over {context:,} tokens"
+        yield Figure(title, round(1000 * took, 3), "ms", round(1000 * bound, 3))
+        if options.get("kernels"):
+            yield from profiled_steps(llm, title, shape.vocab, options, rows, context)
+
+
+def wait_for_captures(captured: list[None]) -> None:
+    """Wait until no graph has been captured for QUIET_S seconds: those that are missing come while nothing runs."""
+    seen = -1
+    while seen < len(captured):
+        seen = len(captured)
+        time.sleep(QUIET_S)
+
+
+def in_8_bits(options: Options) -> bool:
+    """True if the KV cache takes other bytes than `Shape.kv_bytes` has."""
+    return "kv_cache_dtype" in options.get("engine", {})
 
 
 @contextmanager

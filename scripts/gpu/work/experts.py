@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 
 from scripts.gpu.work import Figure, Options
-from scripts.gpu.work.products import COLD_BYTES, CUDA, REPLAYS, timed
+from scripts.gpu.work.products import COLD_BYTES, CUDA, REPLAYS, copied, filled, timed
 from weft.architectures.place import Span
 from weft.architectures.shape import Experts
 from weft.kernels.base import ExpertStack
@@ -25,20 +25,25 @@ SPECS = {
 }
 TINY = {"tiny": (Experts(count=4, top_k=2, width=32), 32)}
 TOKENS = (1, 4, 16, 64, 256, 2048)
+SOME_TYPES, SOME_SPECS, SOME_TOKENS = ("Q4_1", "MXFP4"), ("Qwen3-30B-A3B", "gpt-oss-20b"), (1, 16, 64, 256)
 
 
 def experts(options: Options) -> Iterator[Figure]:
-    rehearse = options["rehearse"]
-    specs, tokens = (TINY, (1, 2)) if rehearse else (SPECS, TOKENS)
+    """With `short`, those of SOME_TYPES and SOME_SPECS."""
+    rehearse, short = options["rehearse"], options.get("short", False)
+    specs = {name: SPECS[name] for name in SOME_SPECS} if short else SPECS
+    tokens: Sequence[int] = SOME_TOKENS if short else TOKENS
+    if rehearse:
+        specs, tokens = TINY, (1, 2)
     dtype = torch.float32 if rehearse else torch.bfloat16
     matrices = TritonMatrices(multiprocessor_count(CUDA))
     for name, (spec, hidden) in specs.items():
-        for kind in TYPES:
+        for kind in SOME_TYPES if short else TYPES:
             stacks = made_up(kind, 2 * spec.width, hidden, spec, dtype), made_up(kind, hidden, spec.width, spec, dtype)
             nbytes = sum(stack.weight.nbytes for stack in stacks)
             layers = [matrices.experts(spec, *stacks, 0)]
-            if nbytes < COLD_BYTES:
-                layers *= 2 if rehearse else COLD_BYTES // nbytes + 1
+            for _ in range(1 if rehearse else further_layers(nbytes, spec, min(tokens))):
+                layers.append(matrices.experts(spec, copied_stack(stacks[0]), copied_stack(stacks[1]), 0))
             for batch in tokens:
                 steps = [random_step(spec, batch, hidden, dtype) for _ in layers]
                 calls = [partial(layer, *step) for layer, step in zip(layers, steps, strict=True)]
@@ -54,16 +59,21 @@ def experts(options: Options) -> Iterator[Figure]:
                 )
 
 
+def further_layers(nbytes: int, spec: Experts, tokens: int) -> int:
+    """Layers beside the first, so that steps of `tokens` tokens read COLD_BYTES before they read the same again."""
+    read = nbytes * min(tokens * spec.top_k, spec.count) / spec.count
+    return int(COLD_BYTES // read)
+
+
+def copied_stack(stack: ExpertStack) -> ExpertStack:
+    return stack._replace(weight=copied(stack.weight))
+
+
 def made_up(kind: str | None, rows: int, cols: int, spec: Experts, dtype: torch.dtype) -> ExpertStack:
     """Weights that are quickly made."""
     if kind is None:
         return ExpertStack("", torch.randn(spec.count, rows, cols, device=CUDA, dtype=dtype) / cols**0.5, None)
-    weight = QuantisedWeight.empty(kind, rows, Span(0, cols), dtype, CUDA, (spec.count,))
-    weight.values.random_(0, 256)
-    weight.scales.fill_(120 if weight.scales.dtype == torch.uint8 else 0.01)
-    if weight.lowest is not None:
-        weight.lowest.fill_(0)
-    return ExpertStack("", weight, None)
+    return ExpertStack("", filled(QuantisedWeight.empty(kind, rows, Span(0, cols), dtype, CUDA, (spec.count,))), None)
 
 
 def random_step(spec: Experts, tokens: int, hidden: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

@@ -16,20 +16,25 @@ from weft.kernels.usable import multiprocessor_count
 from weft.quant.quantised import QuantisedWeight
 
 CUDA = torch.device("cuda", 0)
-TYPES = (None, "Q4_0", "Q4_1", "Q8_0", "INT8")
+TYPES = (None, "Q4_0", "Q4_1", "INT4_128", "Q8_0", "INT8", "FP8_128")
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # rows, columns: of an 8B
 TOKENS = (1, 4, 16, 32, 64, 256, 2048)
+SOME_TYPES, SOME_SHAPES, SOME_TOKENS = ("Q4_1", "INT4_128", "FP8_128"), SHAPES[1:3], (1, 16, 64, 256)
 REPLAYS = 10
 COLD_BYTES = 2**29  # of copies that are read in turn
 
 
 def products(options: Options) -> Iterator[Figure]:
-    rehearse = options["rehearse"]
-    shapes, tokens = (((16, 64),), (1, 2)) if rehearse else (SHAPES, TOKENS)
+    """With `short`, those of SOME_TYPES and SOME_SHAPES."""
+    rehearse, short = options["rehearse"], options.get("short", False)
+    shapes: Sequence[tuple[int, int]] = SOME_SHAPES if short else SHAPES
+    tokens: Sequence[int] = SOME_TOKENS if short else TOKENS
+    if rehearse:
+        shapes, tokens = ((16, 128),), (1, 2)
     dtype = torch.float32 if rehearse else torch.bfloat16
     matrices = TritonMatrices(multiprocessor_count(CUDA))
     for rows, cols in shapes:
-        for kind in TYPES:
+        for kind in SOME_TYPES if short else TYPES:
             weight = (
                 torch.randn(rows, cols, device=CUDA).to(dtype) if kind is None else made_up(kind, rows, cols, dtype)
             )
@@ -50,9 +55,13 @@ def products(options: Options) -> Iterator[Figure]:
 
 def made_up(kind: str, rows: int, cols: int, dtype: torch.dtype) -> QuantisedWeight:
     """Numbers that are quickly made; none are negative where they need not be."""
-    weight = QuantisedWeight.empty(kind, rows, Span(0, cols), dtype, CUDA)
-    weight.values.random_(0, 256)
-    weight.scales.fill_(0.01)
+    return filled(QuantisedWeight.empty(kind, rows, Span(0, cols), dtype, CUDA))
+
+
+def filled(weight: QuantisedWeight) -> QuantisedWeight:
+    """`weight` with random numbers, none of them infinite or NaN."""
+    weight.values.random_(0, 120 if weight.type.startswith("FP8") else 256)
+    weight.scales.fill_(120 if weight.scales.dtype == torch.uint8 else 0.01)
     if weight.lowest is not None:
         weight.lowest.fill_(0)
     return weight

@@ -1,26 +1,32 @@
-"""Composition of decode steps: the GPU's idle share, and its time by class of kernel, from torch's profiler."""
+"""Composition of decode steps: the GPU's idle share, and its time by class and name of kernels, by torch's profiler."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from scripts.gpu.work import Figure
+from scripts.gpu.traces import keep_trace
+from scripts.gpu.work import Figure, Options
 
 if TYPE_CHECKING:
     from weft import LLM
 
 STEPS, ROWS, CONTEXT = 20, 256, 560
+KERNEL_SHARE, NAME = 0.01, 64  # of the busy time, below which a kernel is not named; characters of its name
 CLASSES = (  # the first whose pattern a kernel's name matches
     ("attention", r"^_(decode|prefill|join)|flash|fmha|BatchDecode|BatchPrefill"),
-    ("sampling", r"^_(survey|filter|draw)"),
-    ("products", r"^_multiply|gemm|gemv|nvjet|cutlass|splitK|cublas|xmma"),
-    ("norms, rotation, activation", r"^_(rms_norm|silu_mul|rotate_and_store|sum_add_norm)"),
+    ("sampling", r"^_(survey|filter|draw|mask)"),
+    ("routing", r"^_(route|choose|sort|count|place|sum$)"),
+    ("step's arrays", r"^_lay"),
+    ("products", r"^_(multiply|dequantise)|gemm|gemv|nvjet|cutlass|splitK|cublas|xmma|humming"),
+    ("norms, rotation, activation", r"^_(rms_norm|silu_mul|rotate_and_store|store_latents|sum_add_norm)"),
     ("copies", r"Memcpy|Memset|copy_|index|fill|CatArray|gather|scatter"),
     ("sums between ranks", r"nccl|all_reduce|one_shot|two_shot"),
 )
@@ -54,20 +60,37 @@ def idle_share(spans: Iterable[Span]) -> float:
 
 def class_times(spans: Iterable[Span]) -> dict[str, float]:
     """Microseconds by class, the longest first."""
+    return {name: total for name, (total, _) in grouped(spans, lambda span: class_of(span.name)).items()}
+
+
+def kernel_times(spans: Iterable[Span]) -> dict[str, tuple[float, int]]:
+    """Microseconds and launches by name, the longest first."""
+    return grouped(spans, lambda span: span.name[:NAME])
+
+
+def grouped(spans: Iterable[Span], key: Callable[[Span], str]) -> dict[str, tuple[float, int]]:
+    """Microseconds and number of the spans of each key, the longest time first."""
     times: defaultdict[str, float] = defaultdict(float)
+    counts: defaultdict[str, int] = defaultdict(int)
     for span in spans:
-        times[class_of(span.name)] += span.end - span.begin
-    return dict(sorted(times.items(), key=lambda each: -each[1]))
+        times[key(span)] += span.end - span.begin
+        counts[key(span)] += 1
+    return {name: (times[name], counts[name]) for name in sorted(times, key=lambda name: -times[name])}
 
 
-def profiled_steps(llm: LLM, name: str, vocab: int, *, rehearse: bool) -> Iterator[Figure]:
-    """Figures of STEPS decode steps of ROWS requests, whose prompts a run before has left in the prefix cache."""
+def profiled_steps(
+    llm: LLM, name: str, vocab: int, options: Options, rows: int = ROWS, context: int = CONTEXT
+) -> Iterator[Figure]:
+    """Figures of STEPS decode steps of `rows` requests after `context` tokens, whose prompts a run before has left in
+    the prefix cache. With `traces` among the options, the trace is kept (`keep_trace`)."""
     from torch.profiler import ProfilerActivity, profile
 
     from weft.bench.measure import run_batch
     from weft.bench.workload import random_requests
 
-    rows, context, steps = (2, 5, 2) if rehearse else (ROWS, CONTEXT, STEPS)
+    rehearse, steps = options["rehearse"], STEPS
+    if rehearse:
+        rows, context, steps = 2, 5, 2
     room = max(1, llm.num_blocks * llm.plan.block_size // (2 * context))
     asks = random_requests(7, vocab=vocab, count=min(rows, room), input_len=(context, context), output_len=steps)
     run_batch(llm, asks)
@@ -78,6 +101,11 @@ def profiled_steps(llm: LLM, name: str, vocab: int, *, rehearse: bool) -> Iterat
         with profile(activities=[ProfilerActivity.CUDA]) as recorder:
             run_batch(llm, asks)
     yield from step_figures(name, kernel_spans(recorder.events(), "CPU" if rehearse else "CUDA"))
+    if "traces" in options:
+        with TemporaryDirectory() as folder:
+            trace = Path(folder) / "trace.json"
+            recorder.export_chrome_trace(str(trace))
+            yield Figure(f"{name}: trace", None, "", note=keep_trace(options, name, trace))
 
 
 def kernel_spans(events: Iterable[Any], device: str) -> list[Span]:
@@ -96,3 +124,9 @@ def step_figures(name: str, spans: list[Span]) -> Iterator[Figure]:
     yield Figure(f"{name}: GPU idle in {STEPS} steps", round(100 * idle_share(spans), 2), "% idle")
     for kind, microseconds in class_times(spans).items():
         yield Figure(f"{name}: {kind}, per step", round(microseconds / STEPS, 2), "us")
+    times = kernel_times(spans)
+    busy = sum(total for total, _ in times.values())
+    for kernel, (total, count) in times.items():
+        if total >= KERNEL_SHARE * busy:
+            note = f"{count / STEPS:.1f} launches"
+            yield Figure(f"{name}: kernel {kernel}, per step", round(total / STEPS, 2), "us", note=note)

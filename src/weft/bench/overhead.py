@@ -13,7 +13,7 @@ from typing import Any
 
 from weft.architectures.kv import KVLayout, KVSpec, kv_groups
 from weft.client.collector import Collector
-from weft.core.commands import Command, Replies
+from weft.core.commands import RankCommand, Replies
 from weft.core.engine import EngineCore
 from weft.core.kv import KVManager
 from weft.core.params import SamplingParams
@@ -80,7 +80,7 @@ class InstantExecutor:
         future.set_result(sample_result(step))
         return future
 
-    def call(self, command: Command) -> Future[Replies]:
+    def call(self, command: RankCommand) -> Future[Replies]:
         """A command that every one of no ranks has executed."""
         future: Future[Replies] = Future()
         future.set_result([])

@@ -12,7 +12,7 @@ from weft.cli.parser import UsageError
 from weft.errors import PlanError
 from weft.formatting import format_bytes
 from weft.hosting.model_set import ModelSet
-from weft.hosting.set_plan import ModelPlan, SetPlan, plan_set
+from weft.hosting.set_plan import HOST, ModelPlan, SetPlan, plan_set
 
 # Flags that say where a set is planned, or how the plan is printed.
 ASKED = frozenset(["config", "infernet_config", "gpus", "refresh_hardware", "json"])
@@ -68,7 +68,8 @@ def _table_lines(cells: Sequence[Sequence[str]]) -> list[str]:
 def plan_text(models: ModelSet, plan: SetPlan) -> str:
     """The plan as a table, with a line per device and the warnings about the file."""
     head = ("MODEL", "DEVICES", "AWAKE", "ASLEEP", "WAKES IN", "STAYS AWAKE", "PRIORITY")
-    cells = [head, *map(_cells, plan.models)]
+    sleepless = plan.sleepless
+    cells = [head, *(_cells(model, model not in sleepless) for model in plan.models)]
     lines = _table_lines(cells)
     residency = plan.residency()
     lines.append("")
@@ -77,10 +78,19 @@ def plan_text(models: ModelSet, plan: SetPlan) -> str:
         everyone = sum(model.need.awake.get(device, 0) for model in plan.models)
         together = "all models fit together" if everyone <= room else "not all models are awake at once"
         lines.append(f"{device}: {format_bytes(room)} free, {format_bytes(pinned)} always taken; {together}")
-    return "\n".join([*lines, *(f"note: {warning}" for warning in models.warnings)])
+    notes = [*models.warnings, *(_sleepless_note(model, plan.rooms[HOST]) for model in sleepless)]
+    return "\n".join([*lines, *(f"note: {note}" for note in notes)])
 
 
-def _cells(model: ModelPlan) -> tuple[str, ...]:
+def _sleepless_note(model: ModelPlan, room: int) -> str:
+    need = format_bytes(model.need.asleep[HOST])
+    return (
+        f"{model.entry.name!r} is unloaded instead of put to sleep, and loaded again: its weights take {need} of the "
+        f"host's memory, and {format_bytes(room)} are free"
+    )
+
+
+def _cells(model: ModelPlan, sleeps: bool) -> tuple[str, ...]:
     entry = model.entry
     stays = "always" if entry.must_be_awake else f"{entry.keep_alive_s:g} s"
     awake, asleep = (_sizes(sizes.items()) for sizes in (model.need.awake, model.need.asleep))
@@ -89,7 +99,7 @@ def _cells(model: ModelPlan) -> tuple[str, ...]:
         ",".join(model.devices),
         awake,
         asleep,
-        f"{model.wake_s:.2f} s",
+        f"{model.wake_s:.2f} s" if sleeps else "does not sleep",
         stays,
         str(entry.priority),
     )

@@ -91,7 +91,7 @@ class CallDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class CallRefused(msgspec.Struct, frozen=True, tag=True):
-    """A command that the core does not take in its state."""
+    """A command that the core does not take in its state, or that a rank has refused."""
 
     id: int
     message: str

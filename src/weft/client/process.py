@@ -122,7 +122,10 @@ class CoreProcess(CoreLoop):
         try:
             self._calls[call.id] = self.core.call(call.command)
         except RequestError as error:
-            self.parent.send(CallRefused(call.id, str(error), error.code, error.param))
+            self._refuse_call(call.id, error)
+
+    def _refuse_call(self, id: int, error: RequestError) -> None:
+        self.parent.send(CallRefused(id, str(error), error.code, error.param))
 
     def _answer_calls(self) -> None:
         """Send the replies that are there.
@@ -131,7 +134,11 @@ class CoreProcess(CoreLoop):
         ever. The replies of a command that has failed are never sent: the loop ends, and the cause fails all callers.
         """
         for id in [id for id, promise in self._calls.items() if promise.done()]:
-            self.parent.send(CallDone(id, self._calls.pop(id).result(), self.core.stats()))
+            promise = self._calls.pop(id)
+            if isinstance(error := promise.exception(), RequestError):
+                self._refuse_call(id, error)
+            else:
+                self.parent.send(CallDone(id, promise.result(), self.core.stats()))
 
     def _add(self, request: Request) -> None:
         try:

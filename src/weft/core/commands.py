@@ -15,6 +15,7 @@ from weft.core.scheduler import Scheduler
 from weft.errors import RequestError
 
 LEVELS = (1, 2)  # levels of sleep
+LoadFormat = Literal["safetensors", "gguf", "dummy", "sharded_state"]
 
 
 class CaptureGraph(msgspec.Struct, frozen=True, tag=True):
@@ -59,11 +60,34 @@ class Wake(msgspec.Struct, frozen=True, tag=True):
 
 
 class SwapWeights(msgspec.Struct, frozen=True, tag=True):
-    """Read the weights of another checkpoint of the same shapes into the same memory; asleep: with the next Wake."""
+    """Read the weights of another checkpoint of the same shapes into the same memory; asleep: with the next Wake.
+
+    Either all ranks take them, or all keep those that they have: the queue has the ranks check and stage them, each at
+    the same time, and then take or drop them. Raises RequestError for weights that a rank refuses.
+    """
 
     phase: ClassVar[str] = "swap"
     checkpoint: str
-    load_format: Literal["safetensors", "gguf", "dummy", "sharded_state"]
+    load_format: LoadFormat
+
+
+class PrepareSwap(msgspec.Struct, frozen=True, tag=True):
+    """Check the weights of another checkpoint; with `stage`, read those that were checked into the host's memory.
+
+    Every reply is Done or Refused. The model stays as it is.
+    """
+
+    phase: ClassVar[str] = "swap"
+    checkpoint: str
+    load_format: LoadFormat
+    stage: bool
+
+
+class FinishSwap(msgspec.Struct, frozen=True, tag=True):
+    """Take the weights that all ranks have staged, or drop what this one has of them."""
+
+    phase: ClassVar[str] = "swap"
+    take: bool
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
@@ -71,10 +95,18 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
 
 
 Command = CaptureGraph | Profile | RankStats | Sleep | Wake | SwapWeights
+RankCommand = CaptureGraph | Profile | RankStats | Sleep | Wake | PrepareSwap | FinishSwap
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
     """Reply to a command that has no other."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """Reply to PrepareSwap of a rank that cannot take the weights, with the code and the text of the reason."""
+
+    code: str
+    reason: str
 
 
 class GraphsLeft(msgspec.Struct, frozen=True, tag=True):
@@ -123,20 +155,39 @@ class RankReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     routed_tokens: tuple[int, ...] = ()
 
 
-Reply = Done | GraphsLeft | TraceFile | RankReport
+Reply = Done | Refused | GraphsLeft | TraceFile | RankReport
 Replies = list[Reply]  # in the order of ranks
 
 
 class CommandExecutor(Protocol):
     """The part of a started executor that carries commands to the ranks."""
 
-    def call(self, command: Command) -> Future[Replies]: ...
+    def call(self, command: RankCommand) -> Future[Replies]: ...
 
 
 @dataclass
 class QueuedCommand:
+    """A command, with what the ranks still have to execute for it, in this order."""
+
     command: Command | ResetPrefixCache
     promise: Future[Replies] = field(default_factory=Future)
+    rounds: deque[RankCommand] = field(init=False)
+    refusal: RequestError | None = None
+
+    def __post_init__(self) -> None:
+        self.rounds = deque(rank_commands(self.command))
+
+    def take_replies(self, replies: Replies) -> None:
+        """Take the ranks' replies to a round. If a rank has refused, all are to drop what they have made ready."""
+        refusals = [(rank, reply) for rank, reply in enumerate(replies) if isinstance(reply, Refused)]
+        if refusals:
+            rank, first = refusals[0]
+            self.rounds = deque([FinishSwap(take=False)])
+            self.refusal = RequestError(
+                f"the engine keeps its weights, since rank {rank} cannot take the new ones: {first.reason}",
+                param="checkpoint",
+                code=first.code,
+            )
 
 
 class CommandQueue:
@@ -175,14 +226,14 @@ class CommandQueue:
             if self._running is None:
                 if in_flight:
                     return False
-                self._running = self._start(first.command)
+                self._running = self._start_round(first)
                 self._running.add_done_callback(self.wake)
             if not self._running.done():
                 return False
             replies, self._running = self._running.result(), None
-            self.sleep_level = level_after(first.command, self.sleep_level)
-            self._queue.popleft()
-            first.promise.set_result(replies)
+            first.take_replies(replies)
+            if not first.rounds:
+                self._finish(first, replies)
         self.holds = self.sleep_level > 0
         return not self.holds
 
@@ -191,16 +242,36 @@ class CommandQueue:
         while self._queue:
             self._queue.popleft().promise.set_exception(error)
 
-    def _start(self, command: Command | ResetPrefixCache) -> Future[Replies]:
-        if isinstance(command, Sleep | SwapWeights):
-            self._scheduler.preempt_all()
-        if isinstance(command, Sleep | SwapWeights | ResetPrefixCache):
+    def _start_round(self, queued: QueuedCommand) -> Future[Replies]:
+        if not queued.rounds:
             self._scheduler.reset_prefix_cache()
-        if isinstance(command, ResetPrefixCache):
             nothing: Future[Replies] = Future()
             nothing.set_result([])
             return nothing
+        command = queued.rounds.popleft()
+        if isinstance(command, Sleep) or (isinstance(command, FinishSwap) and command.take):
+            self._scheduler.preempt_all()
+            self._scheduler.reset_prefix_cache()
         return self._executor.call(command)
+
+    def _finish(self, queued: QueuedCommand, replies: Replies) -> None:
+        self.sleep_level = level_after(queued.command, self.sleep_level)
+        self._queue.popleft()
+        if queued.refusal:
+            queued.promise.set_exception(queued.refusal)
+        else:
+            queued.promise.set_result(replies)
+
+
+def rank_commands(command: Command | ResetPrefixCache) -> list[RankCommand]:
+    """What the ranks execute for a command, one after the other; nothing for what the core does alone."""
+    match command:
+        case ResetPrefixCache():
+            return []
+        case SwapWeights(checkpoint, load_format):
+            prepare = [PrepareSwap(checkpoint, load_format, stage) for stage in (False, True)]
+            return [*prepare, FinishSwap(take=True)]
+    return [command]
 
 
 def level_after(command: Command | ResetPrefixCache, level: int) -> int:

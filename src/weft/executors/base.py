@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from weft.core.commands import Command, Replies
+from weft.core.commands import RankCommand, Replies
 from weft.core.step import EngineStep
 from weft.errors import Cause
 from weft.plan.memory import Capacity
@@ -39,6 +39,6 @@ class Executor(Protocol):
 
     def submit(self, step: EngineStep) -> Future[Any]: ...
 
-    def call(self, command: Command) -> Future[Replies]: ...
+    def call(self, command: RankCommand) -> Future[Replies]: ...
 
     def close(self) -> None: ...

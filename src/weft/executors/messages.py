@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from weft.core.commands import Command, Reply
+from weft.core.commands import RankCommand, Reply
 from weft.core.step import StepPlan, StepResult
 from weft.errors import Cause
 from weft.executors.liveness import Alive, Heartbeat
@@ -39,7 +39,7 @@ class RunStep(msgspec.Struct, frozen=True, tag=True):
 class RunCommand(msgspec.Struct, frozen=True, tag=True):
     """To be executed between the steps that come before and after it."""
 
-    command: Command
+    command: RankCommand
 
 
 ToRank = Launch | Allocate | RunStep | RunCommand | Heartbeat

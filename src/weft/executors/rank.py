@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from weft.core.commands import Command, Reply
+from weft.core.commands import RankCommand, Reply
 from weft.core.step import StepPlan, StepResult
 from weft.executors.causes import cause_of, lost_peer
 from weft.executors.messages import (
@@ -52,10 +52,10 @@ class RankWorker(Protocol):
     def load(self) -> Capacity: ...
 
     def allocate(self, num_blocks: int) -> int:
-        """Allocate KV blocks. Returns the number of CUDA graphs left to be captured while no request runs."""
+        """Allocate KV blocks. Returns the number of CUDA graphs left to be captured between steps."""
         ...
 
-    def call(self, command: Command) -> Reply:
+    def call(self, command: RankCommand) -> Reply:
         """Execute a command."""
         ...
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -16,10 +17,11 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from weft.core.commands import CaptureGraph, Command, GraphsLeft, Replies, Reply
+from weft.core.commands import CaptureGraph, GraphsLeft, RankCommand, Replies, Reply
 from weft.core.step import EngineStep, LockStep, LockStepResult, StepPlan, StepResult
 from weft.errors import CORE, Cause, EngineError, WeftError
 from weft.executors.base import Ready
+from weft.executors.captures import CapturePace
 from weft.executors.liveness import STEP, Work
 from weft.executors.messages import (
     Allocate,
@@ -85,7 +87,7 @@ class PendingStep:
 class PendingCall:
     """A command that ranks are executing, and the replies so far, by rank."""
 
-    command: Command
+    command: RankCommand
     future: Future[Replies] = field(default_factory=Future)
     replies: dict[int, Reply] = field(default_factory=dict)
 
@@ -167,7 +169,7 @@ class RankExecutor(ABC):
                 future.set_exception(EngineError(ended))
         return future
 
-    def call(self, command: Command) -> Future[Replies]:
+    def call(self, command: RankCommand) -> Future[Replies]:
         call = PendingCall(command)
         call.future.set_running_or_notify_cancel()
         with self._sending:
@@ -342,17 +344,21 @@ class RankExecutor(ABC):
         return True
 
     def _capture_later(self, uncaptured: int) -> None:
-        """Have the ranks capture `uncaptured` CUDA graphs while no step is in flight."""
+        """Have the ranks capture `uncaptured` CUDA graphs between later steps."""
         with self._lock:
             self._uncaptured = uncaptured
             if not uncaptured or self._capturing:
                 return
             self._capturing = True
-        threading.Thread(target=self._capture_while_idle, name="weft-captures", daemon=True).start()
+        threading.Thread(target=self._capture_missing, name="weft-captures", daemon=True).start()
 
-    def _capture_while_idle(self) -> None:
-        """Have the ranks capture the CUDA graphs that are left, one after the other, while no step is in flight."""
-        submitted = -1
+    def _capture_missing(self) -> None:
+        """Have the ranks capture the CUDA graphs that are left, one after the other, when `CapturePace` says so.
+
+        Every rank captures a graph between the same two steps, since all get steps and commands in one order. Steps
+        that were submitted before come first, and those after wait.
+        """
+        submitted, pace = -1, CapturePace(time.monotonic)
         with contextlib.suppress(EngineError):  # reported elsewhere
             while not self._closing.wait(IDLE_S):
                 capture = None
@@ -361,12 +367,15 @@ class RankExecutor(ABC):
                         if not self._uncaptured:
                             self._capturing = False
                             return
-                        idle = not self._pending and not self._calls and self._submitted == submitted
+                        idle = not self._pending and self._submitted == submitted
+                        is_due = not self._calls and pace.is_due(idle=idle)
                         submitted = self._submitted
-                    if idle:
+                    if is_due:
+                        pace.begin()
                         capture = self.call(CaptureGraph())
                 if capture:
                     capture.result()
+                    pace.end()
 
     def _await_all(self, kind: type[Report]) -> list[Report]:
         """Wait for a `kind` from each rank. Raises EngineError with the root cause if a rank fails."""

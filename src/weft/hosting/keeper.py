@@ -273,6 +273,7 @@ class Keeper:
         """Begin to put an idle model to sleep, or to unload it."""
         hosted, tenant = self.models[name], self.residency.tenants[name]
         tenant.state = State.UNLOADING if unload else State.SLEEPING
+        tenant.slept = tenant.slept or not unload
         hosted.member.replica.draining = True
         return self._spawn(self._rest(hosted, unload=unload))
 
@@ -288,7 +289,7 @@ class Keeper:
             if unload or hosted.member.is_running:
                 await self._fail(hosted, _as_refusal(name, error))
             return  # `_watch` sees to a process that has ended
-        tenant.state = State.UNLOADED if unload else State.ASLEEP
+        tenant.state, tenant.slept = (State.UNLOADED, False) if unload else (State.ASLEEP, True)
         log.info("%s is %s", name, tenant.state.value)
         self.pump()
 
@@ -310,7 +311,7 @@ class Keeper:
             await hosted.stop()
         except Exception:
             log.exception("the process of %s may not have ended", name)
-        tenant.state = State.UNLOADED
+        tenant.state, tenant.slept = State.UNLOADED, False
         hosted.failures += 1
         hosted.fault = error
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**hosted.failures)

@@ -40,8 +40,8 @@ class Tenant(msgspec.Struct, kw_only=True, eq=False):
     """One model: its needs, and what is known of its use. `running` requests keep it awake.
 
     `stays_s`: seconds that it stays awake after its last request, as this says; None: as configured. `ends_turn`:
-    requests wait, since another model waits for its room. `leaves`: so does an administrator. `pinned`: it makes room
-    for nobody.
+    requests wait, since another model waits for its room. `leaves`: so does an administrator. `slept`: it has slept
+    since it was loaded, and what it took for that of the host's memory stays taken. `pinned`: it makes room for nobody.
     """
 
     name: str
@@ -55,6 +55,7 @@ class Tenant(msgspec.Struct, kw_only=True, eq=False):
     stays_s: float | None = None
     ends_turn: bool = False
     leaves: bool = False
+    slept: bool = False
 
     @property
     def pinned(self) -> bool:
@@ -65,7 +66,15 @@ class Tenant(msgspec.Struct, kw_only=True, eq=False):
         """Bytes by device that it takes now, at most."""
         if self.state is State.UNLOADED:
             return {}
-        return self.need.asleep if self.state is State.ASLEEP else self.need.awake
+        return self.need.asleep if self.state is State.ASLEEP else self.awake_bytes
+
+    @property
+    def awake_bytes(self) -> Mapping[str, int]:
+        """Bytes by device that it takes while it is awake; of weights on GPUs a copy stays in the host's memory."""
+        if not self.slept:
+            return self.need.awake
+        devices = {**self.need.awake, **self.need.asleep}
+        return {device: max(self.need.awake.get(device, 0), self.need.asleep.get(device, 0)) for device in devices}
 
     @property
     def expires_s(self) -> float:
@@ -111,7 +120,7 @@ class Residency:
         If the host has no room for one more that sleeps, models that sleep already are unloaded in the same order.
         Raises PlanError if it has no room though all others that may make room have done so.
         """
-        need = self.tenants[name].need.awake
+        need = self.tenants[name].awake_bytes
         states = {other.name: other.held for other in self.tenants.values() if other.name != name}
         changed: dict[str, Tenant] = {}
         for victim, held in self._ways(name):
@@ -148,7 +157,7 @@ class Residency:
     def _no_room(self, name: str, device: str, states: Mapping[str, Mapping[str, int]]) -> PlanError:
         taken = sum(held.get(device, 0) for held in states.values())
         return PlanError(
-            f"{name!r} needs {self.tenants[name].need.awake.get(device, 0):,} bytes of {device}, which has "
+            f"{name!r} needs {self.tenants[name].awake_bytes.get(device, 0):,} bytes of {device}, which has "
             f"{self.rooms.get(device, 0):,}, {taken:,} of them held by models that make no room; unload one, or give "
             "one a keep-alive",
             code="no-room-for-model",

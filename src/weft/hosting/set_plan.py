@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -40,7 +41,8 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One model of a set: its devices, and its bytes on each of them while it is awake and while it sleeps.
 
     `kv_bytes` is the KV cache of all ranks, `kv_rank_bytes` that of one on a CPU, None on GPUs, whose engines take
-    what their share leaves. `wake_s`: seconds that its weights take from the host's memory.
+    what their share leaves. `wake_s`: seconds that its weights take from the host's memory, which is pinned: that of
+    GPUs stays taken when the model is awake again, until it is unloaded.
     """
 
     entry: ModelEntry
@@ -79,12 +81,19 @@ class SetPlan(msgspec.Struct, frozen=True, kw_only=True):
         """The models, all unloaded."""
         return Residency(self.rooms, [model.tenant for model in self.models])
 
+    @property
+    def sleepless(self) -> tuple[ModelPlan, ...]:
+        """Models that are to sleep, for whose weights the host has too little memory even alone: they are unloaded."""
+        rest = (model for model in self.models if not model.entry.must_be_awake and model.need.awake.keys() != {HOST})
+        return tuple(model for model in rest if model.need.asleep.get(HOST, 0) > self.rooms.get(HOST, math.inf))
+
     def as_json(self) -> dict[str, Any]:
         """The plan as JSON: sizes are bytes, times seconds."""
-        return {"rooms": dict(self.rooms), "models": [_row(model) for model in self.models]}
+        sleepless = self.sleepless
+        return {"rooms": dict(self.rooms), "models": [_row(model, model not in sleepless) for model in self.models]}
 
 
-def _row(model: ModelPlan) -> dict[str, Any]:
+def _row(model: ModelPlan, sleeps: bool) -> dict[str, Any]:
     entry = model.entry
     return {
         "names": list(entry.names),
@@ -94,7 +103,7 @@ def _row(model: ModelPlan) -> dict[str, Any]:
         "asleep_bytes": dict(model.need.asleep),
         "weight_bytes": model.weight_bytes,
         "kv_bytes": model.kv_bytes,
-        "wake_s": model.wake_s,
+        "wake_s": model.wake_s if sleeps else None,
         "keep_alive_s": None if entry.must_be_awake else entry.keep_alive_s,
         "must_be_awake": entry.must_be_awake,
         "priority": entry.priority,

@@ -17,6 +17,8 @@ from itertools import chain
 
 import torch
 
+from weft.comm.current_device import enter_device
+
 logger = logging.getLogger("weft")
 
 THREADS = 8  # at most: MLIR starts one more thread per core for each kernel that is compiled
@@ -47,10 +49,6 @@ def warm_kernels(launches: Sequence[Sequence[KernelLaunch]], device: torch.devic
     """Run all launches, of which those of a group launch the same kernels. On a GPU they run in as many threads as the
     rank may have."""
 
-    def enter_device() -> None:
-        torch.cuda.set_device(device)
-        torch.zeros(1, device=device)  # a call of CUDA's runtime gives the thread the device's context
-
     def run_launch(launch: KernelLaunch) -> None:
         with torch.inference_mode():
             launch()
@@ -60,8 +58,9 @@ def warm_kernels(launches: Sequence[Sequence[KernelLaunch]], device: torch.devic
     began = time.monotonic()
     rounds = launch_rounds(launches)
     # Triton's interpreter runs one launch at a time.
+    most = min(THREADS, torch.get_num_threads())
     if device.type == "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        with ThreadPoolExecutor(min(THREADS, torch.get_num_threads()), "weft-warm", enter_device) as threads:
+        with ThreadPoolExecutor(most, "weft-warm", enter_device, (device,)) as threads:
             for batch in rounds:
                 list(threads.map(run_launch, batch))
     else:

@@ -31,6 +31,11 @@ class RopeTables:
         """The table of an embedding of heads of this length; the same for each call."""
         return self._tables.setdefault((rope, head_dim), RopeTable(rope, head_dim))
 
+    @property
+    def angles(self) -> list[torch.Tensor]:
+        """The angles of all tables."""
+        return [table.angles for table in self._tables.values()]
+
     def fill(self, rows: int, length: int, device: torch.device) -> None:
         """Compute the angles of the first `rows` positions, for texts of up to `length` tokens."""
         for table in self._tables.values():

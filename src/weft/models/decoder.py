@@ -172,6 +172,11 @@ class DecoderModel:
         """Compute the rotary angles of the first `rows` positions; `length` is the longest text that is served."""
         self.ropes.fill(rows, length, device)
 
+    @property
+    def rope_angles(self) -> list[torch.Tensor]:
+        """The rotary angles that have been computed."""
+        return self.ropes.angles
+
     def replace(self, name: str, weight: torch.Tensor | QuantisedWeight) -> None:
         """Give a parameter other values, of the same dims and scheme, in the same memory.
 

@@ -78,8 +78,20 @@ class QuantisedWeight:
         return self.values.device
 
     @property
+    def parts(self) -> dict[str, torch.Tensor]:
+        """The tensors of the weight, by their fields."""
+        parts = {"values": self.values, "scales": self.scales, "lowest": self.lowest}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in (self.values, self.scales, self.lowest) if part is not None)
+        return sum(part.nbytes for part in self.parts.values())
+
+    def empty_on(self, device: torch.device) -> QuantisedWeight:
+        """Uninitialised memory for a weight like this one, on a device."""
+        values, scales = (torch.empty_like(part, device=device) for part in (self.values, self.scales))
+        lowest = None if self.lowest is None else torch.empty_like(self.lowest, device=device)
+        return replace(self, values=values, scales=scales, lowest=lowest)
 
     def narrow(self, dim: int, start: int, length: int) -> QuantisedWeight:
         """A view of `length` rows from `start` on of one matrix; `dim` must be 0."""

@@ -18,6 +18,7 @@ import torch
 from weft.architectures.axes import owned
 from weft.architectures.parameters import parameter_dims, rank_parameters
 from weft.architectures.place import Place, Span
+from weft.comm.current_device import enter_device
 from weft.formats.tensor_index import expected_tensors, locate_tensors
 from weft.plan.fills import Fill, checkpoint_scheme, rank_fills
 from weft.plan.plan import Plan
@@ -128,10 +129,10 @@ def load_weights(
 ) -> None:
     """Fill `targets`: all parameters of a rank, or some, as `architectures.parameters.rank_parameters` lists them.
 
-    Targets are allocated already, on any device and of any float dtype or scheme. Parameters that the checkpoint does
-    not hold in the target's scheme are made by `rounding`, in several threads, with the `importance` of the parameter's
-    columns if it is known. `report_read` gets the bytes of the files that are read so far, and those of all targets.
-    `source` is the plan's checkpoint if it is open already. Raises ModelError.
+    Targets are allocated already, on any one device and of any float dtype or scheme. Parameters that the checkpoint
+    does not hold in the target's scheme are made by `rounding`, in several threads, with the `importance` of the
+    parameter's columns if it is known. `report_read` gets the bytes of the files that are read so far, and those of all
+    targets. `source` is the plan's checkpoint if it is open already. Raises ModelError.
     """
     if plan.load_format == "sharded_state":
         read_shard(plan, place.rank, targets, report_read)
@@ -163,7 +164,7 @@ def load_weights(
                 importance=importance.get(fill.weight),
             )
 
-    with reader_threads() as pool:
+    with reader_threads(next(iter(targets.values())).device) as pool:
         fills = [fill for fill in rank_fills(plan.shape, place) if fill.param in targets]
         sizes = [stored_bytes(source, fill, dims[fill.source]) for fill in fills]
         report = ReadReport(sum(sizes), report_read)
@@ -214,14 +215,14 @@ def check_fill(fill: Fill) -> None:
 
 
 @contextmanager
-def reader_threads() -> Iterator[ThreadPoolExecutor]:
-    """Threads that read weights, one per core.
+def reader_threads(device: torch.device) -> Iterator[ThreadPoolExecutor]:
+    """Threads that read weights of a rank on `device`, one per core.
 
     Each thread takes whole tensors: no barrier after every small step, and several reads in flight. Torch uses one
     core for the caller meanwhile, as for each of these threads.
     """
     threads = torch.get_num_threads()
-    with ThreadPoolExecutor(threads, "weft-load", initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ThreadPoolExecutor(threads, "weft-load", initializer=_begin_reading, initargs=(device,)) as pool:
         try:
             torch.set_num_threads(1)
             yield pool
@@ -229,3 +230,8 @@ def reader_threads() -> Iterator[ThreadPoolExecutor]:
             pool.shutdown(cancel_futures=True)
             # A thread that has set no number of its own takes the last number that any thread set.
             torch.set_num_threads(threads)
+
+
+def _begin_reading(device: torch.device) -> None:
+    torch.set_num_threads(1)
+    enter_device(device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import BinaryIO
 
@@ -41,10 +40,8 @@ def tensor_parts(targets: Targets) -> Iterator[tuple[str, torch.Tensor]]:
         if isinstance(target, torch.Tensor):
             yield name, target
             continue
-        for field in fields(target):
-            part = getattr(target, field.name)
-            if isinstance(part, torch.Tensor):
-                yield f"{name}.{field.name}", part
+        for field, part in target.parts.items():
+            yield f"{name}.{field}", part
 
 
 def read_shard(plan: Plan, rank: int, targets: Targets, report: Callable[[int, int], None] | None) -> None:

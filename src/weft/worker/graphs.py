@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,7 +26,10 @@ Capture = Callable[[Callable[[], None]], Replay]
 # Takes the number of graphs that are captured, and of those for which a start waits.
 ReportCaptured = Callable[[int, int], None]
 
-CAPTURE_S = 2.0  # time of the captures that a start waits for; the others come while no request runs
+CAPTURE_S = 2.0  # time of the captures that a start waits for; the others come between later steps
+# Rows of a graph per row of a step, at most, if weights are quantised. Products with few rows of such weights take as
+# long as reading them, those with 256 rows several times as long: then a step without a graph is faster.
+MOST_PADDING = 2.0
 
 
 def graph_sizes(most: int) -> list[int]:
@@ -33,6 +37,15 @@ def graph_sizes(most: int) -> list[int]:
     most."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32), *range(320, 513, 64)]
     return [size for size in sizes if size < most] + [min(most, sizes[-1])]
+
+
+def capture_order(sizes: list[int]) -> list[int]:
+    """Sizes in the order in which they are captured.
+
+    The largest comes first, since the others share its memory. With the powers of two, which follow, a step has a graph
+    of less than twice its rows.
+    """
+    return sorted(sizes, key=lambda size: (size != sizes[-1], size.bit_count() > 1, size))
 
 
 @dataclass(frozen=True)
@@ -50,8 +63,9 @@ class Graphs:
 
     `rows` is the largest batch, `width` the number of columns of a block table, `groups` that of KV groups,
     `attention_groups` that of the groups that exchange tokens in `forward`: all of them pad to the same graph.
-    `incoming` is the width and dtype of the hidden states from the stage before, None on the first stage. With `alone`
-    no other rank takes part in `forward`. `clock` gives seconds.
+    `incoming` is the width and dtype of the hidden states from the stage before, None on the first stage. A step runs
+    without a graph if all that have room have more than `padding` times its rows. With `alone` no other rank takes part
+    in `forward`. `clock` gives seconds.
     """
 
     def __init__(
@@ -66,11 +80,13 @@ class Graphs:
         attention_groups: int = 1,
         incoming: tuple[int, torch.dtype] | None,
         device: torch.device,
+        padding: float = math.inf,
         alone: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._forward, self._capture, self._alone = forward, capture, alone
-        self._prepare, self._clock, self._attention_groups = prepare, clock, attention_groups
+        self._prepare, self._clock = prepare, clock
+        self._attention_groups, self._padding = attention_groups, padding
         self._sizes = graph_sizes(rows)
         self._captured: dict[int, CapturedGraph] = {}
         # All graphs read the same tensors, each graph the first rows of them.
@@ -86,37 +102,27 @@ class Graphs:
 
     @property
     def uncaptured(self) -> list[int]:
-        """Sizes that have no graph yet, smallest first."""
-        return [size for size in self._sizes if size not in self._captured]
+        """Sizes that have no graph yet, in the order in which they are captured."""
+        return [size for size in capture_order(self._sizes) if size not in self._captured]
 
     def capture_at_start(
         self,
-        agree: Callable[[float], float] = lambda seconds: seconds,
+        slowest: Callable[[float], float] = lambda seconds: seconds,
         report: ReportCaptured = lambda done, total: None,
     ) -> None:
-        """Capture the largest size, whose memory the others share, and then the smallest ones for CAPTURE_S seconds.
+        """Capture the first size of `capture_order`, and then others for CAPTURE_S seconds by the time of the first.
 
-        If the first capture's time, once for each size, is no longer than that, all sizes are captured. `agree` turns
-        the seconds of all ranks into one number, since all ranks have to capture the same sizes. `report` is called
-        after each capture.
+        All ranks capture the same sizes at the same time: `slowest` turns the seconds of this rank into those of the
+        slowest one, the same bits on each. `report` is called after each capture.
         """
-        seconds, largest_before = 0.0, self.largest
-        while self._sizes and not self._captured:
-            began = self._clock()
-            self._capture_size(self._sizes[-1])
-            seconds = self._clock() - began
-        if self.largest < largest_before:
-            logger.warning(
-                "No memory for CUDA graphs of more than %d rows: larger batches run without; "
-                "a lower --gpu-memory-utilization leaves room",
-                self.largest,
-            )
-        seconds, count = agree(seconds), len(self._sizes)
-        if seconds * count > CAPTURE_S:
-            count = int(CAPTURE_S / seconds)
+        began = self._clock()
+        self._capture_largest()
+        seconds = slowest(self._clock() - began)
         if not self._captured:
             return
-        later = min(count, len(self.uncaptured))
+        later = len(self.uncaptured)
+        if seconds * later > CAPTURE_S:
+            later = int(CAPTURE_S / seconds)
         goal = len(self._captured) + later
         for _ in range(later):
             report(len(self._captured), goal)
@@ -124,10 +130,16 @@ class Graphs:
         report(len(self._captured), goal)
 
     def capture_next(self) -> int:
-        """Capture the smallest size that has no graph yet; return the number of those that are left."""
-        if self.uncaptured:
+        """Capture the next size of `capture_order` that has no graph yet; return the number of those that are left."""
+        if not self._captured:
+            self._capture_largest()
+        elif self.uncaptured:
             self._capture_size(self.uncaptured[0])
         return len(self.uncaptured)
+
+    def has_graph(self, rows: int) -> bool:
+        """Return True if a step of `rows` rows of one token replays a graph."""
+        return self._smallest_graph(rows) is not None
 
     def captured_batch(self, staged: StagedStep) -> Batch | None:
         """The batch of the smallest graph that has room for a step, in all attention groups; None if there is none."""
@@ -152,8 +164,9 @@ class Graphs:
         return True
 
     def _smallest_graph(self, rows: int) -> int | None:
-        """Number of rows of the smallest captured graph that has room for `rows`."""
-        return next((size for size in self._sizes if size >= rows and size in self._captured), None)
+        """Number of rows of the smallest captured graph that has room for `rows`; None if that has too many."""
+        smallest = next((size for size in self._sizes if size >= rows and size in self._captured), None)
+        return None if smallest is None or smallest > self._padding * rows else smallest
 
     def _padded_batch(self, size: int, lengths: Lengths) -> Batch:
         """The batch of the graph of `size` rows, for a step whose rows have these lengths."""
@@ -178,6 +191,18 @@ class Graphs:
                 graph.incoming[rows:].zero_()
         graph.replay()
         return graph.out[0][:rows]
+
+    def _capture_largest(self) -> None:
+        """Capture the largest size for which there is memory, if there is one."""
+        largest_before = self.largest
+        while self._sizes and not self._captured:
+            self._capture_size(self.largest)
+        if self.largest < largest_before:
+            logger.warning(
+                "No memory for CUDA graphs of more than %d rows: larger batches run without; "
+                "a lower --gpu-memory-utilization leaves room",
+                self.largest,
+            )
 
     def _capture_size(self, size: int) -> None:
         """Capture a size. If memory runs out, no size that large is tried again."""
@@ -259,7 +284,10 @@ def leading_rows(batch: Batch, rows: int, group_tokens: tuple[int, ...] = ()) ->
 
 
 class CudaGraphs:
-    """`Capture` on a GPU: graphs that share one pool of memory, since no two of them run at once."""
+    """`Capture` on a GPU: graphs that share one pool of memory, since no two of them run at once.
+
+    One object captures all graphs of a runner, asleep in between too: cuBLAS keeps a workspace for each stream.
+    """
 
     def __init__(self) -> None:
         self._pool: object = None
@@ -270,6 +298,10 @@ class CudaGraphs:
         graph = capture_graph(run, self._stream, self._pool)
         self._pool = self._pool or graph.pool()
         return graph.replay
+
+    def forget_pool(self) -> None:
+        """Have later graphs share a new pool: those of now have been dropped."""
+        self._pool = None
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -61,7 +61,7 @@ def measure_importance(
     # One cache for all layers, which run one after the other.
     cache = allocate_cache(shape, place, dtype, device, (1, tokens))
     incoming = None if place.first else links.stage.recv((tokens, shape.hidden), dtype)
-    with reader_threads() as pool:
+    with reader_threads(device) as pool:
         whole = {name for name, parameter, _ in rank_parameters(shape, place) if parameter.is_read_directly}
         matrices = StreamedMatrices(source, targets, rank_fills(shape, place), shape.head_dim, pool, whole)
         derive_parameters(shape, targets)
@@ -74,6 +74,11 @@ def measure_importance(
     if not place.last:
         links.stage.send(hidden)
     return matrices.importance
+
+
+def rounds_by_importance(plan: Plan) -> bool:
+    """Return True if `measure_importance` has all ranks of the plan run a step. Raises ModelError."""
+    return plan.load_format not in ("dummy", "sharded_state") and needs_importance(plan, open_source(plan))
 
 
 def needs_importance(plan: Plan, source: WeightSource) -> bool:

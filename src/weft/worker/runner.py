@@ -14,13 +14,13 @@ from msgspec.structs import replace
 from weft.architectures.compose import shape_within
 from weft.architectures.kv import layer_bytes_per_token
 from weft.comm import Links
-from weft.core.commands import SwapWeights
+from weft.core.commands import PrepareSwap
 from weft.core.params import SamplingParams
 from weft.core.step import StepPlan
 from weft.kernels import create_kernels, create_rounding
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
-from weft.kernels.capture import synchronize_device
+from weft.kernels.capture import WORKSPACE_BYTES, synchronize_device
 from weft.kernels.fused import PhaseTimes
 from weft.kernels.staged import StagedStep
 from weft.kernels.warm import warm_kernels
@@ -31,12 +31,13 @@ from weft.plan.determinism import not_deterministic
 from weft.plan.fills import rank_weight_bytes
 from weft.plan.memory import expanded_bytes, step_bytes
 from weft.plan.plan import Plan
-from weft.weights.load import allocate_parameters, load_weights, parameter_groups
+from weft.weights.load import allocate_parameters, load_weights
 from weft.worker import rehearsal
 from weft.worker.device import allocate_caches, prepare_device
-from weft.worker.graphs import CudaGraphs, Graphs, ReportCaptured, graph_sizes
+from weft.worker.graphs import MOST_PADDING, CudaGraphs, Graphs, ReportCaptured, graph_sizes
 from weft.worker.host_copies import HostCopies
 from weft.worker.importance import measure_importance
+from weft.worker.swap import WeightSwap
 
 logger = logging.getLogger("weft")
 
@@ -66,9 +67,13 @@ class ModelRunner:
         self.attention = AttentionShape.from_plan(plan, rank)
         self.caches: Sequence[KVCache] = []
         self._num_blocks = 0  # of the KV cache, asleep too
-        self._copies: HostCopies | None = None  # of a GPU's weights, asleep
+        self._copies = HostCopies()  # of a GPU's weights, asleep
         self._asleep = self._dropped = False
+        self._swap: WeightSwap | None = None  # of weights that are on their way
         self._exchange: TokenExchange | None = None  # with other attention groups
+        # Decode steps run as CUDA graphs, on all ranks that compute the same layers, or on none of them.
+        self.captures = False
+        self._capture: CudaGraphs | None = None
         self.graphs: Graphs | None = None
         self.weight_bytes = self.activation_bytes = self.graph_bytes = 0
 
@@ -92,11 +97,6 @@ class ModelRunner:
         if plan.schemes and not self.kernels.matrices.multiplies_quantised:
             self.weight_bytes = rank_weight_bytes(shape, self.place, plan.dtype)
             logger.warning("The kernels of torch do not multiply quantised weights: they are held in %s", plan.dtype)
-        if plan.graphs and not self.kernels.attention.capturable:
-            logger.warning(
-                "The kernels of torch cannot be captured: decode steps run without CUDA graphs",
-                extra=event_fields("no-cuda-graphs"),
-            )
         self._exchange = create_exchange(plan.exchange, self.links, plan.places, self.rank, self.device)
         self.model = create_model(
             shape_within(shape, plan.max_model_len),
@@ -109,11 +109,33 @@ class ModelRunner:
         )
         if plan.deterministic and not self.model.is_fused:
             raise not_deterministic("C++ does not compute all layers of this layout in one call")
-        if plan.graphs and self.kernels.attention.capturable and not self.model.capturable:
-            logger.warning(
-                "The experts of this layout cannot be captured: decode steps run without CUDA graphs",
-                extra=event_fields("no-cuda-graphs"),
-            )
+        self.captures = self._agree_on_captures()
+
+    def _agree_on_captures(self) -> bool:
+        """Return True if this rank, and all ranks that take part in its steps, can capture them as CUDA graphs.
+
+        A graph holds the exchanges of its step: a rank that captures beside one that does not would wait for it for
+        ever. Ranks can differ if their GPUs do, since kernels that a GPU cannot run are replaced by torch's.
+        """
+        if not self.plan.graphs or self.device.type != "cuda":
+            return False
+        obstacle = self._capture_obstacle()
+        able = self.links.tensor.capturable and not obstacle
+        captures = all(self._of_all_ranks(float(able)))
+        if able and not captures:
+            obstacle = "Another rank of this stage cannot capture its kernels"
+        if obstacle:
+            logger.warning("%s: decode steps run without CUDA graphs", obstacle, extra=event_fields("no-cuda-graphs"))
+        return captures
+
+    def _capture_obstacle(self) -> str | None:
+        """Reason that this rank's kernels cannot be captured, or None: they wait for the GPU in the middle of a step.
+
+        Ranks that exchange on the host cannot capture their steps either, which needs no word.
+        """
+        if not self.kernels.attention.capturable:
+            return "The kernels of torch cannot be captured"
+        return None if self.model.capturable else "The experts of this layout cannot be captured"
 
     def _fill_ropes(self) -> None:
         """Compute the angles of a GPU; those of a CPU are computed when the length of its KV cache is known."""
@@ -157,7 +179,8 @@ class ModelRunner:
             with self._exchange_as_in_graphs():
                 rehearse([1] * sizes[-1], rehearsal.DEMANDING)
             largest = torch.cuda.max_memory_allocated(self.device) - before
-            self.graph_bytes = (largest + GRAPH_BYTES * len(sizes)) * self.captures
+            # They are captured on a stream of their own, for which cuBLAS takes a workspace.
+            self.graph_bytes = (largest + GRAPH_BYTES * len(sizes) + WORKSPACE_BYTES) * self.captures
         self.caches = []
         self.model.forget_caches()
 
@@ -206,6 +229,18 @@ class ModelRunner:
 
         `report_captured` as for `Graphs.capture_at_start`.
         """
+        self._allocate_blocks(num_blocks)
+        self._rehearse_small(rehearse)
+        if self.captures:
+            self.graphs = self._create_graphs()
+            self.graphs.capture_at_start(self._slowest, report_captured)
+        if not self.plan.on_cpu:
+            # The largest steps again, beside the KV cache: the allocator keeps their memory, and later steps find it.
+            for counts, params in rehearsal.largest_steps(self.plan):
+                rehearse(counts, params, num_blocks)
+
+    def _allocate_blocks(self, num_blocks: int) -> None:
+        """Allocate the KV cache and, on a CPU, compute the angles for the longest text that it holds."""
         plan = self.plan
         self._num_blocks = num_blocks
         self._allocate_caches(num_blocks)
@@ -215,77 +250,90 @@ class ModelRunner:
             if not plan.on_cpu:
                 rows = max(rows, *(max(counts) for counts, _ in rehearsal.largest_steps(plan)))
             self.model.fill_ropes(rows, plan.max_model_len, self.device)
-        tokens = min(16, plan.max_num_batched_tokens, plan.kv_layout.longest(num_blocks, plan.max_model_len))
+
+    def _rehearse_small(self, rehearse: Rehearse) -> None:
+        """Run a small step of each kind."""
+        plan = self.plan
+        tokens = min(16, plan.max_num_batched_tokens, plan.kv_layout.longest(self._num_blocks, plan.max_model_len))
         rehearse([tokens], rehearsal.DEMANDING)
         rehearse([1], rehearsal.PLAIN)
-        if self.captures:
-            self.graphs = self._create_graphs()
-            self.graphs.capture_at_start(self._add_seconds, report_captured)
-        if not plan.on_cpu:
-            # The largest steps again, beside the KV cache: the allocator keeps their memory, and later steps find it.
-            for counts, params in rehearsal.largest_steps(plan):
-                rehearse(counts, params, num_blocks)
 
     def sleep(self, level: int) -> None:
         """Give the memory of KV cache, graphs and weights back, see the command Sleep."""
         self.graphs, self.caches, self._asleep = None, [], True
+        if self._capture:
+            self._capture.forget_pool()
         self.model.forget_caches()
         # A pipeline over a CPU and GPUs reads its weights again: all stages take part in that.
         if level > 1 or (self.plan.uses_cpu and not self.plan.on_cpu):
             self._drop_model()
             return
-        self.model.fill_ropes(0, self.plan.max_model_len, self.device)
-        if self.device.type != "cpu":  # whose weights are in the host's memory already
-            self._copies = HostCopies([*self.model.vectors.values(), *self.kernels.matrices.tensors()])
+        if self.device.type == "cpu":  # whose weights are in the host's memory already
+            self.model.fill_ropes(0, self.plan.max_model_len, self.device)
+        else:
+            model, matrices = self.model, self.kernels.matrices
+            self._copies.save([*model.vectors.values(), *model.rope_angles, *matrices.tensors()])
 
     def wake(self, rehearse: Rehearse) -> None:
-        """Load what `sleep` has dropped, and allocate as many KV blocks as before."""
-        if self._copies:
-            self._copies.restore()
-            self._copies = None
-        elif self._dropped:
-            self._load_model()
-        self._asleep = self._dropped = False
-        self._fill_ropes()
-        self.allocate(self._num_blocks, rehearse)
+        """Load what `sleep` has dropped, and allocate as many KV blocks as before.
 
-    def swap_weights(self, command: SwapWeights) -> None:
-        """Read the weights of another checkpoint of the same shapes, layer by layer, into the same memory; asleep, with
-        the next `wake`."""
-        plan = self.plan = replace(self.plan, checkpoint=command.checkpoint, load_format=command.load_format)
-        if self._asleep:
-            self._copies = None
-            self._drop_model()
+        A GPU whose weights come from the host's memory has run all kernels before: no step is rehearsed, only the
+        memory of the largest one is taken. Graphs are captured between later steps; until then steps run without.
+        """
+        dropped, self._asleep, self._dropped = self._dropped, False, False
+        if dropped:
+            self._load_model()
+            self._fill_ropes()
+        else:
+            self._copies.restore()
+        self._allocate_blocks(self._num_blocks)
+        if dropped or self.plan.uses_cpu:
+            self._rehearse_small(rehearse)
+        if self.captures:
+            self.graphs = self._create_graphs()
+        if self.device.type != "cpu":
+            # The allocator keeps it, and later steps find it.
+            torch.empty(self.activation_bytes, dtype=torch.uint8, device=self.device)
+            synchronize_device(self.device)
+
+    def prepare_swap(self, command: PrepareSwap) -> None:
+        """Check or stage the weights of another checkpoint of the same shapes. Raises SwapRefusedError."""
+        if command.stage:
+            assert self._swap
+            if not self._asleep:
+                self._swap.stage()
             return
-        backend = plan.rank_backend(self.rank), self.device, self.attention
-        outline = allocate_parameters(plan, self.place, self.device, matrices=torch.device("meta"))
-        importance = measure_importance(plan, self.rank, self.links, outline, self.device)
-        for names in parameter_groups(plan, self.place):
-            targets = allocate_parameters(plan, self.place, self.device, names=names)
-            load_weights(plan, self.place, targets, create_rounding(*backend), importance)
-            for name, target in targets.items():
-                self.model.replace(name, target)
-        self.kernels.matrices.refresh_biases()
+        plan = replace(self.plan, checkpoint=command.checkpoint, load_format=command.load_format)
+        rounding = create_rounding(plan.rank_backend(self.rank), self.device, self.attention)
+        self._swap = WeightSwap(plan, self.rank, self.links, self.device, rounding)
+        self._swap.check(asleep=self._asleep)
+
+    def finish_swap(self, *, take: bool) -> None:
+        """Take the weights that `prepare_swap` has made ready, in the memory of the old ones; asleep, with the next
+        `wake`. Without `take`, drop them."""
+        swap, self._swap = self._swap, None
+        if swap is None or not take:
+            return
+        self.plan = swap.plan
+        if self._asleep:
+            self._drop_model()
+        else:
+            swap.move_into(self.model)
 
     def _drop_model(self) -> None:
         self._dropped = True
+        self._copies.forget()
         self.model = self.kernels = None  # type: ignore[assignment]
 
     def _allocate_caches(self, num_blocks: int) -> None:
         self.caches = allocate_caches(self.plan, self.rank, self.attention.cache_dtype, self.device, num_blocks)
 
-    @property
-    def captures(self) -> bool:
-        """True if decode steps run as CUDA graphs. Neither ranks that exchange on the host in the middle of a step nor
-        kernels that wait for the GPU can be captured."""
-        enabled = self.plan.graphs and self.device.type == "cuda"
-        return enabled and self.links.tensor.capturable and self.kernels.attention.capturable and self.model.capturable
-
     def _create_graphs(self) -> Graphs:
         plan = self.plan
+        self._capture = self._capture or CudaGraphs()
         return Graphs(
             self._forward,
-            CudaGraphs(),
+            self._capture,
             prepare=self.kernels.attention.prepare,
             rows=plan.max_num_seqs,
             width=-(-plan.max_model_len // plan.block_size),
@@ -293,15 +341,21 @@ class ModelRunner:
             attention_groups=plan.data_parallel if plan.exchange else 1,
             incoming=None if self.place.first else (plan.shape.hidden, self.dtype),
             device=self.device,
+            padding=MOST_PADDING if plan.schemes else math.inf,
             alone=self.links.tensor.size == 1 and not plan.exchange,
         )
 
-    def _add_seconds(self, seconds: float) -> float:
-        """Sum of the seconds of all ranks that capture together, the same bits on each."""
-        links, parts = self.links, torch.tensor([seconds], dtype=torch.float64, device=self.device)
+    def _slowest(self, seconds: float) -> float:
+        """The longest of these seconds of all ranks that capture together, the same bits on each."""
+        return max(self._of_all_ranks(seconds))
+
+    def _of_all_ranks(self, number: float) -> list[float]:
+        """This number of each rank that computes the same layers: the same bits on each, in one order."""
+        links, parts = self.links, torch.tensor([number], dtype=torch.float64, device=self.device)
         for group in (links.expert,) if links.expert.size > 1 else (links.tensor, links.data):
             parts = group.all_gather(parts, [len(parts)] * group.size)
-        return math.fsum(parts.tolist())
+        numbers: list[float] = parts.tolist()
+        return numbers
 
     @property
     def uncaptured(self) -> int:
@@ -321,7 +375,7 @@ class ModelRunner:
         tokens have in common once for each of them.
         """
         tokens = len(step.tokens)
-        if self.graphs is None or not len(step.slots) < tokens <= self.graphs.largest:
+        if len(step.slots) == tokens or self.graphs is None or not self.graphs.has_graph(tokens):
             return False
         read_again = sum(
             (count - 1) * start + count * (count - 1) // 2
@@ -376,5 +430,5 @@ class ModelRunner:
 
     def close(self) -> None:
         """Drop everything that takes memory."""
-        self.graphs, self.caches, self._copies = None, [], None
+        self.graphs, self._capture, self.caches, self._swap = None, None, [], None
         self._drop_model()

@@ -16,14 +16,16 @@ from weft.comm import Links
 from weft.comm.nccl_log import read_choices
 from weft.core.commands import (
     CaptureGraph,
-    Command,
     Done,
+    FinishSwap,
     GraphsLeft,
+    PrepareSwap,
     Profile,
+    RankCommand,
     RankStats,
+    Refused,
     Reply,
     Sleep,
-    SwapWeights,
     TraceFile,
     Wake,
 )
@@ -32,7 +34,7 @@ from weft.core.step import StepPlan, StepResult
 from weft.errors import error_reason
 from weft.executors.rank import unfreeze_start
 from weft.hardware import malloc
-from weft.kernels.capture import release_cached_memory
+from weft.kernels.capture import release_cached_memory, release_workspaces, use_workspaces
 from weft.kernels.streams import NOT_FINITE
 from weft.plan.memory import Capacity
 from weft.plan.plan import Plan
@@ -48,6 +50,7 @@ from weft.worker.runner import ModelRunner
 from weft.worker.sample_arrays import SampleArrays, int64_array, sampled_positions
 from weft.worker.sampler import SampleBatch, Sampler
 from weft.worker.step_clock import create_step_clock
+from weft.worker.swap import SwapRefusedError
 from weft.worker.trace import RankTrace, finish_writing
 
 logger = logging.getLogger("weft")
@@ -77,6 +80,7 @@ class Worker:
         began = time.monotonic()
         plan, runner = self.plan, self.runner
         runner.load(self.report_read)
+        self._use_gpu()
         self.clock = create_step_clock(runner.device, self.links)
         groups = len(plan.kv_layout.groups)
         self.request_slots = RequestSlots(
@@ -126,7 +130,7 @@ class Worker:
         return sum(runner.uncaptured for runner in self.runners)
 
     @torch.inference_mode()
-    def call(self, command: Command) -> Reply:
+    def call(self, command: RankCommand) -> Reply:
         """Execute a command. All ranks do so between the same steps."""
         match command:
             case CaptureGraph():
@@ -143,11 +147,22 @@ class Worker:
                 return Done()
             case Wake():
                 self.wake()
-            case SwapWeights():
-                self.runner.swap_weights(command)
+            case PrepareSwap():
+                return self.prepare_swap(command)
+            case FinishSwap(take):
+                self.runner.finish_swap(take=take)
                 malloc.release()
                 return Done()
         return GraphsLeft(sum(runner.uncaptured for runner in self.runners))
+
+    def prepare_swap(self, command: PrepareSwap) -> Done | Refused:
+        """Make the weights of another checkpoint ready, or say why that cannot be; those of the model stay."""
+        try:
+            self.runner.prepare_swap(command)
+        except SwapRefusedError as error:
+            logger.error("rank %d keeps its weights", self.rank, exc_info=error)
+            return Refused(error.code, str(error))
+        return Done()
 
     def capture_graph(self) -> None:
         """Capture one more CUDA graph, if one is left."""
@@ -190,15 +205,26 @@ class Worker:
             runner.sleep(level)
         unfreeze_start()
         malloc.release()
+        self._leave_gpu()
+
+    def _use_gpu(self) -> None:
         if self.runner.device.type == "cuda":
+            use_workspaces(self)
+
+    def _leave_gpu(self) -> None:
+        """Give back what torch keeps of the GPU's memory."""
+        if self.runner.device.type == "cuda":
+            release_workspaces(self)
             release_cached_memory()
 
     def wake(self) -> None:
-        """Load what `sleep` has dropped, and allocate as at the start."""
+        """Load what `sleep` has dropped, and allocate the KV cache as at the start."""
+        self._use_gpu()
         if self.proposer:
             self.proposer.wake()
         self.runner.wake(self._rehearse)
-        malloc.release()  # of weights that were packed
+        if self.runner.device.type == "cpu":
+            malloc.release()  # of weights that were packed
 
     @torch.inference_mode()
     def execute(self, step: StepPlan) -> Result:
@@ -348,8 +374,7 @@ class Worker:
         for runner in self.runners:
             runner.close()
         self.sampler = self.proposer = None
-        if self.runner.device.type == "cuda":
-            release_cached_memory()
+        self._leave_gpu()
 
     def _rehearse(self, counts: list[int], params: SamplingParams, num_blocks: int | None = None) -> None:
         """Run a `rehearsal_step`. Raises ModelError if its logits are not finite."""

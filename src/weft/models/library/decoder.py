@@ -199,6 +199,11 @@ class LibraryDecoder:
         """False: the class computes the layers."""
         return False
 
+    @property
+    def rope_angles(self) -> list[torch.Tensor]:
+        """None: see `fill_ropes`."""
+        return []
+
     def fill_ropes(self, rows: int, length: int, device: torch.device) -> None:
         """Nothing to fill: the class computes its angles itself."""
 
