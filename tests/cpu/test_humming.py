@@ -25,7 +25,6 @@ from tests.refusals import refuses
 from weft import LLM, SamplingParams
 from weft.architectures.place import Span
 from weft.architectures.shape import Experts
-from weft.errors import ModelError
 from weft.formats.schemes import ALL_SCHEMES
 from weft.kernels.base import ExpertStack
 from weft.kernels.experts import GroupedExperts, choose_experts
@@ -33,12 +32,14 @@ from weft.kernels.plain import create_plain_kernels
 from weft.kernels.usable import UnusableError
 from weft.plan.products import LOCKS, VERSION, against_scheme, format_of
 from weft.quant.quantised import QuantisedWeight
+from weft.worker.swap import SwapRefusedError, WeightSwap
 
 pytest.importorskip("triton", reason="needs triton, whose kernels do the rest")
 
 from weft.kernels import contest, humming
 from weft.kernels.capture import capture_graph
 from weft.kernels.humming import check, matrices, race
+from weft.kernels.humming import products as humming_products
 from weft.kernels.humming.layout import schema_fields
 from weft.kernels.humming.library import load_library
 from weft.kernels.humming.products import ANY_ROWS, HummingExperts, HummingMatrix, choose_tiles, repack
@@ -326,12 +327,38 @@ def drawn_like(type: str) -> QuantisedWeight:
 
 
 def test_a_checkpoint_that_the_library_cannot_hold_is_refused() -> None:
+    """Before any weight of the model is another one."""
     some = made()
-    some.matrix(a_weight("INT4_128", BF16), None, "m")
+    weight = a_weight("INT4_128", BF16)
+    some.matrix(weight, None, "m")
+    some.matrix(random("Q4_K", 8, Span(0, 256), 256), None, "weft's")
     other = a_weight("INT4_128", BF16)
+    assert some.against_replacing("m", other) is None and some.against_replacing("weft's", other) is None
     other.lowest[5, 1] = 16  # type: ignore[index]
-    with refuses(ModelError, "weights-not-replaceable", "INT4_128", "16", "--product-backend own"):
-        some.replace("m", other)
+    assert some.against_replacing("weft's", other) is None
+    reason = some.against_replacing("m", other)
+    assert reason and all(word in reason for word in ("16", "--product-backend own"))
+    swap = WeightSwap.__new__(WeightSwap)
+    swap._staged = {"m": other}
+    model: Any = type("Model", (), {"kernels": type("Kernels", (), {"matrices": some})()})()
+    with refuses(SwapRefusedError, "weights-not-replaceable", "zero points"):
+        swap.check_kernels(model)
+    assert not swap._staged
+
+
+def test_weights_are_repacked_in_bands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a large matrix, some at a time, also from the host's memory to a card's."""
+    bias = torch.randn(776).to(BF16)
+    for type in ("Q4_1", "INT8", "MXFP4", "INT4_ROW"):
+        weight = a_weight(type, BF16, rows=776)
+        whole = repack(load_library(), weight, bias, torch.zeros(LOCKS, dtype=torch.int32), 8)
+        with monkeypatch.context() as small:
+            small.setattr(humming_products, "BAND_BYTES", 1)
+            assert humming_products.band_rows(weight) == 256
+            bands = repack(load_library(), weight, bias, torch.zeros(LOCKS, dtype=torch.int32), 8)
+        assert bands.held.keys() == whole.held.keys()
+        for name, part in whole.held.items():
+            assert torch.equal(bands.held[name].view(torch.uint8), part.view(torch.uint8)), (type, name)
 
 
 def test_all_tiles_are_compiled_before_the_first_request() -> None:

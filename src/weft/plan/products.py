@@ -35,7 +35,8 @@ AUTO: Literal["own", "race"] = "own"
 # Rows and columns of a weight are padded to multiples of these, of which the library's tiles are divisors; vLLM pads
 # alike.
 ROW_MULTIPLE, COLUMN_MULTIPLE = 256, 128
-COPIES = 3  # of a matrix, at once, while it is repacked: in the library's order, padded, and repacked
+BAND_BYTES = 16 << 20  # of a matrix that are repacked at once: a multiple of ROW_MULTIPLE rows
+COPIES = 4  # of these, at once: on the device, in the library's order, padded, and repacked
 # int32 zeros with which programs that share a tile wait for each other; as many as the library's own layer has.
 LOCKS = 2048
 
@@ -177,7 +178,7 @@ def repacking_bytes(plan: Plan, rank: int) -> int:
     """Bytes that a rank needs beside its weights, at most, if the library multiplies them.
 
     These are what the weights are padded by, locks, and while weights are repacked a second one of the largest
-    parameter, a third one if it races Weft's kernels, and COPIES of one of its matrices.
+    parameter, a third one if it races Weft's kernels, and COPIES of a band of it.
     """
     if plan.product_backend == "own" or plan.devices[rank].kind == "cpu":
         return 0
@@ -194,7 +195,8 @@ def repacking_bytes(plan: Plan, rank: int) -> int:
             continue
         padded = scheme.nbytes(round_up(dims[-2], ROW_MULTIPLE), Span(0, round_up(len(span), COLUMN_MULTIPLE)))
         padding += count * (padded - scheme.nbytes(dims[-2], span))
-        most = max(most, padded * (count * (2 if plan.product_backend == "auto" else 1) + COPIES))
+        band = max(BAND_BYTES, scheme.nbytes(ROW_MULTIPLE, span))
+        most = max(most, padded * count * (2 if plan.product_backend == "auto" else 1) + COPIES * band)
     return padding + most + 4 * LOCKS
 
 

@@ -302,6 +302,7 @@ class ModelRunner:
             assert self._swap
             if not self._asleep:
                 self._swap.stage()
+                self._swap.check_kernels(self.model)
             return
         plan = replace(self.plan, checkpoint=command.checkpoint, load_format=command.load_format)
         rounding = create_rounding(plan.rank_backend(self.rank), self.device, self.attention)

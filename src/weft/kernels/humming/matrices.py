@@ -94,6 +94,11 @@ class HummingMatrices(TritonMatrices):
             return experts
         return super().experts(spec, gate_up, down, first)
 
+    def against_replacing(self, name: str, weight: torch.Tensor | QuantisedWeight) -> str | None:
+        by_library = isinstance(self._products.get(name), HummingMatrix | RepackedWeight)
+        reason = obstacle(weight) if by_library and isinstance(weight, QuantisedWeight) else None
+        return reason and f"humming-kernels cannot take {name}: {reason}; start anew with --product-backend own"
+
     def refresh_biases(self) -> None:
         for product in self._with_biases:
             product.refresh_bias()

@@ -17,14 +17,13 @@ import torch
 import torch.nn.functional as F
 
 from weft.architectures.shape import Experts
-from weft.errors import ModelError
 from weft.kernels.base import ExpertStack
-from weft.kernels.humming.layout import obstacle, schema_fields, standard_tensors
+from weft.kernels.humming.layout import schema_fields, standard_tensors
 from weft.kernels.humming.library import Library
 from weft.kernels.triton.grouped import RoutedBlocks, activate, place_rows
 from weft.kernels.triton.routing import sort_rows, sum_parts
 from weft.kernels.warm import KernelLaunch, first_of_variants
-from weft.plan.products import COLUMN_MULTIPLE, LOCKS, ROW_MULTIPLE
+from weft.plan.products import BAND_BYTES, COLUMN_MULTIPLE, LOCKS, ROW_MULTIPLE, round_up
 from weft.quant.quantised import QuantisedWeight
 
 ANY_ROWS = 1 << 30  # the limit of the last tile
@@ -97,26 +96,18 @@ class RepackedWeight:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def replace(self, weight: torch.Tensor | QuantisedWeight) -> None:
-        """Take the values of another weight, of the same dims and scheme, matrix by matrix.
+        """Take the values of another weight, of the same dims and scheme, on the same device or the host; some rows of
+        one matrix at a time.
 
-        Raises ModelError for one that the library cannot hold.
+        Raises UnusableError for one that the library cannot hold, see `obstacle`.
         """
         assert isinstance(weight, QuantisedWeight)
-        if reason := obstacle(weight):
-            raise ModelError(
-                f"a weight {weight.type} cannot be replaced under humming-kernels: {reason}; start anew with the other "
-                "checkpoint, or with --product-backend own",
-                code="weights-not-replaceable",
-            )
         if not self.experts:
-            fill(self.held, self._repack(weight, self.bias))
+            self._fill(self.held, weight, self.bias)
             return
         for expert in range(self.experts):
-            bias = None if self.bias is None else self.bias[expert]
-            fill(
-                {name: tensor[expert] for name, tensor in self.held.items()},
-                self._repack(weight.select(0, expert), bias),
-            )
+            part = {name: tensor[expert] for name, tensor in self.held.items()}
+            self._fill(part, weight.select(0, expert), None if self.bias is None else self.bias[expert])
 
     def refresh_bias(self) -> None:
         """Take the values of a bias that the caller has replaced in place."""
@@ -127,9 +118,15 @@ class RepackedWeight:
         for target, source in zip(self.held["bias"].view(rows.shape), rows, strict=True):
             target.copy_(self.library.transform_bias(source))
 
-    def _repack(self, weight: QuantisedWeight, bias: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        config = layer_config(self.library, weight, bias is not None)
-        return self.library.transform(config, standard_tensors(weight, bias))
+    def _fill(self, held: dict[str, torch.Tensor], weight: QuantisedWeight, bias: torch.Tensor | None) -> None:
+        """Repack one matrix into `held`. In each of the library's tensors rows of the weight lie along the last dim."""
+        rows, step = self.rows, band_rows(weight)
+        for start in range(0, rows, step):
+            count = min(step, rows - start)
+            made = repack_band(self.library, weight, bias, start, count, self.locks.device)
+            for name, part in made.items():
+                width = held[name].shape[-1]
+                held[name].narrow(-1, width * start // round_up(rows, ROW_MULTIPLE), part.shape[-1]).copy_(part)
 
     def multiply(self, x: torch.Tensor, gemm_type: str, **routing: Any) -> torch.Tensor:
         """The library's product of x [T, cols]."""
@@ -159,10 +156,27 @@ def create_locks(device: torch.device) -> torch.Tensor:
     return torch.zeros(LOCKS, dtype=torch.int32, device=device)
 
 
-def fill(targets: dict[str, torch.Tensor], sources: dict[str, torch.Tensor]) -> None:
-    """Copy tensors of the same names and bytes."""
-    for name, target in targets.items():
-        target.view(torch.uint8).copy_(sources[name].view(torch.uint8).view(target.view(torch.uint8).shape))
+def band_rows(weight: QuantisedWeight) -> int:
+    """Rows of a matrix that are repacked at once."""
+    row_bytes = weight.shape[1] * weight.scheme.bits // 8
+    return max(1, BAND_BYTES // (row_bytes * ROW_MULTIPLE)) * ROW_MULTIPLE
+
+
+def repack_band(
+    library: Library,
+    weight: QuantisedWeight,
+    bias: torch.Tensor | None,
+    start: int,
+    count: int,
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """The library's tensors of some rows of a matrix, padded."""
+    band = weight.narrow(0, start, count)
+    moved = band.empty_on(device)
+    for name, part in moved.parts.items():
+        part.copy_(band.parts[name])
+    some = None if bias is None else bias[start : start + count]
+    return library.transform(layer_config(library, moved, some is not None), standard_tensors(moved, some))
 
 
 def layer_config(library: Library, weight: QuantisedWeight, has_bias: bool, experts: int = 0) -> Any:
@@ -184,10 +198,7 @@ def layer_config(library: Library, weight: QuantisedWeight, has_bias: bool, expe
 def repack(
     library: Library, weight: QuantisedWeight, bias: torch.Tensor | None, locks: torch.Tensor, most: int
 ) -> RepackedWeight:
-    """Repack a weight, or a stack matrix by matrix, for products of up to `most` rows.
-
-    Beside the weight and its result, that takes the memory of COPIES (see plan/products.py) of one matrix.
-    """
+    """Repack a weight or a stack, BAND_BYTES of it at a time, for products of up to `most` rows."""
     experts = weight.values.shape[0] if weight.values.dim() == 3 else 0
     config = layer_config(library, weight, bias is not None, experts)
     gemm_type = INDEXED if experts else DENSE
@@ -196,11 +207,11 @@ def repack(
         chosen: dict[str, Any] = library.tile(config, rows, gemm_type=gemm_type, device=weight.device)
         return chosen
 
-    first = weight.select(0, 0) if experts else weight
-    one = layer_config(library, first, bias is not None)
-    made = library.transform(one, standard_tensors(first, bias[0] if experts and bias is not None else bias))
-    held = made if not experts else {name: part.new_empty(experts, *part.shape) for name, part in made.items()}
-    rows, cols = weight.shape
+    first, (rows, cols) = weight.select(0, 0) if experts else weight, weight.shape
+    count = min(rows, ROW_MULTIPLE)
+    made = repack_band(library, first, bias[0] if experts and bias is not None else bias, 0, count, weight.device)
+    lead, bands = (experts,) if experts else (), round_up(rows, ROW_MULTIPLE) // ROW_MULTIPLE
+    held = {name: part.new_empty(*lead, *part.shape[:-1], part.shape[-1] * bands) for name, part in made.items()}
     repacked = RepackedWeight(
         library=library,
         config=config,
@@ -214,8 +225,7 @@ def repack(
         experts=experts,
         dtype=weight.dtype,
     )
-    if experts:
-        repacked.replace(weight)
+    repacked.replace(weight)
     return repacked
 
 
