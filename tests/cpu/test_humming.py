@@ -602,7 +602,7 @@ def test_a_capture_finds_all_kernels_compiled(card: Card) -> None:
 
 
 def test_races_are_measured_in_graphs(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a card's events measure them, which are all alike here: then Weft's stay."""
+    """Events of the stand-in measure all alike: then Weft's products stay."""
     monkeypatch.setattr(contest, "CALLS", 1)
     monkeypatch.setattr(contest, "REPEATS", 1)
     monkeypatch.setattr(race, "ROWS", (1, 2))
