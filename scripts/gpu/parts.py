@@ -60,6 +60,7 @@ TESTS_ALL = (
     GpuTests("products-others", 480, (f"{GPU}test_products_cuda.py",), "not bfloat16 and not captured and not scratch"),
     GpuTests("experts-bfloat16", 480, (f"{GPU}test_experts_cuda.py",), "bfloat16"),
     GpuTests("experts-others", 480, (f"{GPU}test_experts_cuda.py",), "not bfloat16"),
+    GpuTests("humming", 480, (f"{GPU}test_humming_cuda.py",)),
     GpuTests("parity", 480, PARITY, "whole"),
 )  # fmt: skip
 KERNELS, SAMPLER = f"{GPU}test_triton_cuda.py::test_", f"{GPU}test_sampling_cuda.py::test_"

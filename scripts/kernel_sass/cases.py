@@ -27,6 +27,7 @@ from weft.kernels.staged import StagedStep
 from weft.kernels.triton import (
     attention,
     experts,
+    grouped,
     latents,
     pointwise,
     products,
@@ -142,7 +143,7 @@ def add_counts_work(a: Arguments) -> Work:
     return Work(bytes=2 * a["AT_ONCE"] * a["BLOCK"] * a["counts"].itemsize)
 
 
-def place_work(a: Arguments) -> Work:
+def place_pairs_work(a: Arguments) -> Work:
     """Numbers of experts, and the places of their rows."""
     return Work(bytes=a["TILE"] * (a["numbers"].itemsize + a["members"].itemsize))
 
@@ -150,6 +151,11 @@ def place_work(a: Arguments) -> Work:
 def sort_work(a: Arguments) -> Work:
     """Numbers of experts."""
     return Work(bytes=a["PAIRS"] * a["numbers"].itemsize)
+
+
+def place_work(a: Arguments) -> Work:
+    """Numbers of rows, read and written, and owners of blocks."""
+    return Work(bytes=a["BLOCK"] * (2 * a["members"].itemsize + a["owners"].itemsize))
 
 
 def sum_work(a: Arguments) -> Work:
@@ -369,6 +375,15 @@ def sort_rows() -> None:
     routing.sort_rows(torch.zeros(2, MIXTURE.top_k, dtype=torch.int64), 0, routed, 16)
 
 
+def place_rows() -> None:
+    numbers = torch.zeros(16, 24, dtype=torch.int32)
+    grouped.place_rows(routing.SortedRows(numbers, numbers[:, 0].contiguous()), 16)
+
+
+def activate() -> None:
+    grouped.activate(torch.empty(16, 2 * MIXTURE.width, dtype=BF16), MIXTURE)
+
+
 def sum_parts() -> None:
     numbers = torch.zeros(2, MIXTURE.top_k, dtype=torch.int64)
     parts = torch.empty(2 * MIXTURE.top_k, MIXTURE_HIDDEN, dtype=BF16)
@@ -513,7 +528,9 @@ CASES = (
     Case("_sort", "128 experts", sort_work, sort_rows),
     Case("_count_pairs", "128 experts", sort_work, sort_many),
     Case("_add_counts", "128 experts", add_counts_work, sort_many),
-    Case("_place_pairs", "128 experts", place_work, sort_many),
+    Case("_place_pairs", "128 experts", place_pairs_work, sort_many),
+    Case("_place_rows", "blocks of 24", place_work, place_rows),
+    Case("_activate", "768", silu_work, activate),
     Case("_sum", "8 experts", sum_work, sum_parts),
     Case("_round", "Q4_1", round_work, partial(round_weight, "Q4_1")),
     Case("_round", "INT8", round_work, partial(round_weight, "INT8")),

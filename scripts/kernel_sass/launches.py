@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from weft.kernels.triton import (
     attention,
     experts,
+    grouped,
     latents,
     pointwise,
     products,
@@ -30,7 +31,10 @@ from weft.kernels.triton import (
     staged,
 )
 
-MODULES = (attention, latents, staged, pointwise, products, reduce, rounding, sampling, router, routing, experts)
+MODULES = (
+    *(attention, latents, staged, pointwise, products, reduce, rounding, sampling),
+    *(router, routing, experts, grouped),
+)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from weft.errors import ConfigError
 from weft.formats.schemes import QUANTIZATIONS
 
+PRODUCT_BACKENDS = ("auto", "own", "humming")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are synonyms
 
 DeviceMap = dict[str, int | str] | str  # modules to devices, or auto, balanced, sequential, ...
@@ -293,6 +294,12 @@ class MemoryOptions(Options):
         "auto",
         help="auto (the fastest available), cpu (compiled), triton, flashinfer or varlen (GPUs; varlen is torch's "
         "FlashAttention, for prompts) or torch (slow, runs everywhere); vLLM's names work too",
+    )
+    product_backend: str = option(
+        "auto",
+        choices=PRODUCT_BACKENDS,
+        help="products with quantised weights on GPUs: own (Weft's kernels), humming (the library humming-kernels, an "
+        "extra) or auto (own until both are measured)",
     )
     deterministic: bool = option(
         False,

@@ -256,7 +256,7 @@ def test_choice_among_scores_that_are_not_finite() -> None:
 
 
 @pytest.mark.parametrize(("first", "count"), [(0, 7), (2, 3)])
-@pytest.mark.parametrize("size", [2, 16])
+@pytest.mark.parametrize("size", [2, 3, 16])  # 3: other libraries have such blocks
 @pytest.mark.parametrize("alone", [64, 38], ids=["one launch", "three launches"])
 @pytest.mark.parametrize("even", [True, False], ids=["alike", "one expert"])
 def test_rows_are_sorted_by_expert(

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.pure import machines
 from tests.pure.fake_nvml import bridged, eight_h100, two_consumer_cards
 from tests.pure.machines_with_gpus import Run
 from weft.hardware import listeners
@@ -22,6 +23,7 @@ from weft.hardware.listeners import Listener, decode_address
 from weft.monitor import gpu_checks, machine_checks, security_checks
 from weft.monitor.check import Check
 from weft.monitor.processes import Process, orphans, own_processes, process_role
+from weft.plan import products
 
 
 def doctor(run: Run, *words: str) -> tuple[int, dict[str, dict[str, Any]]]:
@@ -50,6 +52,22 @@ def test_gpus_with_faults(on: Callable[..., Run], monkeypatch: pytest.MonkeyPatc
     assert checks["pcie-lanes"]["status"] == "warn" and "4 of 16" in checks["pcie-lanes"]["value"]
     assert checks["gpu-memory"]["status"] == "warn" and "Planet" in checks["gpu-memory"]["value"]
     assert all(check["remedy"] for check in checks.values() if check["status"] in ("warn", "fail"))
+
+
+def test_kernels_of_quantised_weights(on: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor names what is there, and what may help a card; no figure is promised."""
+    host = machines.host(1)
+    found = gpu_checks.check_products(host)
+    assert found.status == "ok" and "not installed" in found.value and "sm_90" in found.remedy
+    assert "weft-llm[humming]" in found.remedy and "may gain" in found.remedy and "%" not in found.remedy
+    with_it = gpu_checks.check_products(machines.host(1, packages={"humming-kernels": products.VERSION}))
+    assert products.VERSION in with_it.value and with_it.remedy == "--product-backend humming takes it"
+    other = gpu_checks.check_products(machines.host(1, packages={"humming-kernels": "9.9"}))
+    assert "9.9" in other.value and "weft-llm[humming]" in other.remedy and other.limit == products.VERSION
+    turing = machines.host((machines.gpu(0, capability=(7, 5)), machines.gpu(1, capability=(9, 0))))
+    assert "sm_75, sm_90" in gpu_checks.check_products(turing).remedy
+    volta = machines.host((machines.gpu(0, capability=(7, 0)),))
+    assert gpu_checks.check_products(volta).remedy == ""
 
 
 def test_gpus_without_faults(on: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:

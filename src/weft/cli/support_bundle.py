@@ -37,7 +37,10 @@ from weft.regular_files import SETTINGS_BYTES, read_regular_text
 from weft.serving.run_files import RunningServer, running_servers
 
 ANSWER_S = 5.0  # seconds for one answer of a server
-PACKAGES = ("torch", "triton", "numpy", "flashinfer", "nvidia", "ray", "uvicorn", "starlette", "msgspec", "tokenizers")
+PACKAGES = (
+    *("torch", "triton", "numpy", "flashinfer", "humming", "nvidia"),
+    *("ray", "uvicorn", "starlette", "msgspec", "tokenizers"),
+)
 # Variables that change what Weft does. The values of some are shown; those of all others may be secrets.
 FAMILIES = ("WEFT_", "VLLM_", "CUDA_", "NCCL_", "GLOO_", "HF_", "RAY_", "OMP_", "TORCH_", "PYTORCH_", "TRITON_")
 NAMES = """

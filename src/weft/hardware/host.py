@@ -20,8 +20,8 @@ from weft.hardware.topology import Gpu, GpuPair
 # Variables that influence a layout; the planner is pure and takes them from the Host.
 PLANNING_VARIABLES = ("VLLM_PP_LAYER_PARTITION", "VLLM_ATTENTION_BACKEND", "VLLM_BATCH_INVARIANT", "TRITON_INTERPRET")
 
-# Packages with attention kernels for GPUs, and the module that each is imported as.
-KERNEL_PACKAGES = {"triton": "triton", "flashinfer-python": "flashinfer"}
+# Packages with kernels for GPUs, and the module that each is imported as.
+KERNEL_PACKAGES = {"triton": "triton", "flashinfer-python": "flashinfer", "humming-kernels": "humming"}
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):

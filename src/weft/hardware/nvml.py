@@ -125,6 +125,12 @@ def ask_driver(nvml: Any, question: Callable[..., T], *arguments: Any, default: 
         return default
 
 
+def driver_version() -> str:
+    """The driver's version, as in "580.95.05"; "" without a driver."""
+    with open_nvml() as nvml:
+        return "" if nvml is None else _text(ask_driver(nvml, nvml.nvmlSystemGetDriverVersion, default=""))
+
+
 class NvmlSession:
     """One session with NVML; the kernel's files are read below `root`.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, cast
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("weft")
 
 
-def create_kernels(backend: str, device: torch.device, shape: AttentionShape) -> Kernels:
-    """Create the kernels for a device. `backend` is one of BACKEND_NAMES.
+def create_kernels(backend: str, device: torch.device, shape: AttentionShape, products: str = "own") -> Kernels:
+    """Create the kernels for a device. `backend` is one of BACKEND_NAMES; `products` is `Plan.product_backend`.
 
     `auto` takes the fastest that can run there, and logs a fallback. Raises ConfigError if the backend cannot be used.
     """
@@ -32,6 +33,10 @@ def create_kernels(backend: str, device: torch.device, shape: AttentionShape) ->
     attention = _fastest_attention(device, shape) if backend == "auto" else _create_attention(backend, device, shape)
     family = ATTENTION_BACKENDS[attention.name].rest
     kernels: Kernels = _module(family).complete_kernels(attention, device, shape)
+    if products != "own" and family == "triton":
+        from weft.kernels.humming import create_matrices
+
+        kernels = replace(kernels, matrices=create_matrices(device, shape, races=products == "auto"))
     return kernels
 
 

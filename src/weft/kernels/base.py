@@ -340,6 +340,10 @@ class Matrices(Protocol):
         """Give a parameter other values, of the same dims and scheme, in the same memory."""
         ...
 
+    def against_replacing(self, name: str, weight: torch.Tensor | QuantisedWeight) -> str | None:
+        """Reason that a parameter cannot be given these values, or None."""
+        ...
+
     def refresh_biases(self) -> None:
         """Take the values of biases that the caller has replaced in place: some products hold a copy of theirs."""
         ...

@@ -68,6 +68,10 @@ class HeldMatrices:
         for expert in range(stack_size(weight)):
             self._products[f"{name}.{expert}"].replace(weight.select(0, expert))
 
+    def against_replacing(self, name: str, weight: torch.Tensor | QuantisedWeight) -> str | None:
+        """Nothing is against it: these products take any values."""
+        return None
+
     def refresh_biases(self) -> None:
         """Nothing to do: these products read the callers' biases."""
 

@@ -1,4 +1,5 @@
-"""Checks of the GPUs: driver, libraries, peer-to-peer copies, throttling, PCIe lanes and foreign memory."""
+"""Checks of the GPUs: driver, libraries, peer-to-peer copies, throttling, PCIe lanes, foreign memory, and kernels of
+quantised weights."""
 
 from __future__ import annotations
 
@@ -7,14 +8,16 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from weft.formatting import format_bytes
+from weft.formatting import extra_hint, format_bytes
 from weft.hardware.gpu_figures import GpuFigures
 from weft.hardware.host import Host
 from weft.monitor.check import Check, skipped
 from weft.monitor.topology import peer_verdict
+from weft.plan.backends import KernelDevice, Version
+from weft.plan.products import CAPABILITY, EXTRA, PACKAGE, VERSION, against_device
 from weft.probes.stored_speeds import Speeds
 
-GPU_CHECKS = ("driver", "cuda", "nccl", "peer-to-peer", "throttling", "pcie-lanes", "gpu-memory")
+GPU_CHECKS = ("driver", "cuda", "nccl", "peer-to-peer", "throttling", "pcie-lanes", "gpu-memory", "product-kernels")
 NO_GPU = "no GPU is visible"
 HOT_C = 87  # from here on NVIDIA's cards lower their clocks, 83 to 91 degrees by model
 FOREIGN_SHARE = 0.1  # of a GPU's memory
@@ -32,6 +35,7 @@ def check_gpus(host: Host, speeds: Speeds, figures: Sequence[GpuFigures], cuda: 
     yield check_throttling(figures)
     yield check_lanes(host)
     yield check_foreign_memory(host)
+    yield check_products(host)
 
 
 def torch_cuda() -> str | None:
@@ -148,3 +152,29 @@ def check_foreign_memory(host: Host) -> Check:
             "gpu-memory", "warn", "; ".join(held), limit="10 %", remedy="stop these processes, or plan around them"
         )
     return Check("gpu-memory", "ok", "free")
+
+
+def check_products(host: Host) -> Check:
+    """The kernels that multiply quantised weights: Weft's own, and humming-kernels beside them."""
+    installed = host.packages.get(PACKAGE)
+    kinds = sorted({gpu.capability for gpu in host.gpus})
+    cards = [capability for capability in kinds if product_dtype(capability) is not None]
+    value = f"Weft's own; {PACKAGE}: {installed or 'not installed'}"
+    if not cards:
+        return Check("product-kernels", "ok", value)
+    if installed == VERSION:
+        device = KernelDevice(cards=[(gpu.name, gpu.capability) for gpu in host.gpus], packages=host.packages)
+        reason = against_device(device, product_dtype(cards[0]) or "")
+        remedy = f"not on all of these: {reason}" if reason else "--product-backend humming takes it"
+        return Check("product-kernels", "ok", value, remedy=remedy)
+    names = ", ".join(f"sm_{major}{minor}" for major, minor in cards)
+    remedy = (
+        f"products with weights of 4 bits, MXFP4 or FP8 on {names} may gain, which Weft has not measured: "
+        f"{extra_hint(EXTRA)}, then --product-backend humming"
+    )
+    return Check("product-kernels", "ok", value, limit=VERSION, remedy=remedy)
+
+
+def product_dtype(capability: Version) -> str | None:
+    """The dtype of activations in which the library computes on a card; None if in none."""
+    return next((dtype for dtype in ("bfloat16", "float16") if capability >= CAPABILITY[dtype]), None)

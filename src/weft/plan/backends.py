@@ -106,7 +106,8 @@ class AttentionBackend:
         if not device.cards and self.runs_on == "gpu":
             yield self._against_cpu(device)
         if self.package and device.packages is not None:
-            yield self._against_version(self.package, device.packages.get(self.package))
+            installed = device.packages.get(self.package)
+            yield against_version(self.package, installed, oldest=self.oldest, extra=self.extra)
         for name, capability in device.cards:
             if capability < self.capability:
                 needed = format_version(self.capability)
@@ -118,14 +119,6 @@ class AttentionBackend:
             return None
         hint = " (TRITON_INTERPRET=1 interprets them, for tests)" if self.interpreted else ""
         return f"they run on GPUs, not on a CPU{hint}"
-
-    def _against_version(self, package: str, installed: str | None) -> str | None:
-        if installed is None:
-            return f"the package {package} is not installed" + (f": {extra_hint(self.extra)}" if self.extra else "")
-        numbers = tuple(int(part) for part in re.findall(r"\d+", installed)[:2])  # empty: an unknown version
-        if self.oldest and numbers and numbers < self.oldest:
-            return f"{package} {installed} is older than {format_version(self.oldest)}"
-        return None
 
     def _against_spec(self, spec: AttentionSpec) -> Iterator[str | None]:
         if self.dtypes and spec.dtype not in self.dtypes:
@@ -151,6 +144,16 @@ class AttentionBackend:
             yield f"their latents have up to {self.widest_latent} values, this model's {spec.latent_dim}"
         if spec.latent_dim and spec.fp8_cache:
             yield "they keep no latents in 8 bits"
+
+
+def against_version(package: str, installed: str | None, *, oldest: Version | None, extra: str | None) -> str | None:
+    """Reason that the installed version of a package, None if there is none, is of no use; None if it is."""
+    if installed is None:
+        return f"the package {package} is not installed" + (f": {extra_hint(extra)}" if extra else "")
+    numbers = tuple(int(part) for part in re.findall(r"\d+", installed)[:2])  # empty: an unknown version
+    if oldest and numbers and numbers < oldest:
+        return f"{package} {installed} is older than {format_version(oldest)}"
+    return None
 
 
 FLASH_DTYPES = ("bfloat16", "float16")  # dtypes of FlashAttention 2, in torch and in FlashInfer

@@ -38,7 +38,7 @@ def with_fixed_order(
         return config
     reason = next(obstacles(config, shape, spec, host, devices), None)
     if reason is None:
-        return replace(config, deterministic=True, attention_backend=BACKEND)
+        return replace(config, deterministic=True, attention_backend=BACKEND, product_backend="own")
     if config.deterministic:
         raise not_deterministic(reason)
     # The variable is set for vLLM, which may well run beside us: no reason to stop.
@@ -53,6 +53,8 @@ def obstacles(
     yield from _against_devices(host, devices)
     if weft_backend(config.attention_backend) not in ("auto", BACKEND):
         yield f"only the compiled CPU kernels are; leave --attention-backend {config.attention_backend} out"
+    if config.product_backend == "humming":
+        yield "humming's kernels choose the order of sums by the batch; leave --product-backend humming out"
     if against := ATTENTION_BACKENDS[BACKEND].supports(spec, KernelDevice(cards=(), packages=None)):
         yield f"only the compiled CPU kernels are, and {against}"
     yield from against_model(shape)

@@ -26,6 +26,7 @@ from weft.plan.max_memory import device_caps, parse_max_memory
 from weft.plan.placement import check_flags
 from weft.plan.places import column_unit, cut_places
 from weft.plan.plan import Plan, RankDevice, named_devices
+from weft.plan.products import repacking_bytes, with_product_backend
 from weft.plan.quantization import (
     check_cuts,
     cut_precision,
@@ -86,6 +87,7 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
     config = with_fixed_order(config, shape, spec, host, devices)
     config = with_attention_backend(config, spec, host, devices)
     schemes = tensor_schemes(config, checkpoint, dtype, devices)
+    config = with_product_backend(config, dtype, set(schemes.values()), host, devices)
     log_dequantised(config, checkpoint, dtype, schemes)
     unit = column_unit(shape, cut_precision(config, shape, schemes))
     places = cut_places(
@@ -120,6 +122,7 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
         gpu_memory_utilization=utilization(config, host, devices, caps),
         max_memory=caps,
         attention_backend=config.attention_backend,
+        product_backend=config.product_backend,
         deterministic=config.deterministic,
         graphs=device == "cuda" and not config.enforce_eager and shape.library is None,
         lookahead=lookahead(config, device, len(stages)),
@@ -326,7 +329,7 @@ def check_weights_fit(plan: Plan, host: Host) -> None:
     """Raise PlanError if a device cannot hold its weights alone, before any of them is read."""
     need: Counter[RankDevice] = Counter()
     for place, device in zip(plan.places, plan.devices, strict=True):
-        need[device] += plan.weight_bytes(place.rank)
+        need[device] += plan.weight_bytes(place.rank) + repacking_bytes(plan, place.rank)
     if plan.speculation and plan.speculation.draft:
         draft = draft_plan(plan)
         need[draft.devices[0]] += draft.weight_bytes(0)

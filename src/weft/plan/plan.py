@@ -82,6 +82,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     - `max_threads`: largest number of threads per rank (OMP_NUM_THREADS); None for one per core.
     - `peer_to_peer`: False if a measurement found that the GPUs do not reach each other's memory correctly; all traffic
       between them then goes through the host's memory.
+    - `product_backend`: "own", "humming", or "auto" if ranks race both for each shape of a quantised weight.
     - `deterministic`: kernels sum in one order, whatever other tokens are in a step.
     - `lookahead`: each step is scheduled before the tokens of the previous one are known.
     - `window_cache`: layers with a window free the KV behind it. Not with a draft model, which has the same block
@@ -114,6 +115,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: tuple[float, ...] = ()  # one share per rank; unused on a CPU
     max_memory: dict[str, int] = {}  # bytes that all ranks of a device may take, by its name
     attention_backend: str = "auto"
+    product_backend: str = "own"
     deterministic: bool = False
     peer_to_peer: bool = True
     lookahead: bool = False

@@ -134,6 +134,7 @@ def draft_plan(plan: Plan) -> Plan:
         devices=(plan.devices[rank],),
         uuids=plan.uuids[rank : rank + 1],
         attention_backend=plan.rank_backend(rank),
+        product_backend="own",
         deterministic=False,  # what it guesses is checked
         cores=(plan.cores[rank],),
         gpu_memory_utilization=plan.gpu_memory_utilization[rank : rank + 1],

@@ -94,7 +94,7 @@ class ModelRunner:
         backend = plan.rank_backend(self.rank), self.device, self.attention
         importance = measure_importance(plan, self.rank, self.links, tensors, self.device)
         load_weights(plan, self.place, tensors, create_rounding(*backend), importance, report_read)
-        self.kernels = create_kernels(*backend)
+        self.kernels = create_kernels(*backend, plan.product_backend)
         if plan.schemes and not self.kernels.matrices.multiplies_quantised:
             self.weight_bytes = rank_weight_bytes(shape, self.place, plan.dtype)
             logger.warning("The kernels of torch do not multiply quantised weights: they are held in %s", plan.dtype)
@@ -303,6 +303,7 @@ class ModelRunner:
             assert self._swap
             if not self._asleep:
                 self._swap.stage()
+                self._swap.check_kernels(self.model)
             return
         plan = replace(self.plan, checkpoint=command.checkpoint, load_format=command.load_format)
         rounding = create_rounding(plan.rank_backend(self.rank), self.device, self.attention)

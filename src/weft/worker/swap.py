@@ -91,6 +91,14 @@ class WeightSwap:
             self._staged.clear()
             raise
 
+    def check_kernels(self, model: SwappedModel) -> None:
+        """Raise SwapRefusedError if kernels of the model cannot take a staged weight."""
+        matrices = model.kernels.matrices
+        reasons = (matrices.against_replacing(name, weight) for name, weight in self._staged.items())
+        if reason := next(filter(None, reasons), None):
+            self._staged.clear()
+            raise SwapRefusedError(reason, code="weights-not-replaceable")
+
     def move_into(self, model: SwappedModel) -> None:
         """Give a model the staged weights, in the memory that it has; a GPU allocates none."""
         while self._staged:

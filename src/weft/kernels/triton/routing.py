@@ -221,7 +221,7 @@ class SortedRows(NamedTuple):
 @triton.jit(do_not_specialize=["rows", "blocks", "first"])
 def _sort(
     numbers, members, owners, routed, rows, blocks, first, count,
-    SIZE: tl.constexpr, PAIRS: tl.constexpr, BINS: tl.constexpr, NOBODY: tl.constexpr,
+    SIZE: tl.constexpr, REACH: tl.constexpr, PAIRS: tl.constexpr, BINS: tl.constexpr, NOBODY: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0)
     bins, each = tl.arange(0, BINS), tl.arange(0, PAIRS)
@@ -247,7 +247,7 @@ def _sort(
         rank = tl.cumsum(mine.to(tl.int32), 0)
         tl.store(members + at + rank - 1, row, mine)
         at += tl.max(rank, 0)
-    padding = at + tl.arange(0, SIZE)
+    padding = at + tl.arange(0, REACH)
     tl.store(members + padding, NOBODY, padding < stop * SIZE)
 
 
@@ -283,8 +283,8 @@ def _add_counts(
 @triton.jit(do_not_specialize=["rows", "blocks", "first"])
 def _place_pairs(
     numbers, counts, members, owners, rows, blocks, first, count,
-    SIZE: tl.constexpr, PAIRS: tl.constexpr, COUNTED: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
-    NOBODY: tl.constexpr,
+    SIZE: tl.constexpr, REACH: tl.constexpr, PAIRS: tl.constexpr, COUNTED: tl.constexpr, BINS: tl.constexpr,
+    TILE: tl.constexpr, NOBODY: tl.constexpr,
 ):  # fmt: skip
     # BINS of the COUNTED ones are those of this rank's experts.
     program, programs, bins = tl.program_id(0), tl.num_programs(0), tl.arange(0, BINS)
@@ -307,7 +307,7 @@ def _place_pairs(
         start, stop = tl.sum(tl.where(its, before, 0), 0), tl.sum(tl.where(its, before + block_counts, 0), 0)
         for block in range(start, stop):
             tl.store(owners + block, expert)
-        padding = start * SIZE + tl.sum(tl.where(its, total, 0), 0) + tl.arange(0, SIZE)
+        padding = start * SIZE + tl.sum(tl.where(its, total, 0), 0) + tl.arange(0, REACH)
         tl.store(members + padding, NOBODY, padding < stop * SIZE)
     for begin in range(tl.sum(block_counts, 0) + program * BINS, blocks, programs * BINS):
         tl.store(owners + begin + bins, NOBODY, begin + bins < blocks)
@@ -324,6 +324,7 @@ def sort_rows(chosen: torch.Tensor, first: int, routed: torch.Tensor, size: int)
     members = torch.empty(blocks, size, dtype=torch.int32, device=chosen.device)
     owners = torch.empty(blocks, dtype=torch.int32, device=chosen.device)
     bins = max(MIN_BINS, triton.next_power_of_2(count + 1))
+    reach = triton.next_power_of_2(size)
     if rows <= MOST_ALONE:
         _sort[(count,)](
             chosen,
@@ -335,6 +336,7 @@ def sort_rows(chosen: torch.Tensor, first: int, routed: torch.Tensor, size: int)
             first,
             count,
             SIZE=size,
+            REACH=reach,
             PAIRS=PAIRS,
             BINS=bins,
             NOBODY=NOBODY,
@@ -356,6 +358,7 @@ def sort_rows(chosen: torch.Tensor, first: int, routed: torch.Tensor, size: int)
         first,
         count,
         SIZE=size,
+        REACH=reach,
         PAIRS=PAIRS_EACH,
         COUNTED=bins,
         BINS=own_bins,
