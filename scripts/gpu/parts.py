@@ -114,6 +114,7 @@ PRODUCTS = (
 EXPERTS = (
     Work("experts", 300, "experts"),
     Profile("_multiply_experts", "experts", "experts", {}),
+    Work("humming", 120, "humming"),
 )
 QUICK = f"{GPU}test_quick_cuda.py"
 EXPERT_KINDS = ("None or Q4_1", "INT4_128 or FP8_128", "MXFP4")
@@ -146,6 +147,7 @@ QUARTER = (
     decode_steps("DeepSeek-V2-Lite", 6),
     Work("products", 45, "products", SHORT),
     Work("experts", 45, "experts", SHORT),
+    Work("humming", 60, "humming"),
     Work("NCCL in graphs", 25, "nccl"),
     Work("sleep", 40, "sleep", {"model": LLAMA}),
     Together("sanitize", 60, tuple(Sanitize("memcheck", case, TINY[case], 60) for case in ("latents", "experts"))),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,13 +35,15 @@ def programs_first() -> None:
 
 @contextmanager
 def stand_in() -> Iterator[None]:
-    """A card in this process: tests/cpu/fake_cuda.py."""
+    """A card in this process, and humming-kernels: tests/cpu/fake_cuda.py and fake_humming.py."""
     import pytest
 
-    from tests.cpu import fake_cuda
+    from tests.cpu import fake_cuda, fake_humming
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fake_cuda, "TOTAL_BYTES", CARD_BYTES)
+        for name, module in fake_humming.modules().items():
+            patch.setitem(sys.modules, name, module)
         with fake_cuda.installed(patch):
             yield
 

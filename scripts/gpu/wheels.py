@@ -26,6 +26,7 @@ PLATFORMS = (*(f"manylinux_2_{glibc}_x86_64" for glibc in GLIBCS), "manylinux201
 NEEDED = (
     "msgspec", "nvidia-ml-py", "pytest", "iniconfig", "pluggy", "pygments", "packaging",
     "starlette", "uvicorn", "httptools", "prometheus-client", "anyio", "idna", "sniffio", "click", "h11",
+    "humming-kernels==0.1.20", "tabulate",
 )  # fmt: skip
 # What Weft measures its own kernels against where it is installed, with what each needs: asked for by name.
 OPTIONAL = {"flashinfer": ("flashinfer-python", "apache-tvm-ffi", "einops", "ninja", "tabulate", "requests")}

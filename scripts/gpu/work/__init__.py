@@ -29,8 +29,8 @@ class Figure:
 
 Measurement = Callable[[Options], Iterator[Figure]]
 MEASUREMENTS = (
-    "bench", "start", "sleep", "attention", "sampling", "products", "experts", "symmetric", "nccl", "shared", "death",
-    "peers",
+    "bench", "start", "sleep", "attention", "sampling", "products", "experts", "humming", "symmetric", "nccl",
+    "shared", "death", "peers",
 )  # fmt: skip
 
 
