@@ -1,10 +1,10 @@
 """Attention: every size of the Triton kernels (weft.probes.on_gpu.trials), and other backends that are installed; or,
-with `chosen`, decode steps with the sizes that are in use: windows, sinks and caches of 8 bits too."""
+with `chosen`, decode steps with the sizes that are in use: windows, sinks, caches of 8 bits and latents too."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,7 +32,8 @@ KINDS: dict[str, tuple[dict[str, Any], bool]] = {
     "gpt-oss-20b": ({"q_heads": 64, "kv_heads": 8, "head_dim": 64}, True),
     "gpt-oss-20b, window of 128": ({"q_heads": 64, "kv_heads": 8, "head_dim": 64, "windows": (128,)}, True),
 }
-KIND_CONTEXTS = [1024] * 32
+KIND_CONTEXTS, LATENT_CONTEXTS, SHORT_CONTEXTS = [1024] * 32, [4096] * 64, [5, 20]
+LATENT_HEADS = (16, 128)  # of DeepSeek-V2-Lite, and of DeepSeek-V3
 OTHERS = ("flashinfer", "varlen")
 
 
@@ -58,15 +59,15 @@ def attention(options: Options) -> Iterator[Figure]:
             add_backends(race, others, shape, default=PREFILL, only=rehearse)
             flops = 4 * pairs * shape.q_heads * shape.head_dim
             yield from compared(model, race, PREFILL, "TFLOP/s", flops / 1e12, None, rehearse=rehearse)
-
     if chosen:
         yield from kinds(options)
+        yield from latents(options)
 
 
 def kinds(options: Options) -> Iterator[Figure]:
     """Decode steps of KINDS over caches that are not in the L2."""
     rehearse = options["rehearse"]
-    contexts = [5, 20] if rehearse else KIND_CONTEXTS
+    contexts = SHORT_CONTEXTS if rehearse else KIND_CONTEXTS
     for name, (fields, with_sinks) in KINDS.items():
         shape = attention_shape(16, 8, rehearse=True) if rehearse else attention_shape(1, 1, rehearse=False)
         window = fields.get("windows", (None,))[0]
@@ -80,10 +81,36 @@ def kinds(options: Options) -> Iterator[Figure]:
         calls = [
             partial(kernels.attention.attend, q, place, batch, shape.scale, window, None, sinks) for place in caches
         ]
-        took = timed(calls, 1 if rehearse else REPLAYS)
-        title = f"{name}, decode of {len(contexts)} rows over {contexts[-1]:,} tokens"
-        bound = round(options["copy_Bps"] / 1e9, 1)
-        yield Figure(title, round(read / took / 1e9, 1), "GB/s", bound, note=f"{took * 1e6:.1f} us")
+        yield read_speed(f"{name}, {step_name(contexts)}", read, calls, options)
+
+
+def latents(options: Options) -> Iterator[Figure]:
+    """Decode steps of DeepSeek's latent attention, in the absorbed form."""
+    rehearse = options["rehearse"]
+    rank, rope_dim, contexts = (16, 16, SHORT_CONTEXTS) if rehearse else (512, 64, LATENT_CONTEXTS)
+    shape = replace(attention_shape(16, 8, rehearse=rehearse), kv_heads=1, head_dim=rank + rope_dim)
+    kernels = create_kernels("triton", CUDA, shape)
+    _, cache, batch = decode_inputs(shape, CUDA, contexts)
+    read = sum(contexts) * shape.head_dim * shape.dtype.itemsize
+    caches = [
+        KVCache.of_latents(cache.keys if at == 0 else cache.keys.clone(), rank)
+        for at in range(1 + copies(read, rehearse))
+    ]
+    for heads in (4,) if rehearse else LATENT_HEADS:
+        q = torch.randn(len(contexts), heads, shape.head_dim, device=CUDA).to(shape.dtype)
+        calls = [partial(kernels.latents.attend, q, place, batch, shape.head_dim**-0.5) for place in caches]
+        yield read_speed(f"latents, {heads} heads, {step_name(contexts)}", read, calls, options)
+
+
+def step_name(contexts: list[int]) -> str:
+    return f"decode of {len(contexts)} rows over {contexts[-1]:,} tokens"
+
+
+def read_speed(title: str, read: int, calls: Sequence[Callable[[], torch.Tensor]], options: Options) -> Figure:
+    """Bytes of the cache that one of several calls reads per second, beside a copy's."""
+    took = timed(calls, 1 if options["rehearse"] else REPLAYS)
+    bound = round(options["copy_Bps"] / 1e9, 1)
+    return Figure(title, round(read / took / 1e9, 1), "GB/s", bound, note=f"{took * 1e6:.1f} us")
 
 
 def copies(read: int, rehearse: bool) -> int:
