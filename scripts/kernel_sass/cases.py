@@ -524,7 +524,7 @@ CASES = (
     Case("_choose", "8 of 256, in groups", choose_work, partial(choose_experts, GROUPED)),
     Case("_route", "8 of 128", route_work, partial(route, 16, MIXTURE_HIDDEN)),
     Case("_route", "8 of 256, in groups", route_work, partial(route, 16, GROUPED_HIDDEN, GROUPED)),
-    Case("_score", "128 experts", score_work, partial(route, 2048, MIXTURE_HIDDEN)),
+    Case("_score", "128 experts", score_work, partial(route, 8192, MIXTURE_HIDDEN)),
     Case("_sort", "128 experts", sort_work, sort_rows),
     Case("_count_pairs", "128 experts", sort_work, sort_many),
     Case("_add_counts", "128 experts", add_counts_work, sort_many),

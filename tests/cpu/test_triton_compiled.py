@@ -126,7 +126,7 @@ def launch_all():
     for tokens in (1, 4, 64):
         router.choose_experts(torch.zeros(tokens, 7168, dtype=dtype), grouped, torch.zeros(tokens, dtype=torch.int64),
                       torch.zeros(256))
-    for launch in router.launches(2048):
+    for launch in router.launches(2048, []):
         launch()
     sort_rows(torch.zeros(MOST_ALONE + 1, 1, dtype=torch.int64), 0, torch.zeros(256, dtype=torch.int64), 128)
     for kind in sys.argv[3].split(","):

@@ -115,11 +115,12 @@ def test_a_router_takes_other_weights_in_place() -> None:
 
 def test_every_variant_is_launched_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
     fast, _ = random_router(QWEN, torch.float32)
-    seen: list[int] = []
-    monkeypatch.setattr(TritonRouter, "__call__", lambda self, x: seen.append(len(x)))
+    seen: list[tuple[int, object]] = []
+    monkeypatch.setattr(TritonRouter, "__call__", lambda self, x: seen.append((len(x), None)))
+    monkeypatch.setattr(TritonRouter, "choose_experts", lambda self, x, spec, *_: seen.append((len(x), spec)))
     # Programs of many tokens read all columns once there are 114 blocks of 64 tokens.
     for most, sizes in ((1, [1]), (FEW, [1, 2, 5]), (FEW + 1, [1, 2, 5, FEW + 1]), (8000, [1, 2, 5, FEW + 1, 7233])):
         seen.clear()
-        for launch in fast.launches(most):
+        for launch in fast.launches(most, [QWEN, V3]):
             launch()
-        assert seen == sizes
+        assert seen == [(size, spec) for spec in (None, QWEN) for size in sizes]

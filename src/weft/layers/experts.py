@@ -26,7 +26,7 @@ class ExpertsBlock:
     def __init__(self, spec: Experts, place: Place, weights: LayerWeights) -> None:
         self.spec, self.kernels, self.exchange = spec, weights.kernels, weights.exchange
         self.router = weights.router("router")
-        router = self.router.weight
+        router: object = self.router.weight
         self.choose_experts = router.choose_experts if isinstance(router, ChoosingProduct) else self._choose_by_scores
         self.correction = weights.vector("router.correction") if spec.correction else None
         self.experts = weights.experts("experts", spec, place)

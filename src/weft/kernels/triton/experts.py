@@ -21,7 +21,7 @@ import triton.language as tl
 from weft.architectures.shape import Experts
 from weft.kernels.base import ExpertStack
 from weft.kernels.triton.products import MAX_ROWS, TILES, QuantisedMatrix
-from weft.kernels.triton.routing import MOST_ALONE, SortedRows, choose_experts, most_blocks, sort_rows, sum_parts
+from weft.kernels.triton.routing import MOST_ALONE, SortedRows, most_blocks, sort_rows, sum_parts
 from weft.kernels.triton.weights import PackedWeight, load_weights, pack_weight
 from weft.kernels.warm import KernelLaunch, first_of_variants
 from weft.quant.dense import DenseProduct
@@ -205,10 +205,7 @@ class TritonExperts:
             choice = zeros(tokens, top_k, dtype=torch.int64), zeros(tokens, top_k)
             return partial(self, zeros(tokens, hidden, dtype=dtype), *choice)
 
-        # For more tokens than those whose experts a router chooses in one launch with its product.
-        correction = zeros(self.spec.count) if self.spec.correction else None
-        choose = partial(choose_experts, zeros(1, self.spec.count), self.spec, None, correction)
-        return [*map(launch, first_of_variants(self.variant, most)), choose]
+        return [launch(tokens) for tokens in first_of_variants(self.variant, most)]
 
     def variant(self, tokens: int) -> Hashable:
         """Key of the variants of the kernels that compute as many tokens."""

@@ -127,8 +127,10 @@ class TritonMatrices(HeldMatrices):
         return mixture
 
     def launches(self, tokens: int) -> Sequence[Sequence[KernelLaunch]]:
-        parts = (group.values() for group in (self._quantised, self._routers, self._experts, self._mixtures))
-        return [list(chain(*(product.launches(tokens) for product in part))) for part in parts]
+        specs = {experts.spec for experts in self._experts.values()}
+        routers = chain(*(router.launches(tokens, specs) for router in self._routers.values()))
+        parts = self._quantised.values(), self._experts.values(), self._mixtures.values()
+        return [list(routers), *(list(chain(*(product.launches(tokens) for product in part))) for part in parts)]
 
 
 class TritonSampling:

@@ -7,7 +7,7 @@ by rows and columns; the program that finishes last adds the parts, always in th
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -169,16 +169,22 @@ class TritonRouter:
         """Key of products that launch the same kernels."""
         return self.weight.shape, self.weight.dtype, self.bias is None
 
-    def launches(self, most: int) -> list[KernelLaunch]:
-        """Calls that launch each variant of the kernels that multiply up to `most` rows of x, but not those that
-        choose."""
-        cols = self.weight.shape[1]
+    def launches(self, most: int, specs: Iterable[Experts]) -> list[KernelLaunch]:
+        """Calls that launch each variant of the kernels that multiply up to `most` rows of x, and of those that choose
+        as one of `specs` does it."""
+        count, cols = self.weight.shape
 
         def variant(tokens: int) -> tuple[int, bool]:
             return self._finished(tokens), self._share(tokens) < cols
 
         zeros = partial(torch.zeros, dtype=self.weight.dtype, device=self.weight.device)
-        return [partial(self, zeros(tokens, cols)) for tokens in first_of_variants(variant, most)]
+        inputs = [zeros(tokens, cols) for tokens in first_of_variants(variant, most)]
+        calls: list[KernelLaunch] = [partial(self, x) for x in inputs]
+        for spec in specs:
+            if spec.count == count:
+                correction = torch.zeros(count, device=self.weight.device) if spec.correction else None
+                calls += [partial(self.choose_experts, x, spec, None, correction) for x in inputs]
+        return calls
 
     @staticmethod
     def _tiles(tokens: int) -> Tiles:

@@ -17,9 +17,9 @@ from weft.kernels.experts import MIN_SUM, is_plain_choice
 NOBODY = -1  # number of the expert that a padding row chooses; owner of a block without rows; row that does not exist
 PAIRS = 1024  # pairs of token and choice, which one program of _sort reads in one pass
 MIN_BINS = 32  # bins of a histogram
-# Pairs up to which each expert's program reads all of them, twice: some 1 us for each PAIRS, against two more launches.
-# Not yet measured, nor is what follows.
-MOST_ALONE = 16 * PAIRS
+# Pairs up to which each expert's program reads all of them, twice: some 1 to 2 us for each PAIRS, against two more
+# launches. Not yet measured, nor is what follows.
+MOST_ALONE = 8 * PAIRS
 PAIRS_EACH = 256  # that a program places, if several do
 PLACED = 2048  # numbers of a tile of pairs and experts: with one warp, the fewest instructions for a pair
 ADDED = (64, 16)  # programs and experts whose counts are added at once
