@@ -42,11 +42,6 @@ def one(model: str, name: str = "", **engine: object) -> Work:
 
 SMALL, LLAMA = "Qwen3-0.6B", "Llama-3.1-8B"
 CHOSEN = {"chosen": True}
-FIRST = (
-    nano(SMALL, 180, profile=True),
-    Work("decode attention", 90, "attention", CHOSEN),
-    Profile("_decode", "decode attention", "attention", CHOSEN),
-)
 TESTS_ALL = (
     GpuTests("kernels", 480, (f"{GPU}test_triton_cuda.py",)),
     GpuTests("latents", 480, (f"{GPU}test_latents_cuda.py",)),
@@ -171,7 +166,6 @@ PARTS = {
             "quarter", "the first quarter of an hour on a card: a bit of everything, the most valuable first", 8.7,
             QUARTER, Needs(TESTS, memory_GB=40), seconds=QUARTER_S,
         ),
-        Part("first", "Qwen3-0.6B's speed, decode attention, what a step consists of", 5, FIRST, Needs(memory_GB=20)),
         Part("tests", "the GPU tests, side by side", 8, TESTS_ALL, Needs(TESTS, memory_GB=20), together=True),
         Part(
             "sanitize", "compute-sanitizer over tiny cases of the kernels", 8, SANITIZED,

@@ -38,7 +38,7 @@ ABOUT: dict[str, Any] = {
 
 
 def test_parts_and_their_limits() -> None:
-    names = "quarter first tests sanitize parity speed ranks ablations attention products experts sampling peers"
+    names = "quarter tests sanitize parity speed ranks ablations attention products experts sampling peers"
     assert list(PARTS) == names.split()
     assert all(part.minutes < 9 and part.seconds < 9 * 60 for part in PARTS.values())
     assert PARTS["quarter"].seconds <= 520
@@ -67,7 +67,7 @@ def test_the_checklist_names_parts_that_exist() -> None:
     assert len({line.split("**")[1] for line in items}) == len(items)
 
 
-@pytest.mark.parametrize("words", [["speeed"], ["first", "speeed", "--rehearse"]])
+@pytest.mark.parametrize("words", [["speeed"], ["sampling", "speeed", "--rehearse"]])
 def test_an_unknown_part(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -78,13 +78,13 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(PARTS)
-    assert "compute-sanitizer" in lines[3] and " 8 min " in lines[3] and "--vllm" in lines[-1]
+    assert "compute-sanitizer" in lines[2] and " 8 min " in lines[2] and "--vllm" in lines[-1]
 
 
 def test_results_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("RESULTS", str(tmp_path / "file"))
-    assert gpu_check.main(["first"]) == 2
+    assert gpu_check.main(["sampling"]) == 2
     assert str(tmp_path / "file") in capsys.readouterr().err
     monkeypatch.setattr(needs.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 5_000_000}))
     assert re.search(r"\b5 MB.*\b200 MB", str(needs.obstacle_of_folder(tmp_path)))
@@ -92,11 +92,11 @@ def test_results_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
 
 def test_a_bare_python_is_told_what_it_lacks() -> None:
     """Before anything of Weft is imported, which needs packages itself."""
-    program = "import runpy, sys; sys.argv[1:] = ['first']; runpy.run_module('scripts.gpu', run_name='__main__')"
+    program = "import runpy, sys; sys.argv[1:] = ['sampling']; runpy.run_module('scripts.gpu', run_name='__main__')"
     paths = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'src')!r}]; "
     done = subprocess.run([sys.executable, "-I", "-S", "-c", paths + program], capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
-    assert re.fullmatch(r"gpu_check: .*\bfirst .*\btorch .*\bmsgspec .*\n", done.stderr)
+    assert re.fullmatch(r"gpu_check: .*\bsampling .*\btorch .*\bmsgspec .*\n", done.stderr)
 
 
 def test_packages_and_files_that_are_missing(tmp_path: Path) -> None:
@@ -115,11 +115,11 @@ def test_packages_and_files_that_are_missing(tmp_path: Path) -> None:
 
 
 def test_cards_that_do_not_do(golden: Callable[[str, str], None]) -> None:
-    first = PARTS["first"].needs
-    assert needs.obstacle_of_card("first", first, H200, "2.11") is None
-    none = needs.obstacle_of_card("first", first, None, "2.11")
-    old = needs.obstacle_of_card("first", first, replace(H200, name="V100", capability=(7, 0)), "2.11")
-    full = needs.obstacle_of_card("first", first, replace(H200, free_bytes=3_000_000_000), "2.11")
+    first = PARTS["ablations"].needs
+    assert needs.obstacle_of_card("ablations", first, H200, "2.11") is None
+    none = needs.obstacle_of_card("ablations", first, None, "2.11")
+    old = needs.obstacle_of_card("ablations", first, replace(H200, name="V100", capability=(7, 0)), "2.11")
+    full = needs.obstacle_of_card("ablations", first, replace(H200, free_bytes=3_000_000_000), "2.11")
     assert none and "2.11" in none
     assert old and re.search(r"\bV100 .*\b7\.0\b.*\b7\.5\b", old)
     assert full and re.search(r"\b20 GB.*\bH200 .*\b3\.0 of 150\.0 GB", full)
@@ -129,14 +129,14 @@ def test_cards_that_do_not_do(golden: Callable[[str, str], None]) -> None:
 
 
 def test_finished_tasks_are_kept_and_others_measured_again(tmp_path: Path) -> None:
-    made = Results(tmp_path, "first", ABOUT)
+    made = Results(tmp_path, "speed", ABOUT)
     made.add(Row("a", "speed", 3.0, "tok/s"))
     made.finish("a")
     made.add(Row("b", "half", 1.0, "tok/s"))
-    again = Results(tmp_path, "first", ABOUT)
+    again = Results(tmp_path, "speed", ABOUT)
     assert again.done == ["a"] and [row.name for row in again.rows] == ["speed"]
-    assert Results(tmp_path, "first", {**ABOUT, "commit": "def"}).rows == []
-    assert results.load_results(tmp_path / "first.abc.jsonl") is not None, "moved aside, not lost"
+    assert Results(tmp_path, "speed", {**ABOUT, "commit": "def"}).rows == []
+    assert results.load_results(tmp_path / "speed.abc.jsonl") is not None, "moved aside, not lost"
     made = Results(tmp_path, "speed", ABOUT)
     made.add(Row("a", "speed", 3.0, "tok/s"))
     made.finish("a")
@@ -282,8 +282,8 @@ def test_a_failed_child_is_a_row_and_is_tried_again(tmp_path: Path, capsys: pyte
             yield Figure("one", 1.0, "us")
             raise ChildError("ended with 1: out of memory")
 
-    made = Results(tmp_path, "first", ABOUT)
-    setup = Setup("first", Failing(tmp_path), made, "NVIDIA H200", 4e12, rehearse=False)
+    made = Results(tmp_path, "speed", ABOUT)
+    setup = Setup("speed", Failing(tmp_path), made, "NVIDIA H200", 4e12, rehearse=False)
     assert gpu_check.run_task(Work("w", 10, "bench"), setup, deadline=float("inf"))
     assert [(row.name, row.ok) for row in made.rows] == [("one", None), ("w", False)]
     assert made.done == [] and exit_status(made.rows) == 1
@@ -301,7 +301,7 @@ def test_report_writes_measured_parts_between_its_markers(tmp_path: Path, capsys
     page = tmp_path / "page.md"
     page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
     assert report.main([], tmp_path) == 2 and str(tmp_path) in capsys.readouterr().err
-    made = Results(tmp_path, "first", ABOUT)
+    made = Results(tmp_path, "quarter", ABOUT)
     made.add(Row("t", "speed", 25_123.4, "tok/s", target=24_000, roofline=37_900, ratio=0.6629, ok=True))
     Results(tmp_path, "speed", {**ABOUT, "rehearsed": True}).add(Row("t", "made up", 1.0, "tok/s"))
     assert report.main(["--update", "--page", str(page)], tmp_path) == 0
