@@ -20,7 +20,7 @@ MODELS: dict[str, tuple[str, int | None]] = {  # name in the catalogue, and the 
     "DeepSeek-V2-Lite": ("deepseek-ai/DeepSeek-V2-Lite", SOME_LAYERS),
     "gpt-oss-20b": ("openai/gpt-oss-20b", SOME_LAYERS),
 }
-# What a config.json has beside the catalogue's fields.
+# Fields of a config.json beside the catalogue's.
 COMMON = {"bos_token_id": 1, "eos_token_id": 2, "rms_norm_eps": 1e-6, "dtype": "bfloat16"}
 # Dimensions that a CPU computes in milliseconds, for a stand-in for a card.
 TINY = {
@@ -44,7 +44,7 @@ class Shape:
 
     @property
     def work(self) -> RankWork:
-        """What one card reads and computes."""
+        """The bytes that one card reads, and its operations."""
         from weft.architectures.place import whole
         from weft.formats import config_json
         from weft.formats.fields import Fields

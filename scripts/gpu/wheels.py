@@ -28,7 +28,7 @@ NEEDED = (
     "starlette", "uvicorn", "httptools", "prometheus-client", "anyio", "idna", "sniffio", "click", "h11",
     "humming-kernels==0.1.20", "tabulate",
 )  # fmt: skip
-# What Weft measures its own kernels against where it is installed, with what each needs: asked for by name.
+# Libraries that Weft measures its own kernels against where they are installed, with their needs: asked for by name.
 OPTIONAL = {"flashinfer": ("flashinfer-python", "apache-tvm-ffi", "einops", "ninja", "tabulate", "requests")}
 VLLM = "vllm==0.24.0"
 GIVEN = {"torch": "2.11.0", "triton": "3.6.0"}

@@ -11,9 +11,23 @@ from triton.compiler import make_backend
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from weft.kernels.triton import attention, experts, pointwise, products, reduce, router, routing, sampling, staged
+from weft.kernels.triton import (
+    attention,
+    experts,
+    latents,
+    pointwise,
+    products,
+    reduce,
+    router,
+    routing,
+    sampling,
+    staged,
+)
 
-MODULES: tuple[ModuleType, ...] = (attention, staged, pointwise, products, reduce, sampling, router, routing, experts)
+MODULES: tuple[ModuleType, ...] = (
+    *(attention, latents, staged, pointwise, products, reduce, sampling),
+    *(router, routing, experts),
+)
 TARGET = GPUTarget("cuda", 90, 32)
 
 

@@ -269,7 +269,7 @@ def test_graphs_give_the_same_tokens(
     def capture() -> Callable[[Callable[[], None]], Callable[[], None]]:
         return lambda run: (run(), run)[1]
 
-    monkeypatch.setattr(runner.ModelRunner, "captures", True)
+    monkeypatch.setattr(runner.ModelRunner, "_agree_on_captures", lambda self: True)
     monkeypatch.setattr(runner, "CudaGraphs", capture)
     monkeypatch.setattr(graphs, "graph_sizes", lambda most: [1, 2, 4])
     assert answers(checkpoint, attention_backend=backend, max_num_seqs=4) == plain

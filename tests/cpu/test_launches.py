@@ -19,17 +19,22 @@ from tests.cpu.attention import shaped
 from tests.cpu.launches import Launches
 from weft import LLM, SamplingParams
 from weft.architectures.place import Span
-from weft.architectures.shape import Experts
+from weft.architectures.shape import Experts, LatentAttention
 from weft.kernels import triton, warm
-from weft.kernels.base import ExpertStack
+from weft.kernels.base import ExpertStack, KVCache
+from weft.kernels.dense_latents import DenseLatentProducts
+from weft.kernels.latents import ExpandedRow, LatentDims, attend_expanded
+from weft.kernels.plain import create_plain_kernels
 from weft.kernels.triton import attention, pointwise, products, tuning
 from weft.kernels.triton.kernels import TritonMatrices
+from weft.kernels.triton.latents import TritonLatents
 from weft.quant.quantised import QuantisedWeight
 from weft.worker import graphs, runner
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
 
 CPU = torch.device("cpu")
+HOPPER_BYTES = 227 << 10  # of shared memory of a program
 PROCESSORS = 6
 PROMPTS = [[1, 5, 9], [4], list(range(3, 40)), [7] * 18, *([3 + i, 5] for i in range(12))]
 ASKED = [
@@ -53,7 +58,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launches:
 
 
 def captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner.ModelRunner, "captures", True)
+    monkeypatch.setattr(runner.ModelRunner, "_agree_on_captures", lambda self: True)
     monkeypatch.setattr(runner, "CudaGraphs", lambda: lambda run: (run(), run)[1])
     monkeypatch.setattr(graphs, "graph_sizes", lambda most: [1, 2, 4, 12])
 
@@ -120,6 +125,41 @@ def test_attention_warms_what_any_number_of_rows_launches(
     for rows in range(1, 301, 7):
         for window in shape.windows:
             backend.attend(*attention.attention_inputs.decode_inputs(shape, CPU, [3] * rows), shape.scale, window)
+    assert [*launches.variants] == before
+
+
+@pytest.mark.parametrize(("hopper", "heads"), [(False, 20), (True, 16), (True, 128)])
+def test_latent_attention_warms_what_any_step_launches(
+    hopper: bool, heads: int, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows in parts of their contexts and in whole ones, wide programs, short prompts, and expanded ones of any number
+    of tokens and some heads at a time."""
+    spec = LatentAttention(
+        heads=heads, kv_lora_rank=512, q_lora_rank=None, scale=0.1, nope_dim=128, rope_dim=64, v_dim=128
+    )
+    limits = {"rows": 300, "length": 5000, "tokens": 4096}
+    shape = shaped(torch.bfloat16, q_heads=heads, kv_heads=heads, head_dim=192, latent=spec, **limits)
+    kernels = replace(
+        create_plain_kernels(), latents=TritonLatents(132, HOPPER_BYTES if hopper else 99 << 10, warp_groups=hopper)
+    )
+    warm.warm_kernels(kernels.latents.launches(shape, CPU), CPU)
+    before = [*launches.variants]
+    assert {it.partition("(")[0] for it in before} == {"_decode_latents", "_prefill_latents", "_attend_expanded"}
+    dims = LatentDims.of(spec, heads)
+    absorbed = replace(shape, kv_heads=1, head_dim=576, latent=None)
+    for rows in (1, 2, 16, 17, 33, 66, 132, 264, 300):
+        q, cache, batch = attention.attention_inputs.decode_inputs(absorbed, CPU, [3] * rows)
+        kernels.latents.attend(q, KVCache.of_latents(cache.keys, 512), batch, 0.1)
+    products = DenseLatentProducts(torch.zeros(heads * 256, 512, dtype=torch.bfloat16), dims)
+    monkeypatch.setattr("weft.plan.memory.EXPANDED_BYTES", 200 * 640 * 13)  # 13 heads at once, then the rest
+    for context in (200, 301):
+        q, cache, batch = attention.attention_inputs.decode_inputs(absorbed, CPU, [context])
+        latents = KVCache.of_latents(cache.keys, 512)
+        for tokens in (171, 190):
+            out = torch.zeros(tokens, heads * 128, dtype=torch.bfloat16)
+            q = torch.zeros(tokens, heads, 192, dtype=torch.bfloat16)
+            row = ExpandedRow(slice(0, tokens), context, batch.tables[0])
+            attend_expanded(kernels, products, q, latents, row, 0.1, out)
     assert [*launches.variants] == before
 
 
