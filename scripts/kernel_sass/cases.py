@@ -21,7 +21,7 @@ from weft.formats.schemes import UNIT, Scheme
 from weft.hardware.gpus import FP8_CAPABILITY
 from weft.kernels.base import ExpertStack, HeadNorm, KVCache
 from weft.kernels.batch import NO_ROWS, Batch
-from weft.kernels.latents import ExpandedContext, LatentNorm
+from weft.kernels.latents import AbsorbedQueries, ExpandedContext, LatentNorm
 from weft.kernels.sampling import mask_words
 from weft.kernels.staged import StagedStep
 from weft.kernels.triton import (
@@ -273,7 +273,9 @@ def attend_latents(rows: int, decodes: int, heads: int = LATENT_HEADS, *, hopper
     cache = KVCache.of_latents(torch.empty(1, 16, 1, RANK + ROPE_DIM, dtype=BF16), RANK)
     shared = HOPPER_SHARED_BYTES if hopper else AMPERE_SHARED_BYTES
     kernels = latents.TritonLatents(PROCESSORS, shared, warp_groups=hopper)
-    kernels.attend(torch.empty(rows, heads, RANK + ROPE_DIM, dtype=BF16), cache, made_batch(rows, decodes), 1.0)
+    whole = torch.empty(rows, heads, 128 + ROPE_DIM, dtype=BF16)
+    q = AbsorbedQueries(torch.empty(rows, heads, RANK, dtype=BF16), whole[..., 128:])
+    kernels.attend(q, cache, made_batch(rows, decodes), 1.0)
 
 
 def attend_expanded(*, hopper: bool = False) -> None:

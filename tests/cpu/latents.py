@@ -7,7 +7,7 @@ import torch
 from tests.cpu.attention import ragged
 from weft.kernels.base import KVCache
 from weft.kernels.batch import Batch
-from weft.kernels.latents import LatentDims, StepForms, divide_batch
+from weft.kernels.latents import AbsorbedQueries, LatentDims, StepForms, divide_batch
 
 # heads, rank, rope_dim, nope_dim, value_dim
 SMALL = LatentDims(3, 32, 8, 16, 12)
@@ -63,9 +63,10 @@ def attend_as_published(
 
 
 def attend_absorbed_by_loop(
-    q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, rank: int
+    absorbed: AbsorbedQueries, cache: KVCache, batch: Batch, scale: float, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`LatentKernels.attend` one token at a time, in float64: [T, heads, rank], and the logarithms of the sums."""
+    q = torch.cat(absorbed, dim=-1)
     out = torch.empty(*q.shape[:2], rank, dtype=torch.float64)
     lse = torch.empty(q.shape[:2], dtype=torch.float64)
     for row in range(batch.rows):

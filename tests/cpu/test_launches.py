@@ -23,7 +23,7 @@ from weft.architectures.shape import Experts, LatentAttention
 from weft.kernels import triton, warm
 from weft.kernels.base import ExpertStack, KVCache
 from weft.kernels.dense_latents import DenseLatentProducts
-from weft.kernels.latents import ExpandedRow, LatentDims, attend_expanded
+from weft.kernels.latents import AbsorbedQueries, ExpandedRow, LatentDims, attend_expanded
 from weft.kernels.plain import create_plain_kernels
 from weft.kernels.triton import attention, pointwise, products, tuning
 from weft.kernels.triton.kernels import TritonMatrices
@@ -149,7 +149,7 @@ def test_latent_attention_warms_what_any_step_launches(
     absorbed = replace(shape, kv_heads=1, head_dim=576, latent=None)
     for rows in (1, 2, 16, 17, 33, 66, 132, 264, 300):
         q, cache, batch = attention.attention_inputs.decode_inputs(absorbed, CPU, [3] * rows)
-        kernels.latents.attend(q, KVCache.of_latents(cache.keys, 512), batch, 0.1)
+        kernels.latents.attend(AbsorbedQueries.of(q, 512), KVCache.of_latents(cache.keys, 512), batch, 0.1)
     products = DenseLatentProducts(torch.zeros(heads * 256, 512, dtype=torch.bfloat16), dims)
     monkeypatch.setattr("weft.plan.memory.EXPANDED_BYTES", 200 * 640 * 13)  # 13 heads at once, then the rest
     for context in (200, 301):

@@ -19,6 +19,7 @@ from weft.kernels.attention_inputs import decode_inputs
 from weft.kernels.base import AttentionShape, KVCache, PagedAttention
 from weft.kernels.batch import Batch
 from weft.kernels.contest import graph_seconds
+from weft.kernels.latents import AbsorbedQueries
 from weft.kernels.triton.tuning import DECODE, PREFILL, Tuning
 from weft.probes.on_gpu import trials
 
@@ -98,7 +99,8 @@ def latents(options: Options) -> Iterator[Figure]:
     ]
     for heads in (4,) if rehearse else LATENT_HEADS:
         q = torch.randn(len(contexts), heads, shape.head_dim, device=CUDA).to(shape.dtype)
-        calls = [partial(kernels.latents.attend, q, place, batch, shape.head_dim**-0.5) for place in caches]
+        parts = AbsorbedQueries.of(q, rank)
+        calls = [partial(kernels.latents.attend, parts, place, batch, shape.head_dim**-0.5) for place in caches]
         yield read_speed(f"latents, {heads} heads, {step_name(contexts)}", read, calls, options)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from weft.kernels.latents import LatentDims
+from weft.kernels.latents import AbsorbedQueries, LatentDims
 from weft.quant.dense import dense_weight
 from weft.quant.quantised import QuantisedWeight
 
@@ -25,13 +25,11 @@ class DenseLatentProducts:
     def replace(self, weight: torch.Tensor | QuantisedWeight) -> None:
         self.weight.copy_(dense_weight(weight).view_as(self.weight))
 
-    def absorb(self, q: torch.Tensor) -> torch.Tensor:
-        nope, width = self.dims.nope_dim, self.dims.rank + self.dims.rope_dim
-        out = q.new_empty(q.shape[0], self.dims.heads, width)
-        absorbed = out[..., : self.dims.rank].transpose(0, 1)
-        torch.bmm(q[..., :nope].transpose(0, 1), self.weight[:, :nope], out=absorbed)
-        out[..., self.dims.rank :] = q[..., nope:]
-        return out
+    def absorb(self, q: torch.Tensor) -> AbsorbedQueries:
+        nope = self.dims.nope_dim
+        latent = q.new_empty(q.shape[0], self.dims.heads, self.dims.rank)
+        torch.bmm(q[..., :nope].transpose(0, 1), self.weight[:, :nope], out=latent.transpose(0, 1))
+        return AbsorbedQueries(latent, q[..., nope:])
 
     def values(self, mixed: torch.Tensor) -> torch.Tensor:
         projection = self.weight[:, self.dims.nope_dim :].transpose(1, 2)

@@ -78,9 +78,9 @@ class LatentProducts(Protocol):
     @property
     def dims(self) -> LatentDims: ...
 
-    def absorb(self, q: torch.Tensor) -> torch.Tensor:
-        """Queries in the space of latents: [T, heads, nope_dim + rope_dim] -> [T, heads, rank + rope_dim]. The part of
-        a head's query without rotation is multiplied by its keys' projection, the rotated part is copied."""
+    def absorb(self, q: torch.Tensor) -> AbsorbedQueries:
+        """Queries in the space of latents, of q [T, heads, nope_dim + rope_dim]: the part of a head's query without
+        rotation is multiplied by its keys' projection, the rotated part stays."""
         ...
 
     def values(self, mixed: torch.Tensor) -> torch.Tensor:
@@ -91,6 +91,30 @@ class LatentProducts(Protocol):
         """Keys [N, H, nope_dim], without their rotated part, and values [N, H, value_dim] of some heads, from latents
         [N, rank + rope_dim] of the cache. Both may be views of one tensor; each head's columns are contiguous."""
         ...
+
+
+class AbsorbedQueries(NamedTuple):
+    """Queries in the space of latents, in two parts: `latent` [T, heads, rank] and `rotated` [T, heads, rope_dim].
+
+    Either part may be columns of a wider tensor, whose heads lie one after the other.
+    """
+
+    latent: torch.Tensor
+    rotated: torch.Tensor
+
+    @staticmethod
+    def of(joined: torch.Tensor, rank: int) -> AbsorbedQueries:
+        """The parts of queries [T, heads, rank + rope_dim]."""
+        return AbsorbedQueries(joined[..., :rank], joined[..., rank:])
+
+    def joined(self) -> torch.Tensor:
+        """Queries [T, heads, rank + rope_dim]: without a copy if the parts come from `of`."""
+        latent, rotated = self
+        (tokens, heads, rank), width = latent.shape, latent.shape[2] + rotated.shape[2]
+        behind = rotated.data_ptr() == latent.data_ptr() + rank * latent.itemsize
+        if behind and latent.stride() == rotated.stride() == (heads * width, width, 1):
+            return latent.as_strided((tokens, heads, width), latent.stride())
+        return torch.cat(self, dim=-1)
 
 
 class ExpandedContext(NamedTuple):
@@ -129,10 +153,10 @@ class LatentKernels(Protocol):
         ...
 
     def attend(
-        self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, lse: torch.Tensor | None = None
+        self, q: AbsorbedQueries, cache: KVCache, batch: Batch, scale: float, lse: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Causal attention in the absorbed form, each row over its own context: [T, heads, rank + rope_dim] -> [T,
-        heads, rank], float32 sums in q's dtype. `lse` [T, heads] float32 is that of `PagedAttention.attend`.
+        """Causal attention in the absorbed form, each row over its own context: queries of T tokens -> [T, heads,
+        rank], float32 sums in q's dtype. `lse` [T, heads] float32 is that of `PagedAttention.attend`.
 
         A head's key is a whole latent, its value the latent's first `rank` values. `scale` is that of the expanded
         form, (nope_dim + rope_dim)^-0.5 unless the model says otherwise.

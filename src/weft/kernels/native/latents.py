@@ -10,7 +10,7 @@ import torch
 
 from weft.kernels.base import AttentionShape, ExpertStack, KVCache, PagedAttention
 from weft.kernels.batch import Batch
-from weft.kernels.latents import ExpandedContext, LatentDims, LatentNorm, attend_padded
+from weft.kernels.latents import AbsorbedQueries, ExpandedContext, LatentDims, LatentNorm, attend_padded
 from weft.kernels.native.experts import NativeStack, pack_stack
 from weft.kernels.warm import KernelLaunch
 from weft.native.entries import Entries
@@ -56,12 +56,13 @@ class NativeLatents:
         )
 
     def attend(
-        self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, lse: torch.Tensor | None = None
+        self, q: AbsorbedQueries, cache: KVCache, batch: Batch, scale: float, lse: torch.Tensor | None = None
     ) -> torch.Tensor:
-        (tokens, heads, width), rank = q.shape, cache.values.shape[3]
-        out = q.new_empty(tokens, heads, rank)
+        joined = q.joined()
+        (tokens, heads, width), rank = joined.shape, cache.values.shape[3]
+        out = joined.new_empty(tokens, heads, rank)
         self._entries.attend_latents(
-            q.data_ptr(),
+            joined.data_ptr(),
             cache.keys.data_ptr(),
             out.data_ptr(),
             batch.row_starts.data_ptr(),
@@ -104,11 +105,11 @@ class NativeLatentProducts:
         for stack, part in zip((self.keys, self.projected), split_projection(weight, self.dims), strict=True):
             stack.replace(part)
 
-    def absorb(self, q: torch.Tensor) -> torch.Tensor:
+    def absorb(self, q: torch.Tensor) -> AbsorbedQueries:
         q, tokens = q.contiguous(), q.shape[0]
         out = q.new_empty(tokens, self.dims.heads, self.dims.rank + self.dims.rope_dim)
         self.entries.absorb(ctypes.byref(self.descriptor), q.data_ptr(), tokens, out.data_ptr())
-        return out
+        return AbsorbedQueries.of(out, self.dims.rank)
 
     def values(self, mixed: torch.Tensor) -> torch.Tensor:
         out = mixed.new_empty(mixed.shape[0], self.dims.heads * self.dims.value_dim)

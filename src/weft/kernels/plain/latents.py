@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
-from weft.kernels.latents import ExpandedContext, LatentNorm, attend_padded
+from weft.kernels.latents import AbsorbedQueries, ExpandedContext, LatentNorm, attend_padded
 from weft.kernels.plain.attention import PlainAttention
 from weft.kernels.warm import KernelLaunch
 
@@ -38,10 +38,10 @@ class PlainLatents:
         turned.copy_(rotate(turned, angles[:, None], interleaved))
 
     def attend(
-        self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, lse: torch.Tensor | None = None
+        self, q: AbsorbedQueries, cache: KVCache, batch: Batch, scale: float, lse: torch.Tensor | None = None
     ) -> torch.Tensor:
-        mixed = PlainAttention().attend(q, cache, batch, scale, None, lse)
-        return mixed.view(q.shape[0], q.shape[1], -1)
+        mixed = PlainAttention().attend(q.joined(), cache, batch, scale, None, lse)
+        return mixed.view(q.latent.shape)
 
     def attend_expanded(self, q: torch.Tensor, context: ExpandedContext, scale: float, out: torch.Tensor) -> None:
         attend_padded(PlainAttention(), q, context, scale, out)

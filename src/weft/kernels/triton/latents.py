@@ -15,7 +15,7 @@ import triton.language as tl
 from weft.kernels import attention_inputs
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
-from weft.kernels.latents import ExpandedContext, LatentDims, LatentNorm
+from weft.kernels.latents import AbsorbedQueries, ExpandedContext, LatentDims, LatentNorm
 from weft.kernels.triton.attention import LN_2, LOG2_E, MAX_SPLITS, MIN_PRODUCT, _join
 from weft.kernels.usable import AMPERE_SHARED_BYTES
 from weft.kernels.warm import KernelLaunch, first_of_variants
@@ -34,14 +34,10 @@ ROTATED = 8  # heads of queries that a program rotates
 
 
 @triton.jit
-def _load_queries(q, places, kept, rank, rope_dim, RANK: tl.constexpr, ROPE: tl.constexpr):
-    """Queries as two tensors: [ROWS, RANK] and, of their rotated part, [ROWS, ROPE]."""
-    columns, turned = tl.arange(0, RANK), tl.arange(0, ROPE)
-    low = tl.load(q + places[:, None] + columns[None, :], kept[:, None] & (columns < rank)[None, :], other=0.0)
-    high = tl.load(
-        q + places[:, None] + rank + turned[None, :], kept[:, None] & (turned < rope_dim)[None, :], other=0.0
-    )
-    return low, high
+def _load_queries(q, places, kept, width, WIDTH: tl.constexpr):
+    """A part of queries at `places` [ROWS], `width` columns of it: [ROWS, WIDTH]."""
+    columns = tl.arange(0, WIDTH)
+    return tl.load(q + places[:, None] + columns[None, :], kept[:, None] & (columns < width)[None, :], other=0.0)
 
 
 @triton.jit
@@ -122,9 +118,10 @@ def _mix_latents(
 # Integers that differ from step to step must not cause a new compilation.
 @triton.jit(do_not_specialize=["table_width", "splits"])
 def _decode_latents(
-    q, latents, out, lse, parts, sums, through, tables, context, order, table_width, heads, rank: tl.constexpr,
-    rope_dim: tl.constexpr, scale, splits, SPLIT: tl.constexpr, LSE: tl.constexpr, KV_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, TILE: tl.constexpr, JOINED: tl.constexpr,
+    q, rotated, latents, out, lse, parts, sums, through, tables, context, order, table_width, q_head, rotated_head,
+    heads, rank: tl.constexpr, rope_dim: tl.constexpr, scale, splits, SPLIT: tl.constexpr, LSE: tl.constexpr,
+    KV_BLOCK: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, TILE: tl.constexpr,
+    JOINED: tl.constexpr,
 ):  # fmt: skip
     # Blocks of heads first: programs that run at the same time then read the same latents.
     block, row, split = tl.program_id(0), tl.load(order + tl.program_id(1)), tl.program_id(2)
@@ -136,7 +133,8 @@ def _decode_latents(
     mine = members < heads
     each = row.to(tl.int64) * heads + members
     kept = mine[:, None] & (columns < rank)[None, :]
-    low, high = _load_queries(q, each * (rank + rope_dim), mine, rank, rope_dim, RANK, ROPE)
+    low = _load_queries(q, each * q_head, mine, rank, RANK)
+    high = _load_queries(rotated, each * rotated_head, mine, rope_dim, ROPE)
     # A row without context is padding of a captured batch: it gets zeros.
     last = tl.full([ROWS], length - 1, tl.int32)
     result, logs = _mix_latents(
@@ -169,9 +167,9 @@ def _decode_latents(
 
 @triton.jit(do_not_specialize=["first_row", "rows", "table_width"])
 def _prefill_latents(
-    q, latents, out, lse, row_starts, tables, context, first_row, rows, table_width, heads, rank: tl.constexpr,
-    rope_dim: tl.constexpr, scale, LSE: tl.constexpr, KV_BLOCK: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr,
-    ROPE: tl.constexpr, TILE: tl.constexpr,
+    q, rotated, latents, out, lse, row_starts, tables, context, first_row, rows, table_width, q_head, rotated_head,
+    heads, rank: tl.constexpr, rope_dim: tl.constexpr, scale, LSE: tl.constexpr, KV_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
     # Row r's programs begin at (its first query // ROWS) + r: there is at most one surplus program per row.
@@ -195,7 +193,8 @@ def _prefill_latents(
         real = query < count * heads
         each = start.to(tl.int64) * heads + query
         last = length - count + query // heads
-        near, far = _load_queries(q, each * (rank + rope_dim), real, rank, rope_dim, RANK, ROPE)
+        near = _load_queries(q, each * q_head, real, rank, RANK)
+        far = _load_queries(rotated, each * rotated_head, real, rope_dim, ROPE)
         stop = length - count + tl.minimum(first + ROWS - 1, count * heads - 1) // heads + 1
         whole = (length - count + first // heads + 1) // TILE * TILE
         result, logs = _mix_latents(
@@ -241,7 +240,8 @@ def _attend_expanded(
     token, columns = first + tl.arange(0, ROWS), tl.arange(0, VALUE)
     real, before = token < tokens, context - tokens
     places = token.to(tl.int64) * q_row + head * (nope_dim + rope_dim)
-    low, high = _load_queries(q, places, real, nope_dim, rope_dim, NOPE, ROPE)
+    low = _load_queries(q, places, real, nope_dim, NOPE)
+    high = _load_queries(q, places + nope_dim, real, rope_dim, ROPE)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, VALUE], tl.float32)
@@ -441,9 +441,10 @@ class TritonLatents:
         )
 
     def attend(
-        self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, lse: torch.Tensor | None = None
+        self, q: AbsorbedQueries, cache: KVCache, batch: Batch, scale: float, lse: torch.Tensor | None = None
     ) -> torch.Tensor:
-        out = q.new_empty(*q.shape[:2], cache.values.shape[3])
+        assert all(part.stride(0) == part.shape[1] * part.stride(1) for part in q), "heads lie one after the other"
+        out = q.latent.new_empty(q.latent.shape)
         if batch.decodes:
             self._decode(q, cache, batch, scale, out, lse)
         if batch.decodes < batch.rows:
@@ -481,20 +482,26 @@ class TritonLatents:
         )
 
     def _decode(
-        self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, out: torch.Tensor, lse: torch.Tensor | None
+        self,
+        q: AbsorbedQueries,
+        cache: KVCache,
+        batch: Batch,
+        scale: float,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
     ) -> None:
-        (_, heads, width), rank, rows = q.shape, out.shape[2], batch.decodes
-        tiles, splits = decode_tiles(self._sizes(rank, width, q.dtype), self._processors, rows, heads)
+        (_, heads, rank), rope_dim, rows = out.shape, q.rotated.shape[2], batch.decodes
+        tiles, splits = decode_tiles(self._sizes(rank, rope_dim, out.dtype), self._processors, rows, heads)
         blocks = triton.cdiv(heads, tiles.queries)
         count = triton.next_power_of_2(rows * blocks)
         if count not in self._through:
-            self._through[count] = torch.zeros(count, dtype=torch.int32, device=q.device)
+            self._through[count] = torch.zeros(count, dtype=torch.int32, device=out.device)
         parts = sums = out
         if splits > 1:
-            parts = q.new_empty((rows, heads, splits, rank), dtype=torch.float32)
-            sums = q.new_empty((rows, heads, splits), dtype=torch.float32)
+            parts = out.new_empty((rows, heads, splits, rank), dtype=torch.float32)
+            sums = out.new_empty((rows, heads, splits), dtype=torch.float32)
         _decode_latents[(blocks, rows, splits)](
-            q,
+            *q,
             cache.keys,
             out,
             out if lse is None else lse,
@@ -505,9 +512,11 @@ class TritonLatents:
             batch.context,
             batch.order,
             batch.tables.stride(0),
+            q.latent.stride(1),
+            q.rotated.stride(1),
             heads,
             rank,
-            width - rank,
+            rope_dim,
             scale * LOG2_E,
             splits,
             SPLIT=splits > 1,
@@ -523,12 +532,18 @@ class TritonLatents:
         )
 
     def _prefill(
-        self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, out: torch.Tensor, lse: torch.Tensor | None
+        self,
+        q: AbsorbedQueries,
+        cache: KVCache,
+        batch: Batch,
+        scale: float,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
     ) -> None:
-        (tokens, heads, width), rank, rows = q.shape, out.shape[2], batch.rows - batch.decodes
-        tiles = self._sizes(rank, width, q.dtype).prefill
+        (tokens, heads, rank), rope_dim, rows = out.shape, q.rotated.shape[2], batch.rows - batch.decodes
+        tiles = self._sizes(rank, rope_dim, out.dtype).prefill
         _prefill_latents[((tokens - batch.decodes) * heads // tiles.queries + rows,)](
-            q,
+            *q,
             cache.keys,
             out,
             out if lse is None else lse,
@@ -538,9 +553,11 @@ class TritonLatents:
             batch.decodes,
             rows,
             batch.tables.stride(0),
+            q.latent.stride(1),
+            q.rotated.stride(1),
             heads,
             rank,
-            width - rank,
+            rope_dim,
             scale * LOG2_E,
             LSE=lse is not None,
             KV_BLOCK=cache.block_size,
@@ -552,8 +569,8 @@ class TritonLatents:
             num_stages=tiles.stages,
         )
 
-    def _sizes(self, rank: int, width: int, dtype: torch.dtype) -> LatentSizes:
-        return latent_sizes(rank, width, dtype, self._shared, warp_groups=self._warp_groups)
+    def _sizes(self, rank: int, rope_dim: int, dtype: torch.dtype) -> LatentSizes:
+        return latent_sizes(rank, rank + rope_dim, dtype, self._shared, warp_groups=self._warp_groups)
 
     def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:
         assert shape.latent
@@ -562,9 +579,12 @@ class TritonLatents:
         absorbed = replace(shape, kv_heads=1, head_dim=dims.rank + dims.rope_dim, latent=None)
 
         def attend(q: torch.Tensor, cache: KVCache, batch: Batch) -> torch.Tensor:
-            return self.attend(q, KVCache.of_latents(cache.keys, dims.rank), batch, shape.scale)
+            # Laid out as those of `LatentProducts.absorb`: the rotated part has stayed among the expanded queries.
+            whole = q.new_zeros(*q.shape[:2], dims.nope_dim + dims.rope_dim)
+            parts = AbsorbedQueries(q[..., : dims.rank].contiguous(), whole[..., dims.nope_dim :])
+            return self.attend(parts, KVCache.of_latents(cache.keys, dims.rank), batch, shape.scale)
 
-        sizes = self._sizes(dims.rank, absorbed.head_dim, shape.dtype)
+        sizes = self._sizes(dims.rank, dims.rope_dim, shape.dtype)
 
         def variant(rows: int) -> tuple[LatentTiles, bool]:
             tiles, splits = decode_tiles(sizes, self._processors, rows, shape.q_heads)
