@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from scripts.gpu import needs, rehearsal, report, wheels
@@ -40,7 +41,7 @@ def main(words: Sequence[str]) -> int:
     parts = [PARTS[name] for name in arguments.part]
     if arguments.rehearse:
         rehearsal.programs_first()
-    obstacle = needs.first_obstacle(static_obstacles(parts, folder, arguments.vllm))
+    obstacle = needs.first_obstacle(static_obstacles(parts, folder, arguments))
     if obstacle:
         return refused(obstacle)
     with ExitStack() as stack:
@@ -106,13 +107,21 @@ def refused(words: str) -> int:
     return REFUSED
 
 
-def static_obstacles(parts: Sequence[Part], folder: Path, vllm: Path | None) -> list[Callable[[], str | None]]:
-    """Checks that need neither torch nor a card."""
+def static_obstacles(
+    parts: Sequence[Part], folder: Path, arguments: argparse.Namespace
+) -> list[Callable[[], str | None]]:
+    """Checks before anything of Weft is imported. Where torch is, a card that is absent is named before packages."""
     checks: list[Callable[[], str | None]] = [partial(needs.obstacle_of_folder, folder)]
+    if not arguments.rehearse and find_spec("torch") is not None:
+        checks.append(lambda: None if first_card() else no_card())
     for part in parts:
         checks.append(partial(needs.obstacle_of_packages, part.name, part.needs, sys.executable))
-        checks.append(partial(needs.obstacle_of_files, part.name, part.needs, vllm))
+        checks.append(partial(needs.obstacle_of_files, part.name, part.needs, arguments.vllm))
     return checks
+
+
+def no_card() -> str | None:
+    return needs.obstacle_of_card("", needs.Needs(), None, version_of("torch"))
 
 
 def measure(

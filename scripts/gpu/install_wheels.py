@@ -15,7 +15,9 @@ def main(target: str) -> None:
         wheels = [join(row, here, Path(folder)) for row in json.loads((here / "manifest.json").read_text())]
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--upgrade"]
         # Bytecode of thousands of files would take minutes.
-        subprocess.run([*pip, "--no-compile", "--target", target, *wheels], check=True)
+        if subprocess.run([*pip, "--no-compile", "--target", target, *wheels]).returncode:
+            version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+            sys.exit(f"install.py: pip failed; if it takes none of these wheels, download them with --python {version}")
     print(f"{len(wheels)} packages in {target}: PYTHONPATH={Path(target).resolve()}")
 
 

@@ -90,6 +90,17 @@ def test_results_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert re.search(r"\b5 MB.*\b200 MB", str(needs.obstacle_of_folder(tmp_path)))
 
 
+def test_without_a_card_that_is_said_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not the packages of a part, whatever is missing."""
+    monkeypatch.setenv("RESULTS", str(tmp_path))
+    monkeypatch.setattr(gpu_check, "first_card", lambda: None)
+    monkeypatch.setattr(needs, "obstacle_of_packages", lambda *_: "something is missing")
+    assert gpu_check.main(["quarter"]) == 2
+    has_values(capsys.readouterr().err, "torch", "--rehearse")
+
+
 def test_a_bare_python_is_told_what_it_lacks() -> None:
     """Before anything of Weft is imported, which needs packages itself."""
     program = "import runpy, sys; sys.argv[1:] = ['sampling']; runpy.run_module('scripts.gpu', run_name='__main__')"

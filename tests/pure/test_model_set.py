@@ -20,7 +20,7 @@ from weft.cli.parser import UsageError, parse_command
 from weft.cli.plan_set import plan_text
 from weft.cli.serve import main as serve
 from weft.cli.serve import ollama_address
-from weft.errors import PlanError, WeftError
+from weft.errors import ConfigError, PlanError, WeftError
 from weft.formats import lookup
 from weft.hardware.cluster import Cluster, Node, parse_gpus
 from weft.hardware.gpus import GpuSpec
@@ -245,6 +245,14 @@ def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
         planned(tmp_path, "1xRTX4090", {"name": "a", "model": "Qwen/Qwen3-32B"})
     path = written(tmp_path, {"models": [{"name": "a", "model": "Qwen/Qwen3-32B"}]})
     assert dispatch(["plan", "--config", path, "--gpus", "1xRTX4090"]) == 3, "as of one model"
+    half = {"name": "a", "model": "Qwen/Qwen3-8B", "gpu-memory-utilization": 0.45}
+    with refuses(PlanError, "model-does-not-fit", "'a'", "cuda:0", "0.45", "raise gpu-memory-utilization"):
+        planned(tmp_path, "1xRTX4090", half)
+
+
+def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+    with refuses(ConfigError, "device-ids-beyond-gpus", "'a'", "1", "0 to 0"):
+        planned(tmp_path, "1xRTX4090", {"name": "a", "model": "Qwen/Qwen3-8B", "device-ids": 1})
 
 
 def test_weft_plan_of_a_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -202,6 +202,12 @@ def check_plannable(entry: ModelEntry, cluster: Cluster) -> None:
             "model alone",
             code="cpu-beside-gpus",
         )
+    beyond = [number for number in config.device_ids or () if number != "cpu" and int(number) >= len(cluster.gpus)]
+    if beyond and not cluster.on_cpu:
+        raise ConfigError(
+            f"device-ids of {entry.name!r} names GPU {beyond[0]}; there are 0 to {len(cluster.gpus) - 1}",
+            code="device-ids-beyond-gpus",
+        )
 
 
 def _choices(entry: ModelEntry, cluster: Cluster, taken: Collection[str]) -> list[list[int]]:
@@ -350,8 +356,14 @@ def _fits_nowhere(entry: ModelEntry, model: Model, cluster: Cluster, *devices: s
     rooms = device_rooms(cluster, None)
     have = ", ".join(f"{format_bytes(rooms.get(device, 0))} on {device}" for device in devices)
     need = weight_bytes(model.shape, _precision(entry.config, model))
+    config = entry.config
+    limit, ways = "", "compress it with quantization, lower max-model-len, or give it more GPUs"
+    if not cluster.on_cpu and config.gpu_memory_utilization != DEFAULT_CONFIG.gpu_memory_utilization:
+        share = min(config.gpu_memory_utilization)
+        limit = f", of which it may use {share:g} (gpu-memory-utilization)"
+        ways = "raise gpu-memory-utilization, compress it with quantization, or give it more GPUs"
     return PlanError(
-        f"{entry.name!r} ({entry.config.model}) does not fit: its weights take {format_bytes(need)}, and {have} "
-        f"are free; compress it with quantization, lower max-model-len, or give it more GPUs",
+        f"{entry.name!r} ({config.model}) does not fit: its weights take {format_bytes(need)}, and {have} are "
+        f"free{limit}; {ways}",
         code="model-does-not-fit",
     )
