@@ -438,8 +438,8 @@ def dispatch(operation: Any, args: Any, kwargs: Any) -> Any:
 
 def _shares_memory(result: Any, source: OnCard) -> bool:
     """True if what may be a view is one: conversions and changes of shape copy where they must."""
-    made = flatten([result])[0]
-    return made.untyped_storage().data_ptr() == source.held.untyped_storage().data_ptr()  # type: ignore[no-any-return]
+    place = source.held.untyped_storage().data_ptr()
+    return all(made.untyped_storage().data_ptr() == place for made in flatten([result]))
 
 
 def _between(name: str, operation: Any, args: Any, given: Any, named: Any) -> Any:

@@ -17,6 +17,14 @@ def family(pid: int | None = None, *, servers: bool = False) -> list[psutil.Proc
     return sorted((member for member in members if servers or not is_server(member)), key=lambda member: member.pid)
 
 
+def command_line(member: psutil.Process) -> str:
+    """The words of a process's command; "" for one that has ended, but whose parent does not know it yet."""
+    try:
+        return " ".join(member.cmdline())
+    except psutil.Error:
+        return ""
+
+
 def is_server(member: psutil.Process) -> bool:
     """Return True for a fork server or a sandbox, False for a fork of the former that has no name of its own yet."""
     try:

@@ -19,7 +19,7 @@ import pytest
 
 from scripts.soaking.mixed import ANSWERED, DOUBLED, LOST, RETRYABLE, Kind, judge_stream
 from tests.cpu import tiny
-from tests.cpu.families import SERVER
+from tests.cpu.families import SERVER, command_line
 from tests.cpu.test_serve import Server, eventually
 from tests.log_events import logged_json
 
@@ -40,7 +40,7 @@ def server(model: str) -> Iterator[Server]:
 
 
 def members(server: Server, module: str) -> list[psutil.Process]:
-    found = [member for member in server.family() if any(module in word for word in member.cmdline())]
+    found = [member for member in server.family() if module in command_line(member)]
     return sorted(found, key=lambda member: member.pid)
 
 

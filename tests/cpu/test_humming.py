@@ -249,8 +249,9 @@ def test_experts(type: str, spec: Experts) -> None:
     plain = create_plain_kernels().matrices.experts(spec, *stacks, 0)
     total = torch.zeros(spec.count, dtype=torch.int64)
     for tokens in (1, 7, 40):  # rows in one sorted list for both products, and in two
-        x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(tokens)).to(BF16)
-        chosen, shares = choose_experts(torch.randn(tokens, spec.count), spec)
+        generator = torch.Generator().manual_seed(tokens)
+        x = torch.randn(tokens, HIDDEN, generator=generator).to(BF16)
+        chosen, shares = choose_experts(torch.randn(tokens, spec.count, generator=generator), spec)
         got, want = experts(x, chosen, shares), plain(x, chosen, shares)
         torch.testing.assert_close(got, want, **SPEC_TOLERANCE)
         total += chosen.flatten().bincount(minlength=spec.count)

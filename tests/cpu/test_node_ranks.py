@@ -15,7 +15,7 @@ import psutil
 import pytest
 from fake_worker import HERE, make_plan, make_step, total
 
-from tests.cpu.families import family
+from tests.cpu.families import command_line, family
 from tests.pure.joining import at_door, facts, free_port
 from tests.refusals import has_values
 from weft.cluster.door import Door
@@ -113,7 +113,7 @@ def test_results_over_nodes(create: Callable[[], Cluster], layout: dict[str, int
 
 
 def rank_processes() -> list[psutil.Process]:
-    return [member for member in family() if "weft.worker.process" in " ".join(member.cmdline())]
+    return [member for member in family() if "weft.worker.process" in command_line(member)]
 
 
 def nobody_listens(port: int) -> bool:

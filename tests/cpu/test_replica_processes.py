@@ -13,7 +13,7 @@ from counting_worker import COUNTING
 from fake_worker import make_plan
 
 from tests.cpu import tiny
-from tests.cpu.families import family
+from tests.cpu.families import command_line, family
 from weft import LLM, SamplingParams
 from weft.client.replicas import ReplicaSet
 from weft.config import EngineConfig
@@ -49,7 +49,7 @@ async def until(check: Callable[[], bool]) -> None:
 
 
 def members(module: str) -> list[psutil.Process]:
-    return [member for member in family() if any(module in word for word in member.cmdline())]
+    return [member for member in family() if module in command_line(member)]
 
 
 # tests/cpu/test_serve.py kills a rank of two replicas.

@@ -25,6 +25,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cpu import tiny
+from tests.cpu.families import command_line
 from tests.log_events import logged_json
 from tests.pure.letters import TEMPLATE
 from weft.errors import ModelError
@@ -316,7 +317,7 @@ def test_no_torch_but_in_the_ranks(server: Server) -> None:
     def has_torch(pid: int) -> bool:
         return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
-    family = {process.pid: " ".join(process.cmdline()) for process in server.family()}
+    family = {process.pid: command_line(process) for process in server.family()}
     cores = [pid for pid, line in family.items() if "weft.client.process" in line]
     ranks = [pid for pid, line in family.items() if "weft.worker.process" in line]
     assert len(cores) == len(ranks) == 1, family
@@ -445,7 +446,7 @@ def test_a_second_signal_ends_at_once(words: list[str]) -> None:
 
 def test_a_killed_rank_fails_the_requests_with_the_cause_and_the_engine_starts_again(words: list[str]) -> None:
     with Server(*words, "--tensor-parallel-size", "2") as server:
-        ranks = [process for process in server.family() if "weft.worker.process" in " ".join(process.cmdline())]
+        ranks = [process for process in server.family() if "weft.worker.process" in command_line(process)]
         assert len(ranks) == 2
         with server.client.completions.create(model="tiny", prompt="a", stream=True, **LONG) as stream:
             chunks = iter(stream)
@@ -474,7 +475,7 @@ def replica_answers(server: Server, number: int) -> list[str]:
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two replicas need two cores")
 def test_no_client_of_two_replicas_notices_that_a_rank_is_killed(server: Server, words: list[str]) -> None:
     def ranks() -> list[psutil.Process]:
-        return [member for member in two.family() if "weft.worker.process" in " ".join(member.cmdline())]
+        return [member for member in two.family() if "weft.worker.process" in command_line(member)]
 
     def layout() -> list[tuple[int, int]]:
         answer = httpx.get(f"{two.url}/layout", headers={"x-api-key": ADMIN_KEY}).raise_for_status()

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.cpu import tiny
+from tests.cpu.families import command_line
 from tests.cpu.test_serve import ADMIN_KEY, HI, PATIENCE_S, Server, eventually
 
 OWNER = {"Authorization": f"Bearer {ADMIN_KEY}"}
@@ -160,7 +161,7 @@ def test_a_dead_model_does_not_touch_the_other(several: Server, blow: signal.Sig
 def test_an_engine_that_crashes_is_started_again_by_its_own_process(several: Server) -> None:
     before = load(several, "one")
     family = psutil.Process(before["pid"]).children(recursive=True)
-    crashed = next(member for member in family if "weft.client.process" in member.cmdline())
+    crashed = next(member for member in family if "weft.client.process" in command_line(member))
     crashed.send_signal(signal.SIGSEGV)
     eventually(lambda: not crashed.is_running())
     eventually(lambda: ask(several, "one").status_code == 200)
@@ -225,7 +226,7 @@ def test_the_end_does_not_wait_for_a_stopped_rank(tmp_path: Path) -> None:
     path.write_text(json.dumps({**COMMON, "models": rows}))
     with Server("--config", str(path)) as server:
         asking = threading.Thread(target=ask, args=(server, "one"), kwargs={"n": 64, "max_tokens": 500})
-        rank = next(process for process in server.family() if "weft.worker" in " ".join(process.cmdline()))
+        rank = next(process for process in server.family() if "weft.worker" in command_line(process))
         rank.suspend()
         asking.start()
         eventually(lambda: states(server)["one"]["running"] == 1)

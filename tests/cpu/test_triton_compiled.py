@@ -149,7 +149,7 @@ def launch_all():
 LATENTS = (
     LAUNCHES
     + """
-from weft.kernels.latents import ExpandedContext, LatentNorm
+from weft.kernels.latents import AbsorbedQueries, ExpandedContext, LatentNorm
 from weft.kernels.triton.latents import TritonLatents
 
 dtype, ints = getattr(torch, sys.argv[2]), torch.zeros(4, 4, dtype=torch.int32)
@@ -160,12 +160,17 @@ def launch_all():
     hopper = capability == 90
     kernels = TritonLatents(132, 227 << 10 if hopper else limit, warp_groups=hopper)
     cache = KVCache.of_latents(torch.zeros(1, 16, 1, 576, dtype=dtype), 512)
-    kernels.attend(torch.zeros(2, 16, 576, dtype=dtype), cache, batch, 1.0)
+
+    def attend(rows, heads, batch):
+        latent, whole = (torch.zeros(rows, heads, width, dtype=dtype) for width in (512, 192))
+        kernels.attend(AbsorbedQueries(latent, whole[..., 128:]), cache, batch, 1.0)
+
+    attend(2, 16, batch)
     # Many heads in many rows, in whole contexts and in parts.
     wide = types.SimpleNamespace(**vars(batch) | {"rows": 132, "decodes": 132})
-    kernels.attend(torch.zeros(132, 128, 576, dtype=dtype), cache, wide, 1.0)
+    attend(132, 128, wide)
     wide.rows = wide.decodes = 50
-    kernels.attend(torch.zeros(50, 128, 576, dtype=dtype), cache, wide, 1.0)
+    attend(50, 128, wide)
     for nope_dim, value_dim in (128, 128), (192, 256):
         both = torch.zeros(2, 16, nope_dim + value_dim, dtype=dtype)
         context = ExpandedContext(both[..., :nope_dim], both[..., nope_dim:], torch.zeros(2, 576, dtype=dtype)[:, 512:])

@@ -20,6 +20,7 @@ import httpx
 import pytest
 
 from tests.cpu import tiny
+from tests.cpu.families import command_line
 from tests.cpu.test_serve import ADMIN_KEY, Server, bound_to
 from tests.pure.commands import HERE
 from weft.errors import ModelError
@@ -63,9 +64,7 @@ class Load:
 @contextlib.contextmanager
 def slowed(server: Server, rank: int) -> Iterator[None]:
     """Other programs that want a rank's core all the time, and that come before it. It stays behind them."""
-    ranks = sorted(
-        (one for one in server.family() if "weft.worker" in " ".join(one.cmdline())), key=lambda one: one.pid
-    )
+    ranks = sorted((one for one in server.family() if "weft.worker" in command_line(one)), key=lambda one: one.pid)
     bound = [one for one in ranks if len(one.cpu_affinity()) == 1]
     assert rank < len(bound), [(one.pid, one.cmdline(), one.cpu_affinity()) for one in ranks]
     (core,) = bound[rank].cpu_affinity()

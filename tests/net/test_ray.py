@@ -126,8 +126,8 @@ def test_resources_that_others_hold(cluster: Any, model: str) -> None:
     holder = placement_group([{"CPU": 1.0}])
     assert holder.wait(WAIT_S)
     try:
-        with refuses(EngineError, "ray-resources", "within 1 s", "1 CPU on Ray node", "free in the cluster: 1 CPU"):
-            on_ray(model, pipeline_parallel_size=2, start_timeout=1)
+        with refuses(EngineError, "ray-resources", "within 5 s", "1 CPU on Ray node", "free in the cluster: 1 CPU"):
+            on_ray(model, pipeline_parallel_size=2, start_timeout=5)
     finally:
         remove_placement_group(holder)
 
