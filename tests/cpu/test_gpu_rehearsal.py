@@ -68,6 +68,17 @@ def test_every_gpu_test_is_selected_by_a_part() -> None:
     assert done.stdout.splitlines()[-1:] == ["left:"], done.stdout[-2000:] + done.stderr[-2000:]
 
 
+def test_experts_are_measured_over_weights_that_no_cache_holds() -> None:
+    """Of a token only its experts are read: other layers, not the same one again, fill what a cache has room for."""
+    from scripts.gpu.work.experts import COLD_BYTES, SPECS, further_layers
+
+    for spec, hidden in SPECS.values():
+        for tokens in (1, 16, 256):
+            nbytes = spec.count * 3 * spec.width * hidden * 5 // 8
+            chosen = min(tokens * spec.top_k, spec.count)
+            assert (1 + further_layers(nbytes, spec, tokens)) * nbytes * chosen / spec.count >= COLD_BYTES
+
+
 @pytest.mark.skipif(not hasattr(os, "fork") or not shutil.which("bash"), reason="needs bash")
 @pytest.mark.parametrize(
     "parts", [["quarter"], pytest.param(list(PARTS), marks=pytest.mark.long)], ids=["quarter", "all"]
