@@ -648,6 +648,25 @@ def test_latent_attention_is_in_groups_where_they_pay_and_the_way_back_is_told(
     assert back["name"] == str(other.cut)
 
 
+@pytest.mark.parametrize("model", ["DeepSeek-R1", "DeepSeek-V2-Lite"])
+@pytest.mark.parametrize("hardware", ["8xB200", "8xH200", "8xH100", "4xRTX4090"])
+@pytest.mark.parametrize("concurrency", [None, 256, 16])
+def test_a_word_on_attention_groups_is_true(model: str, hardware: str, concurrency: int | None) -> None:
+    """The figures favour what was chosen, and groups are compared with tensor parallelism. A layout that another reason
+    has chosen, though the figures favour the other kind, gets no such word."""
+    load = Workload(input_len=1024, output_len=1024, concurrency=concurrency)
+    answer = plan(model, hardware, "fp8" if model == "DeepSeek-R1" else "bf16", "weft", workload=load)
+    if answer.best is None:
+        return
+    cuts = {str(candidate.cut): candidate for candidate in answer.candidates}
+    for note in choice_reasons(answer):
+        if "attention_groups" not in note.code:
+            continue
+        other = cuts[note.values["other"]]
+        assert other.predicted.output_tok_s < best(answer).predicted.output_tok_s
+        assert note.code == "no_attention_groups" or other.cut.tensor_parallel > 1
+
+
 def test_other_attention_has_no_word_on_attention_groups() -> None:
     answer = plan("Qwen3-30B-A3B", "4xH100", "bf16", "weft")
     assert not [note for note in choice_reasons(answer) if "attention_groups" in note.code]

@@ -107,14 +107,17 @@ def choice_reasons(result: SearchResult) -> list[Note]:
 
 def _attention_groups(question: Question, best: Candidate, candidates: Sequence[Candidate]) -> Iterator[Note]:
     """The best candidate beside the best one of the other kind, for latent attention: attention groups, each of which
-    has a cache of its own, or tensor parallelism alone, whose ranks all hold the same latents."""
+    has a cache of its own, or tensor parallelism alone, whose ranks all hold the same latents.
+
+    Nothing if the figures do not say so: then another reason has decided, which `choice_reasons` tells."""
     grouped = best.cut.shares_experts
     if question.shape.latent is None or not (grouped or best.cut.tensor_parallel > 1):
         return
-    others = [candidate for candidate in candidates if candidate.cut.shares_experts != grouped]
-    if not others:
+    cuts = [(candidate, candidate.cut) for candidate in candidates]
+    others = [each for each, cut in cuts if cut.shares_experts != grouped and (cut.tensor_parallel > 1 or not grouped)]
+    other = max(others, key=lambda candidate: objective_value(question, candidate), default=None)
+    if other is None or objective_value(question, other) >= objective_value(question, best):
         return
-    other = max(others, key=lambda candidate: objective_value(question, candidate))
     yield create_note(
         "attention_groups" if grouped else "no_attention_groups",
         best=str(best.cut),
