@@ -341,6 +341,43 @@ def test_copies_of_storages_that_lie_in_several_slabs(card: Card, monkeypatch: p
     copies.forget()
 
 
+def test_a_capture_that_fails_between_steps_is_the_last_one(
+    path: str, card: Card, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Graphs are an option: requests go on without."""
+    params, begun = asked(WISHES[:2]), list[None]()
+    want, capture = answers(path, params, **ON_CPU), graphs.capture_graph
+
+    def failing(*given: Any) -> Any:
+        begun.append(None)
+        if len(begun) == 2:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        return capture(*given)
+
+    monkeypatch.setattr(graphs, "CAPTURE_S", 0.0)
+    monkeypatch.setattr(graphs, "capture_graph", failing)
+    with LLM(path, **{**COMMON, **ON_CARD}) as llm:
+        deadline = time.monotonic() + 60
+        while "previous error" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert [told(answer) for answer in llm.generate(PROMPTS[:2], params, use_tqdm=False)] == want
+    assert len(begun) == 2 and card.captured == 1
+
+
+def test_no_graph_is_captured_once_a_rank_has_no_memory(
+    path: str, card: Card, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(graphs, "CAPTURE_S", 0.0)
+    monkeypatch.setattr(threads, "ThreadGroup", Captured)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1000, fake_cuda.TOTAL_BYTES))
+    two = {"tensor_parallel_size": 2, "device_ids": (0, 0)}
+    with LLM(path, **{**COMMON, **ON_CARD, **two}):
+        deadline = time.monotonic() + 60
+        while caplog.text.count("No more CUDA graphs") < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert caplog.text.count("No more CUDA graphs") == 2 and card.captured == 2, "the largest of each rank"
+
+
 @pytest.mark.parametrize("other", [0, 1])
 def test_no_rank_captures_beside_one_that_cannot(
     path: str, card: Card, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, other: int

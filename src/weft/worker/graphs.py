@@ -137,6 +137,21 @@ class Graphs:
             self._capture_size(self.uncaptured[0])
         return len(self.uncaptured)
 
+    def capture_between_steps(self) -> None:
+        """Capture the next size, if there is one. A capture that fails is the last one: steps of other sizes go on
+        without graphs. With several ranks it is an error, since the others wait in the middle of the same capture."""
+        try:
+            self.capture_next()
+        except RuntimeError as error:
+            if not self._alone:
+                raise
+            self.stop_captures(str(error).strip().partition("\n")[0])
+
+    def stop_captures(self, reason: str) -> None:
+        """Capture no more sizes than there are graphs."""
+        logger.warning("No more CUDA graphs are captured: %s. Batches of other sizes run without", reason)
+        self._sizes = [size for size in self._sizes if size in self._captured]
+
     def has_graph(self, rows: int) -> bool:
         """Return True if a step of `rows` rows of one token replays a graph."""
         return self._smallest_graph(rows) is not None

@@ -28,10 +28,13 @@ class HostCopies:
     (https://github.com/NVIDIA/open-gpu-kernel-modules, kernel-open/nvidia/os-mlock.c), so RLIMIT_MEMLOCK does not
     count; the memory of the host and of the control group does. Under WSL 2 the driver pins less than all of it.
 
+    `ranks` of the host save at once, about as much each: all of that is to fit the memory that is free.
+
     Views keep sharing their memory, but it comes back at other addresses.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = 1) -> None:
+        self._ranks = ranks
         self._slabs: list[torch.Tensor] = []  # of SLAB_BYTES, the last one may be shorter
         # One tensor of each storage, with the storage's bytes; empty if nothing is saved.
         self._saved: list[tuple[torch.Tensor, int]] = []
@@ -82,7 +85,7 @@ class HostCopies:
         if self._slabs and len(self._slabs) <= len(sizes) and len(self._slabs[-1]) < sizes[len(self._slabs) - 1]:
             self._slabs.pop()
         missing = sizes[len(self._slabs) :]
-        needed, free = sum(missing), host.memory_bytes(Path("/"))[1]
+        needed, free = sum(missing) * self._ranks, host.memory_bytes(Path("/"))[1]
         if needed and self._pins and needed + SPARE_BYTES > free:
             self._pin_no_more(total, f"{format_bytes(needed)} more are needed, {format_bytes(free)} are free")
         self._slabs += [self._slab(size, total) for size in missing]

@@ -17,6 +17,7 @@ from weft.comm import Links
 from weft.core.commands import PrepareSwap
 from weft.core.params import SamplingParams
 from weft.core.step import StepPlan
+from weft.formatting import format_bytes
 from weft.kernels import create_kernels, create_rounding
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
@@ -68,7 +69,8 @@ class ModelRunner:
         self.attention = AttentionShape.from_plan(plan, rank)
         self.caches: Sequence[KVCache] = []
         self._num_blocks = 0  # of the KV cache, asleep too
-        self._copies = HostCopies()  # of a GPU's weights, asleep
+        # Of a GPU's weights, asleep.
+        self._copies = HostCopies(len(plan.ranks_of(plan.devices[rank].node)))
         self._asleep = self._dropped = False
         self._swap: WeightSwap | None = None  # of weights that are on their way
         self._exchange: TokenExchange | None = None  # with other attention groups
@@ -366,9 +368,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_graph(self) -> None:
-        """Capture one more CUDA graph. All ranks call this between the same steps."""
+        """Capture one more CUDA graph. All ranks call this between the same steps.
+
+        None is captured any more once a rank has no memory for it: out of memory in the middle of a capture would end
+        the engine.
+        """
         assert self.graphs
-        self.graphs.capture_next()
+        free = min(self._of_all_ranks(float(torch.cuda.mem_get_info(self.device)[0])))
+        if free < GRAPH_BYTES:
+            self.graphs.stop_captures(f"{format_bytes(int(free))} of the GPU's memory are free")
+            return
+        self.graphs.capture_between_steps()
 
     @property
     def expands_from(self) -> int | None:
