@@ -59,12 +59,13 @@ TESTS_ALL = (
     GpuTests("parity", 480, PARITY, "whole"),
 )  # fmt: skip
 KERNELS, SAMPLER = f"{GPU}test_triton_cuda.py::test_", f"{GPU}test_sampling_cuda.py::test_"
+QUICK = f"{GPU}test_quick_cuda.py"
 TINY = {  # each a second or so without the tools
     "attention": f"{KERNELS}attention_over_paged_kv_is_exact[[1, 40, 7]-torch.bfloat16]",
     "pointwise": f"{KERNELS}operations_between_the_products[50-torch.bfloat16]",
     "sampling": f"{SAMPLER}rows_that_are_no_distribution",
     "products": f"{GPU}test_products_cuda.py::test_products[33-Span(start=0, stop=576)-576-Q4_1-torch.bfloat16]",
-    "latents": f"{GPU}test_latents_cuda.py::test_latent_attention_is_that_of_torch[4x512-torch.bfloat16]",
+    "latents": f"{GPU}test_latents_cuda.py::test_latent_attention_is_that_of_torch[128x512_1-torch.bfloat16]",
     "experts": f"{GPU}test_experts_cuda.py::test_experts[small-MXFP4-torch.bfloat16]",
 }
 SANITIZED = tuple(Sanitize(tool, case, TINY[case]) for tool in ("memcheck", "racecheck") for case in TINY)
@@ -111,13 +112,14 @@ EXPERTS = (
     Profile("_multiply_experts", "experts", "experts", {}),
     Work("humming", 120, "humming"),
 )
-QUICK = f"{GPU}test_quick_cuda.py"
+QUICK_KINDS = ("attention or cache", "latents", "routers or sorted", "between", "products")
 EXPERT_KINDS = ("None or Q4_1", "INT4_128 or FP8_128", "MXFP4")
 CORRECT = Together(
     "correctness", 75,
     (
-        *(GpuTests(name, 75, (QUICK,), name) for name in ("attention or cache", "latents", "between", "products")),
+        *(GpuTests(name, 75, (QUICK,), name) for name in QUICK_KINDS),
         *(GpuTests(f"experts {kinds}", 75, (QUICK,), f"experts and ({kinds})") for kinds in EXPERT_KINDS),
+        GpuTests("shared experts", 75, (f"{GPU}test_experts_cuda.py",), "shared"),
         GpuTests("sampling", 75, (f"{SAMPLER}rows_that_are_no_distribution", f"{SAMPLER}masks[torch.bfloat16]")),
     ),
 )  # fmt: skip
@@ -140,9 +142,9 @@ QUARTER = (
     decode_steps("Qwen3-30B-A3B", 5, quantization="int4"),
     decode_steps("gpt-oss-20b", 7),
     decode_steps("DeepSeek-V2-Lite", 6),
-    Work("products", 45, "products", SHORT),
-    Work("experts", 45, "experts", SHORT),
-    Work("humming", 60, "humming"),
+    Work("products", 50, "products", SHORT),
+    Work("experts", 60, "experts", SHORT),
+    Work("humming", 75, "humming"),
     Work("NCCL in graphs", 25, "nccl"),
     Work("sleep", 40, "sleep", {"model": LLAMA}),
     Together("sanitize", 60, tuple(Sanitize("memcheck", case, TINY[case], 60) for case in ("latents", "experts"))),

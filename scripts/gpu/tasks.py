@@ -158,23 +158,26 @@ class Profile:
     def name(self) -> str:
         return f"ncu {self.kernel}"
 
-    def slow(self, setup: Setup) -> list[float]:
-        """Shares of the roofline that call for a profile, the smallest first."""
-        ratios = [row.ratio for row in setup.results.of_task(self.of) if row.ratio is not None]
-        return sorted(ratio for ratio in ratios if ratio < PROFILE_BELOW)
+    def slow(self, setup: Setup) -> list[tuple[float, str]]:
+        """Shares of the roofline that call for a profile, with the names of their rows, the smallest first."""
+        rows = [(row.ratio, row.name) for row in setup.results.of_task(self.of) if row.ratio is not None]
+        return sorted(each for each in rows if each[0] < PROFILE_BELOW)
 
     def rows(self, setup: Setup, limit_s: float) -> Iterator[Row]:
         slow = self.slow(setup)
         if not slow and not setup.rehearse:
             return
-        title = f"{self.name}, since rows are below {PROFILE_BELOW:.0%} of the roofline"
+        worst = f": {slow[0][1]}" if slow else ""
+        title = f"{self.name}, since rows are below {PROFILE_BELOW:.0%} of the roofline{worst}"
         if shutil.which("ncu") is None:
             yield Row(self.name, title, None, "", note="ncu is not on PATH: CUDA's toolkit has it")
             return
         with TemporaryDirectory() as folder:
             report = Path(folder) / "report"
             options = {**self.options, "copy_Bps": setup.copy_Bps, "rehearse": setup.rehearse}
-            command = ["ncu", "--set", "full", "--clock-control", "none", "--kernel-name", f"regex:^{self.kernel}"]
+            if slow:
+                options["only"] = slow[0][1]
+            command = ["ncu", "--set", "full", "--clock-control", "none", "--kernel-name", f"regex:^{self.kernel}$"]
             command += ["--launch-skip", str(self.skip), "--launch-count", "1", "--kill", "yes"]
             command += ["--export", str(report)]
             command += [*PYTHON, "-m", "scripts.gpu.work", self.measurement, json.dumps(options)]
@@ -197,7 +200,7 @@ class Worst:
     count: int = 2
 
     def rows(self, setup: Setup, limit_s: float) -> Iterator[Row]:
-        ordered = sorted(self.profiles, key=lambda profile: min(profile.slow(setup), default=PROFILE_BELOW))
+        ordered = sorted(self.profiles, key=lambda profile: min(profile.slow(setup), default=(PROFILE_BELOW, "")))
         for profile in ordered[: self.count]:
             yield from (replace(row, task=self.name) for row in attempted(profile, setup, limit_s / self.count))
 

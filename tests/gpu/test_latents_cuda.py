@@ -7,14 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.cpu.attention import ragged
-from tests.cpu.kernels import triton_kernels
+from tests.cpu.attention import ragged, shaped
 from tests.cpu.latents import PUBLISHED, SMALL, in_forms, random_latents
+from weft.kernels import create_kernels
 from weft.kernels.base import KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.latents import LatentDims, LatentNorm, attend_by_latents
 from weft.kernels.plain import create_plain_kernels
-from weft.kernels.usable import multiprocessor_count
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
 
@@ -45,7 +44,7 @@ def test_latent_attention_is_that_of_torch(case: tuple, dtype: torch.dtype) -> N
     dims, counts, contexts = case
     q, weight, cache, batch = random_latents(dims, counts, contexts, torch.float32)
     want = attend_by_latents(PLAIN, PLAIN.matrices.latent_products(weight, dims), q, cache, batch, 0.07)
-    kernels = triton_kernels(multiprocessor_count(CUDA), CUDA)
+    kernels = create_kernels("triton", CUDA, shaped(dtype))
     products = kernels.matrices.latent_products(weight.to(CUDA, dtype), dims)
     there = KVCache.of_latents(cache.keys.to(CUDA, dtype), dims.rank)
     got = attend_by_latents(kernels, products, q.to(CUDA, dtype), there, in_forms(on_card(batch), dims), 0.07)
@@ -66,7 +65,7 @@ def test_latents_are_stored_as_torch_stores_them(interleaved: bool, dtype: torch
     turned, keys = q.to(CUDA), torch.zeros(blocks, 16, 1, rank + rope_dim, dtype=dtype)
     here, there = KVCache.of_latents(keys, rank), KVCache.of_latents(keys.to(CUDA), rank)
     moved = LatentNorm(norm.weight.to(CUDA), norm.eps)
-    triton_kernels(device=CUDA).latents.rotate_and_store(
+    create_kernels("triton", CUDA, shaped(dtype)).latents.rotate_and_store(
         turned, latents.to(CUDA), rope.to(CUDA), there, on_card(batch), moved, interleaved=interleaved
     )
     PLAIN.latents.rotate_and_store(q, latents, rope, here, batch, norm, interleaved=interleaved)
@@ -76,7 +75,7 @@ def test_latents_are_stored_as_torch_stores_them(interleaved: bool, dtype: torch
 
 def test_a_decode_step_is_captured() -> None:
     q, weight, cache, batch = random_latents(PUBLISHED, [1, 1, 1], [500, 40, 3], torch.bfloat16)
-    kernels = triton_kernels(multiprocessor_count(CUDA), CUDA)
+    kernels = create_kernels("triton", CUDA, shaped(torch.bfloat16))
     products = kernels.matrices.latent_products(weight.to(CUDA), PUBLISHED)
     there, filled = KVCache.of_latents(cache.keys.to(CUDA), PUBLISHED.rank), replace(on_card(batch), fixed=True)
     queries = q.to(CUDA)

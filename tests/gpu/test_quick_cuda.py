@@ -14,16 +14,17 @@ import pytest
 import torch
 
 from tests.cpu.attention import ragged, shaped
-from tests.cpu.latents import PUBLISHED, random_latents
+from tests.cpu.latents import PUBLISHED, SMALL, in_forms, random_latents
 from tests.cpu.matrices import MXFP4, random, random_stacks
 from weft.architectures.place import Span
 from weft.architectures.shape import Experts
 from weft.kernels import create_kernels
-from weft.kernels.base import ExpertStack, HeadNorm, KVCache
+from weft.kernels.base import ChoosingProduct, ExpertStack, HeadNorm, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.capture import capture_graph
-from weft.kernels.latents import attend_by_latents
+from weft.kernels.latents import LatentNorm, attend_by_latents
 from weft.kernels.plain import create_plain_kernels
+from weft.kernels.triton import routing
 from weft.quant.quantised import QuantisedWeight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
@@ -36,6 +37,7 @@ PLAIN = create_plain_kernels()
 KERNELS = create_kernels("triton", CUDA, shaped(DTYPE, 64, 4, 2)) if torch.cuda.is_available() else PLAIN
 TYPES = ("Q4_1", "INT4_128", "FP8_128", MXFP4)
 MIXTURE, HIDDEN = Experts(count=4, top_k=2, width=32), 128
+GROUPED = Experts(count=16, top_k=3, width=32, scoring="sigmoid", groups=4, top_groups=2, group_score="top2")
 TOKENS = (1, 3) if INTERPRETED else (1, 20, 300)  # in the interpreter each program takes milliseconds
 
 
@@ -103,20 +105,81 @@ def test_an_fp8_cache() -> None:
     assert_close(captured(lambda: KERNELS.attention.attend(queries, on_card, filled, 0.125, None)), want)
 
 
-@pytest.mark.parametrize("heads", [4] if INTERPRETED else [16, 64, 128])
-def test_latents(heads: int) -> None:
-    dims = PUBLISHED._replace(heads=heads)
-    for counts, contexts in (([1, 1, 1], [150, 40, 3]), ([1, 20], [40, 70])):
+# Heads and rows: of few heads, and of many in wide programs, in parts of a context and in whole ones.
+LATENT_ROWS = [(3, 3)] if INTERPRETED else [(16, 3), (64, 40), (128, 40), (128, 140)]
+
+
+@pytest.mark.parametrize(("heads", "rows"), LATENT_ROWS)
+def test_latents(heads: int, rows: int) -> None:
+    """Decode steps, then prompts: a short one in the absorbed form, a long one in the expanded form."""
+    dims = (SMALL if INTERPRETED else PUBLISHED)._replace(heads=heads)
+    steps = [([1] * rows, [30 + 7 * row for row in range(rows)]), ([1, 3, 200], [150, 40, 270])]
+    for counts, contexts in steps:
         q, weight, cache, batch = random_latents(dims, counts, contexts, torch.float32)
         want = attend_by_latents(PLAIN, PLAIN.matrices.latent_products(weight, dims), q, cache, batch, 0.07)
         products = KERNELS.matrices.latent_products(weight.to(CUDA, DTYPE), dims)
         card, on_card = KVCache.of_latents(cache.keys.to(CUDA, DTYPE), dims.rank), there(batch)
         queries = q.to(CUDA, DTYPE)
         if batch.decodes < batch.rows:
-            assert_close(attend_by_latents(KERNELS, products, queries, card, on_card, 0.07), want)
+            divided = in_forms(on_card, dims)
+            assert divided.forms is not None and len(divided.forms.expanded) == 1
+            assert_close(attend_by_latents(KERNELS, products, queries, card, divided, 0.07), want)
             continue
         filled = replace(on_card, fixed=True)
         assert_close(captured(lambda: attend_by_latents(KERNELS, products, queries, card, filled, 0.07)), want)  # noqa: B023
+
+
+def test_latents_are_stored() -> None:
+    batch, blocks = ragged([1, 1], [20, 12], 16, seed=1)
+    norm, rope, rank = torch.rand(32) + 0.5, torch.randn(32, 8), 32
+    q, new = torch.randn(2, 3, 24), torch.randn(2, rank + 8)
+    here, card = (
+        KVCache.of_latents(torch.zeros(blocks, 16, 1, rank + 8, dtype=DTYPE, device=at), rank) for at in ("cpu", CUDA)
+    )
+    given = new.to(CUDA, DTYPE), rope.to(CUDA), card, there(batch), LatentNorm(norm.to(CUDA, DTYPE), 1e-6)
+
+    def turned() -> torch.Tensor:
+        queries = on_card.clone()
+        KERNELS.latents.rotate_and_store(queries, *given, interleaved=True)
+        return queries
+
+    on_card = q.to(CUDA, DTYPE)
+    want = q.to(DTYPE)
+    PLAIN.latents.rotate_and_store(
+        want, new.to(DTYPE), rope, here, batch, LatentNorm(norm.to(DTYPE), 1e-6), interleaved=True
+    )
+    assert_close(captured(turned), want)
+    assert_close(card.keys, here.keys)
+
+
+@pytest.mark.parametrize("spec", [MIXTURE, GROUPED], ids=["plain", "in groups"])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_routers(spec: Experts, tokens: int) -> None:
+    """Product, conversion and choice: in one launch, and in two for more than 64 tokens."""
+    weight, x = torch.randn(spec.count, 512).to(DTYPE), torch.randn(tokens, 512).to(DTYPE)
+    router, given = KERNELS.matrices.router(weight.to(CUDA), None), x.to(CUDA)
+    assert isinstance(router, ChoosingProduct)
+
+    def chosen() -> torch.Tensor:
+        numbers, shares = router.choose_experts(given, spec, None, None)
+        return torch.cat((numbers.float(), shares), dim=1)
+
+    numbers, shares = PLAIN.pointwise.choose_experts(x.float() @ weight.float().T, spec)
+    got = captured(chosen).cpu()
+    assert torch.equal(got[:, : spec.top_k], numbers.float())
+    torch.testing.assert_close(got[:, spec.top_k :], shares, atol=1e-4, rtol=1e-4)
+
+
+def test_many_rows_are_sorted() -> None:
+    """In three launches, as by one."""
+    count, tokens = 8, 5 if INTERPRETED else 3000
+    chosen = torch.stack([torch.randperm(count)[:2] for _ in range(tokens)]).to(CUDA)
+    alone = routing.sort_rows(chosen, 0, torch.zeros(count, dtype=torch.int64, device=CUDA), 16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routing, "MOST_ALONE", 0)
+        routed = torch.zeros(count, dtype=torch.int64, device=CUDA)
+        together = captured(lambda: torch.cat([part.flatten() for part in routing.sort_rows(chosen, 0, routed, 16)]))
+    assert torch.equal(together, torch.cat([part.flatten() for part in alone]))
 
 
 @pytest.mark.parametrize("type", [None, *TYPES])

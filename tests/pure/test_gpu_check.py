@@ -206,12 +206,13 @@ def test_tasks_side_by_side_fail_alone(tmp_path: Path) -> None:
 
 
 def test_the_worst_kernels_are_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    asked, only = list[str](), list[str]()
 
     class Some(Children):
         def finished(self, command: Sequence[str], *_: Any) -> tuple[int, list[str]]:
             assert command[command.index("--clock-control") + 1] == "none"
             asked.append(command[command.index("--kernel-name") + 1])
+            only.append(json.loads(command[-1])["only"])
             Path(command[command.index("--export") + 1] + ".ncu-rep").write_bytes(b"report")
             return 0, []
 
@@ -222,7 +223,8 @@ def test_the_worst_kernels_are_profiled(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("scripts.gpu.tasks.shutil.which", lambda name: name)
     profiles = tuple(Profile(f"_{task}", task, "products", {}) for task in "abcd")
     rows = list(Worst("worst", 60, profiles).rows(setup, 60))
-    assert asked == ["regex:^_b", "regex:^_d"] and all("quarter-traces.tar" in row.note for row in rows)
+    assert asked == ["regex:^_b$", "regex:^_d$"] and only == ["b", "d"], "the slowest case of each"
+    assert all("quarter-traces.tar" in row.note for row in rows)
 
 
 def test_targets_are_for_the_card_that_they_name() -> None:

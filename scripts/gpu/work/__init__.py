@@ -27,6 +27,11 @@ class Figure:
     note: str = ""
 
 
+def is_wanted(options: Options, title: str) -> bool:
+    """False for a figure whose name does not begin with `title`, if `options` ask for one figure only."""
+    return str(options.get("only", title)).startswith(title)
+
+
 Measurement = Callable[[Options], Iterator[Figure]]
 MEASUREMENTS = (
     "bench", "start", "sleep", "attention", "sampling", "products", "experts", "humming", "symmetric", "nccl",

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from scripts.gpu.work import Figure, Options
+from scripts.gpu.work import Figure, Options, is_wanted
 from scripts.gpu.work.products import COLD_BYTES, REPLAYS, timed
 from weft.errors import ConfigError
 from weft.kernels import create_kernels
@@ -48,6 +48,8 @@ def attention(options: Options) -> Iterator[Figure]:
         decoders = {name: each for name, each in others.items() if name == "flashinfer"}  # torch's is for prompts
         for contexts in decode_contexts(rehearse):
             race = trials.decode_race(shape, CUDA, contexts)
+            if not is_wanted(options, f"{model}, {race.title}"):
+                continue
             read = 2 * sum(contexts) * shape.kv_heads * shape.head_dim * shape.cache_dtype.itemsize
             add_backends(race, decoders, shape, default=DECODE, only=chosen or rehearse)
             yield from compared(model, race, DECODE, "GB/s", read / 1e9, options["copy_Bps"] / 1e9, rehearse=rehearse)
@@ -70,6 +72,9 @@ def kinds(options: Options) -> Iterator[Figure]:
     rehearse = options["rehearse"]
     contexts = SHORT_CONTEXTS if rehearse else KIND_CONTEXTS
     for name, (fields, with_sinks) in KINDS.items():
+        title = f"{name}, {step_name(contexts)}"
+        if not is_wanted(options, title):
+            continue
         shape = attention_shape(16, 8, rehearse=True) if rehearse else attention_shape(1, 1, rehearse=False)
         window = fields.get("windows", (None,))[0]
         shape = replace(shape, windows=(window,)) if rehearse else replace(shape, **fields)
@@ -82,7 +87,7 @@ def kinds(options: Options) -> Iterator[Figure]:
         calls = [
             partial(kernels.attention.attend, q, place, batch, shape.scale, window, None, sinks) for place in caches
         ]
-        yield read_speed(f"{name}, {step_name(contexts)}", read, calls, options)
+        yield read_speed(title, read, calls, options)
 
 
 def latents(options: Options) -> Iterator[Figure]:
@@ -98,10 +103,13 @@ def latents(options: Options) -> Iterator[Figure]:
         for at in range(1 + copies(read, rehearse))
     ]
     for heads in (4,) if rehearse else LATENT_HEADS:
+        title = f"latents, {heads} heads, {step_name(contexts)}"
+        if not is_wanted(options, title):
+            continue
         q = torch.randn(len(contexts), heads, shape.head_dim, device=CUDA).to(shape.dtype)
         parts = AbsorbedQueries.of(q, rank)
         calls = [partial(kernels.latents.attend, parts, place, batch, shape.head_dim**-0.5) for place in caches]
-        yield read_speed(f"latents, {heads} heads, {step_name(contexts)}", read, calls, options)
+        yield read_speed(title, read, calls, options)
 
 
 def step_name(contexts: list[int]) -> str:

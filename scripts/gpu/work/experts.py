@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
-from scripts.gpu.work import Figure, Options
-from scripts.gpu.work.products import COLD_BYTES, CUDA, REPLAYS, copied, filled, timed
+from scripts.gpu.work import Figure, Options, is_wanted
+from scripts.gpu.work.products import COLD_BYTES, CUDA, REPLAYS, copied, filled, timed, warm
 from weft.architectures.place import Span
 from weft.architectures.shape import Experts
 from weft.kernels.base import ExpertStack
@@ -25,7 +25,7 @@ SPECS = {
 }
 TINY = {"tiny": (Experts(count=4, top_k=2, width=32), 32)}
 TOKENS = (1, 4, 16, 64, 256, 2048)
-SOME_TYPES, SOME_SPECS, SOME_TOKENS = ("Q4_1", "MXFP4"), ("Qwen3-30B-A3B", "gpt-oss-20b"), (1, 16, 64, 256)
+SOME_TYPES, SOME_SPECS, SOME_TOKENS = ("MXFP4", "Q4_1"), ("gpt-oss-20b", "Qwen3-30B-A3B"), (1, 16, 64, 256)
 
 
 def experts(options: Options) -> Iterator[Figure]:
@@ -39,19 +39,25 @@ def experts(options: Options) -> Iterator[Figure]:
     matrices = TritonMatrices(multiprocessor_count(CUDA))
     for name, (spec, hidden) in specs.items():
         for kind in SOME_TYPES if short else TYPES:
+            title = f"{name} {kind or str(dtype).removeprefix('torch.')}"
+            if not is_wanted(options, title):
+                continue
             stacks = made_up(kind, 2 * spec.width, hidden, spec, dtype), made_up(kind, hidden, spec.width, spec, dtype)
             nbytes = sum(stack.weight.nbytes for stack in stacks)
             layers = [matrices.experts(spec, *stacks, 0)]
             for _ in range(1 if rehearse else further_layers(nbytes, spec, min(tokens))):
                 layers.append(matrices.experts(spec, copied_stack(stacks[0]), copied_stack(stacks[1]), 0))
+            warm(matrices, max(tokens), options)
             for batch in tokens:
+                if not is_wanted(options, f"{title}, {batch} tokens"):
+                    continue
                 steps = [random_step(spec, batch, hidden, dtype) for _ in layers]
                 calls = [partial(layer, *step) for layer, step in zip(layers, steps, strict=True)]
                 seconds = timed(calls, 1 if rehearse else REPLAYS)
                 touched = sum(len(chosen.unique()) for _, chosen, _ in steps) / len(steps)
                 read = nbytes * touched / spec.count
                 yield Figure(
-                    f"{name} {kind or str(dtype).removeprefix('torch.')}, {batch} tokens",
+                    f"{title}, {batch} tokens",
                     round(read / seconds / 1e9, 1),
                     "GB/s",
                     round(options["copy_Bps"] / 1e9, 1) if batch <= 16 else None,  # more are bound by arithmetic

@@ -8,11 +8,12 @@ from functools import partial
 
 import torch
 
-from scripts.gpu.work import Figure, Options
+from scripts.gpu.work import Figure, Options, is_wanted
 from weft.architectures.place import Span
 from weft.kernels.capture import capture_graph
 from weft.kernels.triton.kernels import TritonMatrices
 from weft.kernels.usable import multiprocessor_count
+from weft.kernels.warm import warm_kernels
 from weft.quant.quantised import QuantisedWeight
 
 CUDA = torch.device("cuda", 0)
@@ -35,15 +36,21 @@ def products(options: Options) -> Iterator[Figure]:
     matrices = TritonMatrices(multiprocessor_count(CUDA))
     for rows, cols in shapes:
         for kind in SOME_TYPES if short else TYPES:
+            title = f"[{rows}, {cols}] {kind or str(dtype).removeprefix('torch.')}"
+            if not is_wanted(options, title):
+                continue
             weight = (
                 torch.randn(rows, cols, device=CUDA).to(dtype) if kind is None else made_up(kind, rows, cols, dtype)
             )
             count = 2 if rehearse else COLD_BYTES // weight.nbytes + 1
             copies = [matrices.matrix(weight if at == 0 else copied(weight), None) for at in range(count)]
+            warm(matrices, max(tokens), options)
             for batch in tokens:
+                name = f"{title}, {batch} tokens"
+                if not is_wanted(options, name):
+                    continue
                 x = torch.randn(batch, cols, device=CUDA).to(dtype)
                 seconds = timed([partial(product, x) for product in copies], 1 if rehearse else REPLAYS)
-                name = f"[{rows}, {cols}] {kind or str(dtype).removeprefix('torch.')}, {batch} tokens"
                 yield Figure(
                     name,
                     round(weight.nbytes / seconds / 1e9, 1),
@@ -51,6 +58,12 @@ def products(options: Options) -> Iterator[Figure]:
                     round(options["copy_Bps"] / 1e9, 1) if batch <= 16 else None,  # more are bound by arithmetic
                     note=f"{seconds * 1e6:.1f} us",
                 )
+
+
+def warm(matrices: TritonMatrices, tokens: int, options: Options) -> None:
+    """Compile the kernels in threads; not for a single figure, whose first launches a profiler counts."""
+    if not options["rehearse"] and "only" not in options:
+        warm_kernels(matrices.launches(tokens), CUDA)
 
 
 def made_up(kind: str, rows: int, cols: int, dtype: torch.dtype) -> QuantisedWeight:

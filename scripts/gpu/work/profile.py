@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 STEPS, ROWS, CONTEXT = 20, 256, 560
 KERNEL_SHARE, NAME = 0.01, 64  # of the busy time, below which a kernel is not named; characters of its name
 CLASSES = (  # the first whose pattern a kernel's name matches
-    ("attention", r"^_(decode|prefill|join)|flash|fmha|BatchDecode|BatchPrefill"),
+    ("attention", r"^_(decode|prefill|join|attend_expanded)|flash|fmha|BatchDecode|BatchPrefill"),
     ("sampling", r"^_(survey|filter|draw|mask)"),
-    ("routing", r"^_(route|choose|sort|count|place|sum$)"),
+    ("routing", r"^_(route|score|choose|sort|count|add_counts|place|sum$)"),
     ("step's arrays", r"^_lay"),
     ("products", r"^_(multiply|dequantise)|gemm|gemv|nvjet|cutlass|splitK|cublas|xmma|humming"),
-    ("norms, rotation, activation", r"^_(rms_norm|silu_mul|rotate_and_store|store_latents|sum_add_norm)"),
+    ("norms, rotation, activation", r"^_(rms_norm|silu_mul|activate|rotate_and_store|store_latents|sum_add_norm)"),
     ("copies", r"Memcpy|Memset|copy_|index|fill|CatArray|gather|scatter"),
     ("sums between ranks", r"nccl|all_reduce|one_shot|two_shot"),
 )

@@ -27,6 +27,9 @@ logger = logging.getLogger("weft")
 
 ROWS, CONTEXT = 32, 1024  # a batch whose KV cache, 134 MB with 8 heads of 128, is larger than the L2 of any GPU
 PROMPTS, PROMPT = 2, 2048  # prompts of a step, and tokens of each
+# Times a prompt's tokens, the context of the second one, which is the last part of a long prompt: backends that do not
+# read KV blocks in place copy what came before.
+LONG = 4
 CALLS, REPEATS = 8, 7  # of a layer in a graph, and of the graph
 
 # Measures one call of a function, in seconds.
@@ -110,7 +113,7 @@ def measure_fastest(
     times: dict[str, tuple[float, float]] = {}
     try:
         decodes = decode_inputs(shape, device, [context] * rows)
-        prompts = prompt_inputs(shape, device, [prompt] * PROMPTS, [prompt] * PROMPTS)
+        prompts = prompt_inputs(shape, device, [prompt] * PROMPTS, [prompt, min(LONG * prompt, shape.length)])
         for attention in candidates:
             # In this order: what a backend prepares for prompts takes the place of what it has prepared for rows.
             steps = [attention_seconds(attention, shape, inputs, clock) for inputs in (decodes, prompts)]
