@@ -100,7 +100,8 @@ class WeightSwap:
             raise SwapRefusedError(reason, code="weights-not-replaceable")
 
     def move_into(self, model: SwappedModel) -> None:
-        """Give a model the staged weights, in the memory that it has; a GPU allocates none."""
+        """Give a model the staged weights, in the memory that it has. A GPU allocates nothing for Weft's
+        own kernels, and a few bands for those of humming-kernels, which repack them there."""
         while self._staged:
             model.replace(*self._staged.popitem())
         model.kernels.matrices.refresh_biases()
