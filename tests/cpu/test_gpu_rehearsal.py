@@ -69,7 +69,7 @@ def test_every_gpu_test_is_selected_by_a_part() -> None:
 
 
 def test_experts_are_measured_over_weights_that_no_cache_holds() -> None:
-    """Of a token only its experts are read: other layers, not the same one again, fill what a cache has room for."""
+    """A token reads its experts alone: other layers, not the same one again, fill what a cache has room for."""
     from scripts.gpu.work.experts import COLD_BYTES, SPECS, further_layers
 
     for spec, hidden in SPECS.values():

@@ -69,7 +69,7 @@ class ModelRunner:
         self.attention = AttentionShape.from_plan(plan, rank)
         self.caches: Sequence[KVCache] = []
         self._num_blocks = 0  # of the KV cache, asleep too
-        # Of a GPU's weights, asleep.
+        # A GPU's weights, asleep.
         self._copies = HostCopies(len(plan.ranks_of(plan.devices[rank].node)))
         self._asleep = self._dropped = False
         self._swap: WeightSwap | None = None  # of weights that are on their way
