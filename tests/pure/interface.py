@@ -18,12 +18,13 @@ from tests.pure.commands import weft_json
 from tests.pure.gateways import gateway, upstream
 from tests.pure.worlds import World
 from weft.cli import main
-from weft.executors.keys import MAGIC
+from weft.executors.keys import MESSAGES
 
 SOURCES = Path(__file__).parents[2] / "src/weft"
 CODE = re.compile(r'\bcode="([a-z0-9_-]+)"')
 # Of the words that a help has for a flag: its names, and the choices for its value.
 NAME, CHOICES = re.compile(r"(?<!\S)--?[\w-]+"), re.compile(r"\{([^}]*)\}")
+DEFAULT = re.compile(r"\(default: ([^()]*)\)")
 PREDICTED = {"predicted", "gains_when_doubled", "output_tok_s_per_gpu", "provenance", "band"}
 MODELS = (
     "Llama-3.1-8B", "Llama-3.1-70B-Instruct", "Qwen3-0.6B", "Qwen3-30B-A3B", "Qwen3-32B", "gpt-oss-120b",
@@ -40,7 +41,7 @@ async def documents() -> dict[str, Any]:
         "metrics": await metrics(),
         "plans": plans(),
         "error_codes": error_codes(),
-        "messages": {"between_nodes": MAGIC.decode()},
+        "messages": {"between_nodes": MESSAGES},
     }
 
 
@@ -63,11 +64,14 @@ def flags(text: str) -> dict[str, Any]:
     found = {}
     for match in re.finditer(r"^  (-\S.*)$", text, re.MULTILINE):
         words = re.split(r"\s{2,}", match[1])[0]
+        described = re.split(r"^  -", text[match.end() :], maxsplit=1, flags=re.MULTILINE)[0]
+        default = DEFAULT.search(" ".join([match[1], *described.split()]))
         names = NAME.findall(CHOICES.sub("", words))
         choices = CHOICES.search(words)
         found[next((name for name in names if name.startswith("--")), names[0])] = {
             "names": names,
             "choices": choices[1].split(",") if choices else [],
+            "default": default[1] if default else None,
             "value": bool(NAME.sub("", words).strip(", ")),
         }
     return found

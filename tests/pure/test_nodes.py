@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -32,7 +33,15 @@ from weft.cluster.speed import PeerListener, measure_network
 from weft.config import EngineConfig
 from weft.errors import ConfigError, ModelError, PlanError
 from weft.executors.framing import LENGTH, Channel
-from weft.executors.keys import NotWeftError, WrongKeyError, check_connector, load_key, prove_to_acceptor
+from weft.executors.keys import (
+    MESSAGES,
+    NotWeftError,
+    OtherVersionError,
+    WrongKeyError,
+    check_connector,
+    load_key,
+    prove_to_acceptor,
+)
 from weft.executors.ray_nodes import RayNode, RayNodes
 from weft.hardware.addresses import check_private, interface_of, own_address
 from weft.plan.nodes import (
@@ -178,6 +187,39 @@ def handshake(theirs: bytes, ours: bytes) -> tuple[object, object]:
 def test_both_sides_prove_the_key() -> None:
     assert handshake(b"a" * 32, b"a" * 32) == (None, None)
     assert handshake(b"a" * 32, b"b" * 32) == (WrongKeyError, WrongKeyError)
+
+
+def test_another_version_of_the_messages_is_refused_by_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each side's one line names both versions, and what to do."""
+    sides = [MESSAGES, MESSAGES + 1]
+    words: list[str] = []
+    one, other = socket.socketpair()
+
+    def connect() -> None:
+        one.sendall(b"weft/%d\r\n" % sides[1] + bytes(32))
+        answer = one.recv(8, socket.MSG_WAITALL)
+        assert answer == b"weft/%d\r\n" % sides[0]
+
+    with one, other:
+        thread = threading.Thread(target=connect)
+        thread.start()
+        with pytest.raises(OtherVersionError) as refused:
+            check_connector(other, b"a" * 32)
+        words.append(str(refused.value))
+        thread.join()
+    one, other = socket.socketpair()
+    with one, other:
+        other.sendall(b"weft/%d\r\n" % sides[1])
+        with pytest.raises(OtherVersionError) as refused:
+            prove_to_acceptor(one, b"a" * 32)
+        words.append(str(refused.value))
+    for line in words:
+        assert f"version {sides[1]}" in line and f"version {sides[0]}" in line and "install" in line
+    monkeypatch.setattr("weft.cluster.node._open_connection", Mock(side_effect=OtherVersionError(words[0])))
+    settings = settings_of(nnodes=2, node_rank=1, master_addr="10.0.0.1", tensor_parallel_size=2)
+    assert settings is not None
+    with refuses(ConfigError, "other-version", "10.0.0.1", "install"):
+        connect_to_head(settings)
 
 
 def accept(end: socket.socket, outcomes: list[object]) -> None:

@@ -33,7 +33,7 @@ from weft.config import EngineConfig
 from weft.errors import Cause, ConfigError, EngineError, ModelError, error_reason
 from weft.executors.beats import keep_alive
 from weft.executors.framing import Channel
-from weft.executors.keys import CertificateError, NotWeftError, WrongKeyError
+from weft.executors.keys import CertificateError, NotWeftError, OtherVersionError, WrongKeyError
 from weft.executors.node_messages import StartRanks
 from weft.executors.node_ranks import NodeRanks
 from weft.executors.open_sockets import open_sockets
@@ -161,8 +161,8 @@ def connect_to_head(
                 f"the head at {settings.head} has another cluster key; copy its key file to this node",
                 code="other-cluster-key",
             ) from None
-        except CertificateError as error:
-            raise ConfigError(f"the head at {settings.head} is refused: {error}", code="cluster-certificate") from None
+        except (CertificateError, OtherVersionError) as error:
+            raise _refusal(settings, error) from None
         except (OSError, NotWeftError) as error:
             reason = error_reason(error)
             if not isinstance(error, ConnectionRefusedError):
@@ -181,6 +181,13 @@ def connect_to_head(
             log.info("waiting for the head at %s: %s", settings.head, reason)
         if stopped.wait(AGAIN_S):
             raise ConfigError("the wait for the head has ended", code=HEAD_GONE)
+
+
+def _refusal(settings: NodeSettings, error: Exception) -> ConfigError:
+    line = f"the head at {settings.head} is refused: {error}"
+    if isinstance(error, OtherVersionError):
+        return ConfigError(line, code="other-version")
+    return ConfigError(line, code="cluster-certificate")
 
 
 def _open_connection(settings: NodeSettings) -> socket.socket:

@@ -26,7 +26,9 @@ KEY_FILE_BYTES = 100_000  # a key, or certificates in PEM; usually some hundred 
 KEY_MODE = 0o600  # mode of files with a key
 MAKE = "(umask 077; openssl rand -hex 32 > cluster.key)"
 
-MAGIC = b"weft/1\r\n"
+FAMILY = b"weft/"
+MESSAGES = 1  # version of the messages between nodes: raised when one of them changes its meaning
+MAGIC = b"%s%d\r\n" % (FAMILY, MESSAGES)
 NONCE_BYTES = PROOF_BYTES = 32
 ACCEPTED, REFUSED = b"\1", b"\0"
 HANDSHAKE_S = 5.0  # seconds for the whole handshake
@@ -44,6 +46,10 @@ class CertificateError(Exception):
 
 class NotWeftError(Exception):
     """The other side is no node of Weft, or ended the connection."""
+
+
+class OtherVersionError(NotWeftError):
+    """The other side is a node of Weft with another version of the messages between nodes."""
 
 
 def load_key(file: str | None, environment: Mapping[str, str], nodes: int) -> bytes:
@@ -117,8 +123,7 @@ def prove_to_acceptor(connection: socket.socket, key: bytes, binding: bytes = b"
         magic = _receive(connection, deadline, len(MAGIC))
         if magic == WANTS_TLS:
             raise CertificateError("it has a certificate: give this node --cluster-cert-file as well")
-        if magic != MAGIC:
-            raise NotWeftError("it does not speak Weft's protocol")
+        _check_magic(magic)
         answer = _receive(connection, deadline, NONCE_BYTES + PROOF_BYTES)
         theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
         if not hmac.compare_digest(proof, _proof(key, b"acceptor", ours + theirs + binding)):
@@ -139,8 +144,9 @@ def check_connector(connection: socket.socket, key: bytes, binding: bytes = b"")
     connection.settimeout(HANDSHAKE_S)
     try:
         opening = _receive(connection, deadline, len(MAGIC) + NONCE_BYTES)
-        if not opening.startswith(MAGIC):
-            raise NotWeftError("it does not speak Weft's protocol")
+        if not opening.startswith(MAGIC) and opening.startswith(FAMILY):
+            connection.sendall(MAGIC)  # so that the other side can tell its user too
+        _check_magic(opening[: len(MAGIC)])
         theirs, ours = opening[len(MAGIC) :], secrets.token_bytes(NONCE_BYTES)
         connection.sendall(MAGIC + ours + _proof(key, b"acceptor", theirs + ours + binding))
         proof = _receive(connection, deadline, PROOF_BYTES)
@@ -152,6 +158,17 @@ def check_connector(connection: socket.socket, key: bytes, binding: bytes = b"")
     except OSError as error:
         raise NotWeftError(error_reason(error)) from None
     connection.settimeout(None)
+
+
+def _check_magic(magic: bytes) -> None:
+    version = magic.removeprefix(FAMILY).strip()
+    if magic.startswith(FAMILY) and version.isdigit() and int(version) != MESSAGES:
+        raise OtherVersionError(
+            f"it sends version {int(version)} of Weft's messages between nodes, and this node version {MESSAGES}; "
+            "install the same Weft on both"
+        )
+    if magic != MAGIC:
+        raise NotWeftError("it does not speak Weft's protocol")
 
 
 def _proof(key: bytes, side: bytes, content: bytes) -> bytes:
