@@ -11,13 +11,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from weft._version import __version__
+
 if TYPE_CHECKING:
     from weft.client.async_llm import AsyncLLM
     from weft.client.outputs import CompletionOutput, EmbeddingOutput, RequestOutput
     from weft.core.params import SamplingParams, StructuredOutputsParams
     from weft.llm import LLM
 
-__version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",

@@ -418,7 +418,7 @@ def test_the_checkpoint_is_what_the_name_and_the_precision_say(typed: str, engin
 def test_visible_gpus_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan for this machine counts the GPUs that CUDA_VISIBLE_DEVICES leaves."""
     cluster = parse_gpus("2xRTX4090")
-    monkeypatch.setattr("weft.cli.plan.described_cluster", lambda said: cluster)
+    monkeypatch.setattr("weft.cli.plan_question.described_cluster", lambda said: cluster)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     assert "CUDA_VISIBLE_DEVICES=5,7 " in emit("weft", "Qwen2.5-14B-Instruct -pp 2")[1]
     assert "CUDA_VISIBLE_DEVICES=0,1 " in emit("weft", "Qwen2.5-14B-Instruct -pp 2 --gpus 2xRTX4090")[1]
@@ -427,7 +427,7 @@ def test_visible_gpus_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gpus_that_cuda_counts_in_its_own_order_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, machine = parse_gpus("2xRTX4090"), two_consumer_cards().install(monkeypatch)
     names = [card.uuid for card in machine.cards]
-    monkeypatch.setattr("weft.cli.plan.described_cluster", lambda said: cluster)
+    monkeypatch.setattr("weft.cli.plan_question.described_cluster", lambda said: cluster)
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     monkeypatch.setattr(cuda, "visible_uuids", lambda: [cuda.uuid_digits(name) for name in reversed(names)])
     assert f"CUDA_VISIBLE_DEVICES={names[1]},{names[0]} " in emit("weft", "Qwen2.5-14B-Instruct -pp 2")[1]
@@ -440,7 +440,7 @@ def test_a_slice_is_named_and_not_numbered(engine: str, tmp_path: Path, monkeypa
     machine.cards = machine.cards[::-1]
     machine.install(monkeypatch)
     here = host_cluster(probe_host({}, tmp_path), Speeds(machine=""))
-    monkeypatch.setattr("weft.cli.plan.described_cluster", lambda said: here)
+    monkeypatch.setattr("weft.cli.plan_question.described_cluster", lambda said: here)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     status, out, err = emit(engine, "Qwen3-0.6B")
     assert status == 0 and "CUDA_VISIBLE_DEVICES=MIG-a " in out and err == ""
@@ -478,7 +478,9 @@ def test_on_a_cpu_weft_makes_the_weights_itself(typed: str, said: list[str], mon
         source="made up",
         kind="cpu",
     )
-    monkeypatch.setattr("weft.cli.plan.described_cluster", lambda said: Cluster((Node((cpu,), "memory"),), 1e9))
+    monkeypatch.setattr(
+        "weft.cli.plan_question.described_cluster", lambda said: Cluster((Node((cpu,), "memory"),), 1e9)
+    )
     status, out, _ = emit("weft", typed)
     assert status == 0 and "--device cpu" in out and "CUDA" not in out
     assert all(it in out for it in said)

@@ -167,7 +167,7 @@ def test_containers_keep_the_order_of_their_gpus(monkeypatch: pytest.MonkeyPatch
     usual = services("Qwen2.5-14B-Instruct --gpus 4xRTX4090 -pp 2 -dp 2 --max-model-len 8192")["replica-1"]
     assert "CUDA_VISIBLE_DEVICES" not in usual["environment"]
     cluster = parse_gpus("2xRTX4090")
-    monkeypatch.setattr("weft.cli.plan.described_cluster", lambda said: cluster)
+    monkeypatch.setattr("weft.cli.plan_question.described_cluster", lambda said: cluster)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-bb,GPU-aa")
     named = services("Qwen2.5-14B-Instruct -pp 2 --max-model-len 8192")["replica-0"]
     assert named["environment"]["CUDA_VISIBLE_DEVICES"] == "GPU-bb,GPU-aa"
@@ -189,7 +189,9 @@ def test_the_image_of_weft_is_that_of_the_recipe() -> None:
 def test_a_cpu_needs_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host(hostname="", cores=(0,), memory_total_bytes=1, memory_free_bytes=16 << 30)
     cpu = cpu_spec(host, CpuSpeed(4e10, 1e12))
-    monkeypatch.setattr("weft.cli.plan.described_cluster", lambda said: Cluster((Node((cpu,), "memory"),), 1e9))
+    monkeypatch.setattr(
+        "weft.cli.plan_question.described_cluster", lambda said: Cluster((Node((cpu,), "memory"),), 1e9)
+    )
     one = services("Qwen3-0.6B")["replica-0"]
     assert one["build"]["args"] == {"TORCH_INDEX": "https://download.pytorch.org/whl/cpu"} and "deploy" not in one
 

@@ -12,7 +12,8 @@ from tests.pure.letters import END, output
 from tests.pure.worlds import HI, FakeEngine, Wire, World, events
 from weft.core.request import Output, Request
 from weft.serving import prefix_debug
-from weft.serving.prefix_debug import ENTRY_BYTES, HEADER, PER_KEY, TOKEN_BYTES, PrefixDebug, place_of
+from weft.serving.prefix_debug import ENTRY_BYTES, PER_KEY, TOKEN_BYTES, PrefixDebug, place_of
+from weft.serving.sse import PREFIX_HEADER as HEADER
 
 CALL = {"id": "c", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from weft import __version__
+from weft._version import __version__
 from weft.bench import suite
 from weft.errors import WeftError
 from weft.formats import demo

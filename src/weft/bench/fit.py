@@ -12,7 +12,7 @@ from statistics import fmean
 import msgspec
 import numpy as np
 
-from weft import __version__
+from weft._version import __version__
 from weft.formats.precision import OF_DTYPE
 from weft.hardware.calibration import Calibration, MeasuredFigure, QuantisedFigures
 from weft.hardware.cluster import Cluster, Node

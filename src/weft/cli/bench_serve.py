@@ -20,7 +20,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
-from weft import __version__
+from weft._version import __version__
 from weft.bench.arrivals import arrival_times
 from weft.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress
 from weft.bench.load import PATHS, LoadResult, RequestOptions, RequestRecord, error_text, run_open_loop, send_request

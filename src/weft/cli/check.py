@@ -12,9 +12,9 @@ import msgspec
 
 from weft.architectures.model import Model
 from weft.architectures.shape import ModelShape
-from weft.cli import plan
 from weft.cli.check_subject import Subject
 from weft.cli.parser import UsageError
+from weft.cli.plan_question import NOTHING_FITS, compared_precisions
 from weft.formats.precision import meant_precisions
 from weft.formatting import format_bytes
 from weft.hardware.cluster import Cluster
@@ -68,7 +68,7 @@ def main(arguments: Namespace) -> int:
         print(json.dumps(verdict_json(arguments.check, judged, subject.remarks)))
     else:
         print("\n".join(verdict_lines(judged, subject.remarks)))
-    return 0 if judged.possible else plan.NOTHING_FITS
+    return 0 if judged.possible else NOTHING_FITS
 
 
 def _refuse_flags_of_claim(arguments: Namespace) -> None:
@@ -132,7 +132,7 @@ def _judge_run(claim: Claim, subject: Subject, engine: str) -> Judged:
     if claim.precision or cluster is None:
         precisions = meant_precisions(claim.precision or model.precision)
     else:
-        precisions = plan.compared_precisions(None, model, cluster)
+        precisions = compared_precisions(None, model, cluster)
     judged = Judged()
     if cluster is not None:
         _judge_hardware(claim, model, precisions, cluster, engine, judged)

@@ -12,7 +12,7 @@ import msgspec
 
 from weft.architectures.model import Model
 from weft.cli.parser import UsageError
-from weft.cli.plan import NOTHING_FITS, build_question, find_model
+from weft.cli.plan_question import NOTHING_FITS, build_question, find_model
 from weft.cli.tables import NARROW, console, figures_table
 from weft.errors import ConfigError
 from weft.formats import gguf_reference, model_names

@@ -8,7 +8,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 from importlib import import_module
 
-from weft import __version__, logs
+from weft import logs
+from weft._version import __version__
 from weft.cli import short_help, streams
 from weft.cli.commands import COMMANDS, Command
 from weft.cli.parser import UsageError, find_command, parse_command

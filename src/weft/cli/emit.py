@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weft.cli.emit_files import name_configured_model, output_files
 from weft.cli.parser import UsageError
+from weft.cli.plan_question import NOTHING_FITS, build_question, find_model
 from weft.formats import catalogue, demo
 
 if TYPE_CHECKING:
     from weft.architectures.model import Model
     from weft.export.choice import ExportChoice, NothingFits
     from weft.export.deployment import Deployment
-    from weft.export.files import ExportFile
     from weft.export.infernet_config import ConfiguredServer, NodeConfig
     from weft.export.target import ExportTarget
     from weft.planner.deployment import DeploymentLayout
@@ -58,7 +57,7 @@ def check_emit_flags(arguments: Namespace) -> None:
 
 def main(arguments: Namespace) -> int:
     """Write the files of a target; return 3 and write nothing if no layout fits that the target can run."""
-    from weft.cli import dispatch, plan
+    from weft.cli import dispatch
     from weft.export import infernet, infernet_config
     from weft.export.choice import NothingFits, choose_plan
     from weft.export.targets import TARGETS
@@ -77,11 +76,11 @@ def main(arguments: Namespace) -> int:
         if emit_set.has_several(arguments, config):
             return emit_set.main(arguments, config)
     model = find_emitted_model(arguments, target, config)
-    question = plan.build_question(arguments, model)
+    question = build_question(arguments, model)
     try:
         choice = choose_plan(question, target)
     except NothingFits as error:
-        return dispatch.fail(f"{error}{other_targets(question, target, error)}", plan.NOTHING_FITS)
+        return dispatch.fail(f"{error}{other_targets(question, target, error)}", NOTHING_FITS)
     deployment = named_deployment(arguments, target, model, config, choice)
     warnings = [str(gap) for gap in deployment.gaps]
     if config:
@@ -90,19 +89,6 @@ def main(arguments: Namespace) -> int:
     for warning in warnings:
         logger.warning(warning)
     return output_files(arguments, target.create_files(deployment))
-
-
-def output_files(arguments: Namespace, texts: Sequence[ExportFile]) -> int:
-    """Write the files to the folder of --emit-to, or print them; return the exit status."""
-    from weft.export import files
-
-    folder = getattr(arguments, "emit_to", None)
-    if folder is None:
-        sys.stdout.write(files.joined_text(texts))
-        return 0
-    for written in files.write_files(texts, Path(folder).expanduser(), force=getattr(arguments, "force", False)):
-        print(f"wrote {written}", file=sys.stderr)
-    return 0
 
 
 def other_targets(question: Question, target: ExportTarget, error: NothingFits) -> str:
@@ -127,27 +113,14 @@ def other_targets(question: Question, target: ExportTarget, error: NothingFits) 
 def find_emitted_model(arguments: Namespace, target: ExportTarget, config: NodeConfig | None) -> Model:
     """The model of the argument or of a node's configuration; the demo as Transformers' checkpoint if the target needs
     one."""
-    from weft.cli import plan
-
     if config is not None:
         name_configured_model(arguments, config)
-    model = plan.find_model(arguments)
+    model = find_model(arguments)
     if model.name == demo.NAME and not {"weft", "llama.cpp"} & set(target.engines):
         from weft.export.checkpoint import DEMO
 
         return catalogue.find(DEMO)
     return model
-
-
-def name_configured_model(arguments: Namespace, config: NodeConfig) -> None:
-    """Set `arguments.model` to the model of a node's configuration, unless it is given."""
-    from weft.export import infernet_config
-
-    if getattr(arguments, "model", ""):
-        return
-    if not config.instances:
-        raise UsageError(f"which model? Give MODEL, since {arguments.infernet_config} names none", code="model-missing")
-    arguments.model = infernet_config.model_of_tag(config.instances[0].model)
 
 
 def named_deployment(

@@ -6,8 +6,8 @@ import logging
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
-from weft import __version__
-from weft.cli import emit, plan_set, set_file
+from weft._version import __version__
+from weft.cli import emit_files, plan_set, set_file
 from weft.cli.parser import UsageError
 from weft.formatting import format_counts
 from weft.hosting.model_set import ModelEntry, ModelSet
@@ -40,14 +40,14 @@ def plan_configured(arguments: Namespace) -> int | None:
 
     config = read_node_config(arguments.infernet_config)
     if not has_several(arguments, config):
-        emit.name_configured_model(arguments, config)
+        emit_files.name_configured_model(arguments, config)
         return None
     return plan_set.main(arguments, _models(arguments, config))
 
 
 def main(arguments: Namespace, config: NodeConfig) -> int:
     """Write the files of a node whose one server has all models of its configuration. Raises PlanError."""
-    from weft.cli.plan import planned_cluster
+    from weft.cli.plan_question import planned_cluster
     from weft.export import infernet
     from weft.hosting.catalogue import look_up_entry
     from weft.hosting.set_plan import plan_set as plan_models
@@ -70,7 +70,7 @@ def main(arguments: Namespace, config: NodeConfig) -> int:
     for warning in (*models.warnings, *infernet.tier_warnings(config, memory)):
         logger.warning(warning)
     port = getattr(arguments, "port", None) or models.port or PORT
-    return emit.output_files(arguments, set_files(models, plan, cluster, port))
+    return emit_files.output_files(arguments, set_files(models, plan, cluster, port))
 
 
 def _models(arguments: Namespace, config: NodeConfig) -> ModelSet:

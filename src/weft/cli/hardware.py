@@ -27,7 +27,7 @@ def main(arguments: Namespace) -> int:
     check_hardware_flags(given)
     as_json = given.get("json", False)
     if is_described(given):
-        from weft.cli.plan import described_cluster
+        from weft.cli.plan_question import described_cluster
 
         cluster = described_cluster(given)
         if as_json:

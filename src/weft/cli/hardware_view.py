@@ -9,8 +9,7 @@ from weft.cli.tables import console, figures_table
 from weft.formatting import format_bytes
 from weft.hardware.cpu import Cpu, CpuSpeed
 from weft.hardware.host import Host
-from weft.hardware.topology import Gpu, GpuPair
-from weft.monitor.topology import link_name
+from weft.hardware.topology import Gpu, GpuPair, link_name
 from weft.probes.machine import short_cpu_name
 from weft.probes.stored_speeds import PairSpeed, Speeds
 

@@ -5,17 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from weft.cli import hints, short_help, vllm
 from weft.cli.commands import COMMANDS, Command
-from weft.cli.flags import Flag
+from weft.cli.flags import ENGINE, Flag
 from weft.errors import WeftError, error_reason
 from weft.formats.yaml_text import load_yaml
 from weft.regular_files import SETTINGS_BYTES, read_regular_text
 
 logger = logging.getLogger("weft.cli")
+
+# Keys of a --config file that holds several models.
+LIST = "models"
+BOOK = ("vllm_instances", "served_models")  # keys of The Infernet Book
+SET_KEYS = (LIST, *BOOK)
+ENGINE_FLAGS = tuple(flag for _, flags in ENGINE for flag in flags if flag.name != "model")
 
 
 class UsageError(WeftError):
@@ -272,12 +278,30 @@ def with_config_file(command: Command, argv: list[str]) -> list[str]:
 def flags_of_file(command: Command, path: str) -> dict[Any, Any]:
     """The flags in a --config file, by name; of a file with several models, those of the address."""
     content = read_config_file(path)
-    if command.takes_set:
-        from weft.cli import set_file
-
-        if set_file.is_set(content):
-            return set_file.front_content(content) if command.name == "serve" else {}
+    if command.takes_set and is_set(content):
+        return front_content(content) if command.name == "serve" else {}
     return content
+
+
+def is_set(content: Mapping[Any, Any]) -> bool:
+    """Return True for the content of a file that holds several models, not flags by name."""
+    return any(key in content for key in SET_KEYS)
+
+
+def front_content(content: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The part of a set's file that holds flags of the address, such as its port."""
+    if LIST not in content:
+        return {}  # the configuration of a node
+    engine = flags_by_name(ENGINE_FLAGS)
+    return {key: value for key, value in content.items() if key not in SET_KEYS and spelled_name(key) not in engine}
+
+
+def spelled_name(key: object) -> str:
+    return full_spelling(f"--{key}")[2:]
+
+
+def flags_by_name(flags: Iterable[Flag]) -> dict[str, Flag]:
+    return {flag.name: flag for flag in flags}
 
 
 def warn_of_vllm_key(command: Command, key: object, value: Any, path: str) -> None:

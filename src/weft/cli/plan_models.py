@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from weft.architectures.model import Model
 from weft.cli import plan_columns, plan_flags, plan_text, tables
 from weft.cli.parser import UsageError
-from weft.cli.plan import NOTHING_FITS, build_question, planned_cluster
+from weft.cli.plan_question import NOTHING_FITS, build_question, planned_cluster
 from weft.errors import WeftError
 from weft.formats import catalogue
 from weft.formatting import format_bytes, weft_command

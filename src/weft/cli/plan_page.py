@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-from weft import __version__
+from weft._version import __version__
 from weft.cli import plan_text
 from weft.cli.glossary import TermTooltips
 from weft.cli.plan_columns import MARK, PlanJson, columns, fullest, shown_and_others

@@ -10,7 +10,7 @@ import msgspec
 from weft.architectures.model import Model
 from weft.cli import plan_outputs, simulate_study, simulate_view
 from weft.cli.parser import UsageError
-from weft.cli.plan import NOTHING_FITS
+from weft.cli.plan_question import NOTHING_FITS
 from weft.cli.simulate_flags import SIMULATE
 from weft.cli.simulate_runs import find_count, finite, report_json, run_once
 from weft.errors import WeftError

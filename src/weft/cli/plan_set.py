@@ -23,7 +23,7 @@ NO_FIT = ("set-does-not-fit", "model-does-not-fit")
 
 def main(arguments: Namespace, models: ModelSet) -> int:
     """Print the plan of a set; return 3, with the bytes on standard error, if it does not fit."""
-    from weft.cli.plan import planned_cluster
+    from weft.cli.plan_question import planned_cluster
     from weft.hardware.host import probe_host
     from weft.hosting.catalogue import look_up_entry
 

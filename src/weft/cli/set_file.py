@@ -6,8 +6,19 @@ from argparse import SUPPRESS, Namespace
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from weft.cli.flags import ENGINE, SERVER, Flag, engine_config
-from weft.cli.parser import Parser, UsageError, add_flag, full_spelling, read_config_file, typed_words
+from weft.cli.flags import SERVER, Flag, engine_config
+from weft.cli.parser import (
+    ENGINE_FLAGS,
+    LIST,
+    Parser,
+    UsageError,
+    add_flag,
+    flags_by_name,
+    is_set,
+    read_config_file,
+    spelled_name,
+    typed_words,
+)
 from weft.config import EngineConfig
 from weft.errors import ConfigError, nearest_name
 from weft.hosting.model_set import ModelEntry, ModelSet, check_model_set
@@ -16,11 +27,7 @@ from weft.serving.ollama.keep_alive import parse_keep_alive
 if TYPE_CHECKING:
     from weft.export.infernet_config import NodeConfig
 
-LIST = "models"
-BOOK = ("vllm_instances", "served_models")  # keys of The Infernet Book
-SET_KEYS = (LIST, *BOOK)
 OWN = ("name", "model", "keep-alive", "priority", "load")  # fields of a model that are no flags of its engine
-ENGINE_FLAGS = tuple(flag for _, flags in ENGINE for flag in flags if flag.name != "model")
 # Options of the server that concern the answers of one model; the others are the address's.
 ANSWERS = frozenset(
     [
@@ -38,11 +45,6 @@ ANSWERS = frozenset(
 MODEL_FLAGS = (*ENGINE_FLAGS, *(flag for flag in SERVER if flag.name in ANSWERS))
 
 
-def is_set(content: Mapping[Any, Any]) -> bool:
-    """Return True for the content of a file that holds several models, not flags by name."""
-    return any(key in content for key in SET_KEYS)
-
-
 def read_model_set(path: str) -> ModelSet | None:
     """The set in a file; None if the file holds flags.
 
@@ -56,22 +58,6 @@ def read_model_set(path: str) -> ModelSet | None:
     return models
 
 
-def front_content(content: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The part of a set's file that holds flags of the address, such as its port."""
-    if LIST not in content:
-        return {}  # the configuration of a node
-    engine = _by_name(ENGINE_FLAGS)
-    return {key: value for key, value in content.items() if key not in SET_KEYS and _name(key) not in engine}
-
-
-def _name(key: object) -> str:
-    return full_spelling(f"--{key}")[2:]
-
-
-def _by_name(flags: Iterable[Flag]) -> dict[str, Flag]:
-    return {flag.name: flag for flag in flags}
-
-
 def _listed_models(content: Mapping[Any, Any], path: str) -> ModelSet:
     """The models of the list; flags of the engine beside the list are for all of them."""
     rows = content[LIST]
@@ -79,8 +65,8 @@ def _listed_models(content: Mapping[Any, Any], path: str) -> ModelSet:
         raise ConfigError(
             f"models in {path} is no list; write it as models: [{{name: small, model: demo}}]", code="models-not-list"
         )
-    engine = _by_name(ENGINE_FLAGS)
-    common = {engine[_name(key)]: value for key, value in content.items() if _name(key) in engine}
+    engine = flags_by_name(ENGINE_FLAGS)
+    common = {engine[spelled_name(key)]: value for key, value in content.items() if spelled_name(key) in engine}
     entries = tuple(_entry(row, number, common, path) for number, row in enumerate(rows, 1))
     return ModelSet(entries=entries, source=path)
 
@@ -113,12 +99,12 @@ def _fields(row: object, where: str) -> dict[Any, Any]:
             f"{where} is {row!r:.60}; it must be a mapping, as in {{name: small, model: demo}}",
             code="model-not-mapping",
         )
-    return {key if key in OWN else _name(key): value for key, value in row.items()}
+    return {key if key in OWN else spelled_name(key): value for key, value in row.items()}
 
 
 def _flags_of_fields(fields: Mapping[Any, Any], where: str) -> dict[Flag, Any]:
     """The values of the fields that are flags. Raises ConfigError for one that is no flag of a model."""
-    flags = _by_name(MODEL_FLAGS)
+    flags = flags_by_name(MODEL_FLAGS)
     values = {key: value for key, value in fields.items() if key not in OWN}
     for key in values:
         if key not in flags:
@@ -127,7 +113,7 @@ def _flags_of_fields(fields: Mapping[Any, Any], where: str) -> dict[Flag, Any]:
 
 
 def _unknown_field(key: object, flags: Iterable[str], where: str) -> ConfigError:
-    if key in _by_name(SERVER):
+    if key in flags_by_name(SERVER):
         return ConfigError(
             f"{where} has {key!r}, which is about the address of all models; put it beside the list",
             code="address-flag-of-model",

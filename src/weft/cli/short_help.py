@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from weft import __version__
+from weft._version import __version__
 from weft.cli.commands import COMMANDS, Command
 from weft.cli.flags import Flag
 

@@ -12,7 +12,7 @@ import msgspec
 
 from weft.cli import simulate_plots as plots
 from weft.cli import simulate_view as view
-from weft.cli.plan import NOTHING_FITS, find_model
+from weft.cli.plan_question import NOTHING_FITS, find_model
 from weft.cli.simulate_runs import find_limit, finite, first_guess, report_json, run_rates, simulated_rates
 from weft.cli.simulate_study import build_simulation_question, build_study, check_load_flags, parse_load
 from weft.cli.simulate_verdict import judge_run, judge_sweep

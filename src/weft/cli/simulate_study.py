@@ -11,7 +11,7 @@ import msgspec
 from weft.architectures.model import Model
 from weft.cli import plot
 from weft.cli.parser import UsageError
-from weft.cli.plan import build_question, repeated_flags
+from weft.cli.plan_question import build_question, repeated_flags
 from weft.errors import ConfigError, PlanError
 from weft.planner.deployment import default_lengths
 from weft.planner.question import Question

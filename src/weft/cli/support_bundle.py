@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from weft import __version__
+from weft._version import __version__
 from weft.bench.http import HttpClient, HttpFailure, ServerAddress
 from weft.cache import cache_path
 from weft.cli.doctor import all_checks, security_checks

@@ -22,7 +22,7 @@ from typing import IO
 
 import msgspec
 
-from weft import __version__
+from weft._version import __version__
 from weft.cache import cache_dir, make_private, try_lock
 from weft.cluster.agent_messages import (
     MARK,

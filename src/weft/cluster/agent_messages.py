@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from weft import __version__
+from weft._version import __version__
 from weft.monitor.check import Check
 
 MARK = b"weft-agent "  # begins a reply's line: a login shell may print lines of its own

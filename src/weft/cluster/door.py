@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import msgspec
 
-from weft import __version__
+from weft._version import __version__
 from weft.cluster import preflight
 from weft.cluster.groups import Cancelled, end_of_head
 from weft.cluster.messages import HEAD_CLOSED, Dismissed, Facts, FromJoined, Joining, Version

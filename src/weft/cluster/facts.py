@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
-from weft import __version__
+from weft._version import __version__
 from weft.cluster.messages import Facts
 from weft.cluster.settings import NodeSettings
 from weft.errors import WeftError

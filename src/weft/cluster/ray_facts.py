@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from weft import __version__
+from weft._version import __version__
 from weft.cluster import preflight
 from weft.cluster.facts import gather_facts
 from weft.cluster.messages import Facts, Speed

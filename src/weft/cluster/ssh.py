@@ -12,7 +12,7 @@ from typing import IO
 
 import msgspec
 
-from weft import __version__
+from weft._version import __version__
 from weft.cluster.agent_messages import MARK, Reply
 from weft.cluster.hosts import Machine
 from weft.errors import ConfigError, printable

@@ -16,7 +16,7 @@ from weft.errors import ConfigError
 from weft.executors.ray_calls import NO_CLUSTER, call_watched
 from weft.executors.ray_nodes import ENGINE_NAME, NODE_LABEL
 from weft.hardware.host import Host, probe_host
-from weft.monitor.topology import link_name
+from weft.hardware.topology import link_name
 
 log = logging.getLogger("weft.cluster")
 

@@ -23,7 +23,6 @@ from pathlib import Path
 import msgspec
 
 from weft.executors.lifeline import die_with
-from weft.executors.rank import Fork
 from weft.hardware import malloc
 
 # By name, since the modules import torch: all that a rank runs.
@@ -31,6 +30,12 @@ MODULES = ("weft.worker.process", "weft.comm.connect", "weft.worker.worker")
 MAX_REQUEST = 1 << 20  # bytes of a request; most are the environment
 MAX_FILES = 250  # descriptors of a request; Linux passes on 253
 ARGUMENTS_FIELD = 45  # field of /proc/self/stat behind the command's name: where the arguments begin
+
+
+class Fork:
+    """State of this process: `child` if a fork server has forked it, with the objects of the import frozen."""
+
+    child = False
 
 
 class ForkRequest(msgspec.Struct, tag=True):

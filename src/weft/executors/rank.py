@@ -16,6 +16,7 @@ import msgspec
 from weft.core.commands import RankCommand, Reply
 from weft.core.step import StepPlan, StepResult
 from weft.executors.causes import cause_of, lost_peer
+from weft.executors.fork_server import Fork
 from weft.executors.messages import (
     Allocate,
     Allocated,
@@ -177,12 +178,6 @@ def gc_paused() -> Iterator[None]:
         unfreeze_start()
         if collecting:
             gc.enable()
-
-
-class Fork:
-    """State of this process: `child` if a fork server has forked it, with the objects of the import frozen."""
-
-    child = False
 
 
 def freeze_start() -> None:

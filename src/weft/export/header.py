@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from weft import __version__
+from weft._version import __version__
 from weft.export.deployment import Deployment, ReplicaServer
 from weft.export.shell import Placeholder
 from weft.formatting import format_counts

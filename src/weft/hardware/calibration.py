@@ -151,6 +151,6 @@ def store_calibration(machine: str, calibration: Calibration) -> Path:
 
 
 def _weft_version() -> str:
-    from weft import __version__
+    from weft._version import __version__
 
     return __version__

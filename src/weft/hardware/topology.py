@@ -154,3 +154,8 @@ def _grow_group(number: int, neighbours: dict[int, set[int]], remaining: set[int
         if all(other in neighbours[member] for member in group):
             group.append(other)
     return tuple(sorted(group))
+
+
+def link_name(pair: GpuPair) -> str:
+    """The link in the notation of nvidia-smi topo, "" if unknown."""
+    return f"NV{pair.nvlinks}" if pair.nvlinks else pair.ancestor or ""

@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from weft import __version__
+from weft._version import __version__
 from weft.errors import ConfigError, RequestError, WeftError
 from weft.formats.model_names import LATEST
 from weft.gateway.app import describe_replica, read_admin_body

@@ -15,7 +15,7 @@ from statistics import median
 
 import torch
 
-from weft import __version__
+from weft._version import __version__
 from weft.cache import cache_path, write_cache_file
 from weft.errors import WeftError
 from weft.kernels.attention_inputs import AttentionInputs, decode_inputs, prompt_inputs

@@ -12,7 +12,7 @@ from weft.hardware.cluster import Cluster
 from weft.hardware.gpu_figures import NvLinkState
 from weft.hardware.host import Host
 from weft.hardware.links import all_reduce_cost, send_cost
-from weft.hardware.topology import Gpu, GpuPair, NvLinks, Pcie
+from weft.hardware.topology import Gpu, GpuPair, NvLinks, Pcie, link_name
 from weft.planner.note import Note, create_note
 from weft.probes.machine import host_cluster
 from weft.probes.stored_speeds import PairSpeed, Speeds
@@ -121,11 +121,6 @@ def _device_link(host: Host, pair: GpuPair, speeds: Speeds, cluster: Cluster | N
         latency_s=latency,
         peer_to_peer=peer_verdict(pair, measured),
     )
-
-
-def link_name(pair: GpuPair) -> str:
-    """The link in the notation of nvidia-smi topo, "" if unknown."""
-    return f"NV{pair.nvlinks}" if pair.nvlinks else pair.ancestor or ""
 
 
 def peer_verdict(pair: GpuPair, measured: PairSpeed | None) -> str:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from ipaddress import ip_address
-from typing import TYPE_CHECKING
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Scope
 
+from weft.serving.clients import Clients
 from weft.serving.errors import HttpError
+from weft.serving.options import ServeOptions
 
-if TYPE_CHECKING:
-    from weft.serving.service import Service
+
+class GuardedService(Protocol):
+    """The state of an application whose endpoints are guarded: its clients with their keys, and its options."""
+
+    clients: Clients
+    options: ServeOptions
 
 
 def check_admin_key(request: Request) -> None:
     """Raise HttpError 401 for a request without the admin key, and 403 if there is no such key."""
-    service: Service = request.app.state.service
+    service: GuardedService = request.app.state.service
     if not service.clients.has_admin:
         raise HttpError(403, "set WEFT_ADMIN_KEY in the server's environment to allow this", code="admin-key-unset")
     client = service.clients.find(request.headers)
@@ -32,7 +38,7 @@ def check_owner(request: Request) -> None:
     Nobody may without the key if --api-key, --root-path or --uds is set: such a server may stand behind a proxy on this
     machine that adds no header, and the requests of its clients look like this machine's.
     """
-    service: Service = request.app.state.service
+    service: GuardedService = request.app.state.service
     options = service.options
     if service.clients.has_admin or service.clients.required or options.root_path or options.uds is not None:
         check_admin_key(request)
@@ -55,7 +61,7 @@ def is_owner(request: Request) -> bool:
 
 def check_page(request: Request) -> None:
     """Raise HttpError 403 for a request of another server's page in a browser, if no API key keeps it away."""
-    service: Service = request.app.state.service
+    service: GuardedService = request.app.state.service
     options, origin = service.options, request.headers.get("origin")
     if origin is None or service.clients.required or {"*", origin} & set(options.allowed_origins):
         return

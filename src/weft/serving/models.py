@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from weft import __version__
+from weft._version import __version__
 from weft.errors import RequestError
 from weft.serving.errors import JsonResponse
 from weft.serving.openai_types import DetokenizeRequest, TokenizeRequest

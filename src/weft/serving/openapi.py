@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from weft import __version__
+from weft._version import __version__
 from weft.serving.anthropic import types as anthropic
 from weft.serving.batches import types as batches
 from weft.serving.errors import (

@@ -12,18 +12,15 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.requests import Request
 
 from weft.client.collector import Collector
+from weft.client.frontend import Frontend
 from weft.core.token_ids import TokenIds
 from weft.serving.keys import sent_key
 
-if TYPE_CHECKING:
-    from weft.serving.service import Service
-
-HEADER = "X-Weft-Prefix"
 PER_KEY = 16  # prompts of one key that are remembered
 MAX_KEYS = 1000  # keys whose prompts are remembered
 ENTRY_BYTES = 200  # bytes of memory that a prompt takes beside its tokens, at least
@@ -70,13 +67,15 @@ class PrefixReport:
     def __init__(
         self,
         debug: PrefixDebug,
-        service: Service,
+        frontend: Frontend,
+        block_size: int,
         request: Request,
         collector: Collector,
         messages: Sequence[Mapping[str, Any]] = (),
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        self._debug, self._service, self._collector = debug, service, collector
+        self._debug, self._collector = debug, collector
+        self._frontend, self._block_size = frontend, block_size
         sender = sent_key(request.headers).encode(errors="replace")
         self._key = blake2b(sender + collector.requests[0].identity.digest(), digest_size=16).digest()
         self._ids = collector.requests[0].prompt.packed
@@ -94,7 +93,7 @@ class PrefixReport:
         # The cache has whole blocks only, and never the last token, from which the first one is sampled.
         most = min(self._at, length - 1)
         lost = most - hit
-        return f"{figures}; evicted={lost}" if lost > self._service.plan.block_size else figures
+        return f"{figures}; evicted={lost}" if lost > self._block_size else figures
 
     def end(self) -> None:
         """Remember the answer too: the next turn of a conversation repeats it."""
@@ -106,11 +105,11 @@ class PrefixReport:
             return "new"
         if self._at * TOKEN_BYTES == len(self._ids):
             return "repeated"
-        if not messages or self._service.frontend.tokenizer is None:
+        if not messages or self._frontend.tokenizer is None:
             return "prompt"
         ids = list(TokenIds(self._ids))
-        text = self._service.frontend.decode(ids)
-        return place_of(len(self._service.frontend.decode(ids[: self._at])), text, messages, tools)
+        text = self._frontend.decode(ids)
+        return place_of(len(self._frontend.decode(ids[: self._at])), text, messages, tools)
 
 
 def place_of(at: int, text: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:

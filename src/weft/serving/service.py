@@ -394,7 +394,7 @@ class Service:
         """Report for an answer on its prompt's place in the prefix cache; None if nobody asked for reports."""
         if self.prefix_debug is None:
             return None
-        return PrefixReport(self.prefix_debug, self, request, collector, messages, tools)
+        return PrefixReport(self.prefix_debug, self.frontend, self.plan.block_size, request, collector, messages, tools)
 
     def stream_opened(self, stream: OpenStream) -> None:
         """Count a stream; called by the stream itself."""

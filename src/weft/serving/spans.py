@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from weft import __version__
+from weft._version import __version__
 from weft.client.collector import Collector
 from weft.client.outputs import RequestOutput
 from weft.logs import request_id

@@ -16,12 +16,12 @@ from starlette.types import Receive, Scope, Send
 from weft.errors import WeftError
 from weft.serving.errors import AnthropicErrorFrame, error_frame
 from weft.serving.leaving import wait_for_disconnect, while_connected
-from weft.serving.prefix_debug import HEADER, PrefixReport
 
 log = logging.getLogger("weft.serving")
 
 WRITER = "weft.writer"  # key of a scope: the ChunkWriter of its response
 RESET = "weft.reset"  # key of an http.response.body after which the connection is reset
+PREFIX_HEADER = "X-Weft-Prefix"
 DONE = b"data: [DONE]\n\n"
 KEEPALIVE = b": keepalive\n\n"
 
@@ -37,6 +37,14 @@ class StreamFormat:
     media_type: str
     encode_error: Callable[[Exception], bytes]
     keepalive: bytes
+
+
+class HeaderReport(Protocol):
+    """The value of PREFIX_HEADER of a response; None as long as it is not known."""
+
+    def header(self) -> str | None: ...
+
+    def end(self) -> None: ...
 
 
 def encode_event(value: Any) -> bytes:
@@ -75,7 +83,7 @@ async def send_reply(
     whole: Callable[[], Coroutine[Any, Any, Response]],
     keepalive_s: float,
     stream_format: StreamFormat = OPENAI_STREAM,
-    report: PrefixReport | None = None,
+    report: HeaderReport | None = None,
 ) -> Response:
     """Response of `source`: its `events` as they arrive if `streaming`, else `whole`. `report` makes one more header.
 
@@ -97,7 +105,7 @@ async def send_reply(
             report.end()
         await source.aclose()
     if response is not None and report is not None:
-        response.headers[HEADER] = report.header() or ""
+        response.headers[PREFIX_HEADER] = report.header() or ""
     return response or Response()  # the client is gone: nobody reads this one
 
 
@@ -133,7 +141,7 @@ class EventStream(Response):
         *,
         keepalive_s: float,
         stream_format: StreamFormat = OPENAI_STREAM,
-        report: PrefixReport | None = None,
+        report: HeaderReport | None = None,
         resets: bool = False,
     ) -> None:
         # X-Accel-Buffering: nginx would buffer events.
@@ -170,7 +178,7 @@ class EventStream(Response):
         if self._begun.is_set():
             return
         if self._report is not None:
-            self.headers[HEADER] = self._report.header() or ""
+            self.headers[PREFIX_HEADER] = self._report.header() or ""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         self._sent_at = asyncio.get_running_loop().time()
         if self._writer is not None and not self._writer.usable:

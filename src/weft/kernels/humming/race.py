@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from weft import __version__
+from weft._version import __version__
 from weft.cache import cache_path, write_cache_file
 from weft.errors import WeftError
 from weft.kernels.contest import Clock, graph_seconds

@@ -11,7 +11,7 @@ import msgspec
 import torch
 import triton
 
-from weft import __version__
+from weft._version import __version__
 from weft.cache import cache_path, write_cache_file
 from weft.kernels.base import AttentionShape
 from weft.kernels.triton.tuning import DECODE_CANDIDATES, DEFAULT, PREFILL_CANDIDATES, Tunings
