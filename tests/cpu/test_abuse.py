@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.abusing.__main__ import CASES, known_cases, loopback
-from scripts.abusing.runner import Goals, Runner
-from scripts.abusing.target import Size
+from scripts.programs.abuse.__main__ import CASES, known_cases, loopback
+from scripts.programs.abuse.runner import Goals, Runner
+from scripts.programs.abuse.target import Size
 from tests.cpu import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ def test_only_this_machine_is_attacked() -> None:
 
 @pytest.mark.long
 def test_the_whole_of_it() -> None:
-    done = subprocess.run([sys.executable, "-m", "scripts.abusing"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run([sys.executable, "-m", "scripts.programs.abuse"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     report = json.loads(done.stdout)
     missed = {row["case"]: row["misses"] + row["unexpected"] for row in report["cases"] if row["misses"]}
     assert done.returncode in (0, 3) and not missed and len(report["cases"]) == len(CASES), missed

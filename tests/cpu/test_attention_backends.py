@@ -446,7 +446,7 @@ def test_auto_says_nothing_where_it_is_not_installed(
 
 def test_a_table_goes_on_where_none_can_be_run() -> None:
     """scripts/gpu_check attention: a card that lacks memory for one table has it for the next."""
-    from scripts.gpu.work.attention import compared
+    from scripts.programs.gpu_check.work.attention import compared
 
     def broken(words: list[str], *given: object) -> torch.Tensor:
         raise RuntimeError(*words)

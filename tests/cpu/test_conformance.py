@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.conforming.__main__ import main
+from scripts.programs.conformance.__main__ import main
 from tests.cpu.test_agents import write_long
 from tests.cpu.test_serve import Server
 from tests.pure.gateways import answer_status, upstream

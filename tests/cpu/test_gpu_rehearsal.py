@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from scripts.gpu.parts import PARTS
-from scripts.gpu.results import load_results
-from scripts.gpu.wheels import NEEDED
+from scripts.programs.gpu_check.parts import PARTS
+from scripts.programs.gpu_check.results import load_results
+from scripts.programs.gpu_check.wheels import NEEDED
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -47,10 +47,10 @@ def link_packages(folder: Path) -> None:
 
 
 SELECTED = """
-from scripts.gpu.parts import PARTS
-from scripts.gpu.results import load_results
-from scripts.gpu.rehearsal import Collection, run_pytest
-from scripts.gpu.tasks import GpuTests
+from scripts.programs.gpu_check.parts import PARTS
+from scripts.programs.gpu_check.results import load_results
+from scripts.programs.gpu_check.rehearsal import Collection, run_pytest
+from scripts.programs.gpu_check.tasks import GpuTests
 
 collection = Collection()
 run_pytest(["tests/gpu", "--collect-only", "-q"], [collection])
@@ -70,7 +70,7 @@ def test_every_gpu_test_is_selected_by_a_part() -> None:
 
 def test_experts_are_measured_over_weights_that_no_cache_holds() -> None:
     """A token reads its experts alone: other layers, not the same one again, fill what a cache has room for."""
-    from scripts.gpu.work.experts import COLD_BYTES, SPECS, further_layers
+    from scripts.programs.gpu_check.work.experts import COLD_BYTES, SPECS, further_layers
 
     for spec, hidden in SPECS.values():
         for tokens in (1, 16, 256):

@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from scripts.soaking.mixed import ANSWERED, DOUBLED, LOST, RETRYABLE, Kind, judge_stream
+from scripts.programs.soak.mixed import ANSWERED, DOUBLED, LOST, RETRYABLE, Kind, judge_stream
 from tests.cpu import tiny
 from tests.cpu.families import SERVER, command_line
 from tests.cpu.test_serve import Server, eventually
@@ -179,7 +179,7 @@ def run_script(module: str, model: str, *words: str) -> dict[str, Any]:
 
 
 def test_twelve_seconds_of_the_soak(model: str) -> None:
-    report = run_script("scripts.soaking.chaos", model, "--minutes", "0.2", "--every", "4")
+    report = run_script("scripts.programs.soak", model, "--minutes", "0.2", "--every", "4")
     assert not report["missed"], report
     assert (
         report["requests_wanted"] == 67
@@ -191,19 +191,19 @@ def test_twelve_seconds_of_the_soak(model: str) -> None:
 
 @pytest.mark.long
 def test_two_minutes_of_the_soak(model: str) -> None:
-    report = run_script("scripts.soaking.chaos", model, "--minutes", "2", "--every", "20")
+    report = run_script("scripts.programs.soak", model, "--minutes", "2", "--every", "20")
     assert not report["missed"], report
 
 
 @pytest.mark.long  # a minute or two: the other tests of this file show its parts
 def test_twenty_faults(model: str) -> None:
     """The time to serve again is not judged: other tests run at the same time."""
-    report = run_script("scripts.soaking.faults", model, "--faults", "20", "--seed", "1")
+    report = run_script("scripts.programs.soak.faults", model, "--faults", "20", "--seed", "1")
     assert set(report["missed"]) <= {"serves again in time"}, report
     assert report["faults"] == 20 and report["causes_judged"] > 10
 
 
 @pytest.mark.long
 def test_two_hundred_faults() -> None:
-    report = run_script("scripts.soaking.faults", "demo", "--faults", "200")
+    report = run_script("scripts.programs.soak.faults", "demo", "--faults", "200")
     assert set(report["missed"]) <= {"serves again in time"}, report

@@ -20,7 +20,11 @@ ROOT = Path(__file__).parents[2]
 def test_no_model_file_does_harm(words: list[str]) -> None:
     # A process of its own: it forks for each model, which none with threads may do.
     ran = subprocess.run(
-        [sys.executable, "-m", "scripts.hostile_files", *words], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "scripts.programs.conformance.files", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr[-8000:]
     outcomes = json.loads(ran.stdout)["outcomes"]

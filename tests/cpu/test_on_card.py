@@ -19,7 +19,7 @@ from tests.log_events import logged
 
 pytest.importorskip("triton", reason="needs triton")
 
-from scripts.gpu.work import bench
+from scripts.programs.gpu_check.work import bench
 from tests.cpu import checkpoints, fake_cuda, tiny
 from tests.cpu.captured import Captured
 from tests.cpu.fake_cuda import CUDA, Card, CardError, OnCard, the_card  # noqa: F401

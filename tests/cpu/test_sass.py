@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("triton", reason="needs triton")
 
-from scripts.kernel_sass import report
-from scripts.kernel_sass.cards import CARDS, LIMITS, Card
-from scripts.kernel_sass.cases import CASES, is_first_variant
-from scripts.kernel_sass.disassembly import passes, relative
+from scripts.programs.sass import report
+from scripts.programs.sass.cards import CARDS, LIMITS, Card
+from scripts.programs.sass.cases import CASES, is_first_variant
+from scripts.programs.sass.disassembly import passes, relative
 from tests.cpu.compiling import ROOT, environment
 
 
@@ -29,7 +29,7 @@ def test_no_kernel_takes_more_of_the_issue_slots(architecture: int, first_varian
     baseline = report.loaded()
     if version("triton") != baseline["triton"]:
         pytest.skip(f"needs Triton {baseline['triton']}, of which the baseline is; this is {version('triton')}")
-    command = [sys.executable, "-m", "scripts.kernel_sass", "--architectures", str(architecture)]
+    command = [sys.executable, "-m", "scripts.programs.sass", "--architectures", str(architecture)]
     command += ["--first-variants"] * first_variants
     done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.soaking.requests import BROKEN, COMPLETE, WRONG, Asked, Load, Verdict
+from scripts.programs.soak_gateway.requests import BROKEN, COMPLETE, WRONG, Asked, Load, Verdict
 from tests.cpu import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +20,7 @@ SERVED = "--load-format dummy --dtype float32 --max-model-len 512 --kv-cache-mem
 
 def soak(tmp_path: Path, *words: str) -> dict[str, object]:
     model = str(tiny.write(tmp_path / "tiny"))
-    command = [sys.executable, "-m", "scripts.soaking", "--model", model, *words, "--", *SERVED.split()]
+    command = [sys.executable, "-m", "scripts.programs.soak_gateway", "--model", model, *words, "--", *SERVED.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout, done.stderr[-3000:]
     report: dict[str, object] = json.loads(done.stdout)

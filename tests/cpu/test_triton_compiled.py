@@ -20,7 +20,7 @@ Compile = Callable[..., dict[str, int]]
 LAUNCHES = """
 import sys, types
 import torch
-from scripts.kernel_sass.launches import recorded
+from scripts.programs.sass.launches import recorded
 from weft.kernels.base import KVCache
 from weft.kernels.triton import attention, pointwise, products, reduce, rounding, sampling
 from weft.kernels.triton.staged import fill_batch
@@ -267,7 +267,7 @@ def most_shared(capability: int) -> int:
 # Imports what all programs need, half of the time of most, and runs each one that it is told of in a fork.
 SERVER = """
 import json, os, sys, traceback
-import scripts.kernel_sass.launches, weft.kernels.latents, weft.quant.quantised
+import scripts.programs.sass.launches, weft.kernels.latents, weft.quant.quantised
 
 for line in sys.stdin:
     program, arguments, results = json.loads(line)

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 
-from scripts.net.links import ip, remove_leftovers
+from scripts.programs.bench.net.links import ip, remove_leftovers
 
 HOSTS = ("10.231.77.1", "10.231.77.2")
 

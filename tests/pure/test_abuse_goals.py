@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from scripts.abusing.host import HostTimes, stolen_s
-from scripts.abusing.neighbour import _Gaps
-from scripts.abusing.runner import Goals, Result, Runner
+from scripts.programs.abuse.host import HostTimes, stolen_s
+from scripts.programs.abuse.neighbour import _Gaps
+from scripts.programs.abuse.runner import Goals, Result, Runner
 
 GOALS = Goals(stall_s=0.25)
 CALM = Result(
@@ -79,8 +79,8 @@ def test_shares_of_the_cpu_time() -> None:
 
 def test_the_stolen_time_is_that_of_the_worst_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, stolen = iter([0.0, 1.0, 1.1, 1.6, 1.7]), iter([0.0, 5.0, 5.3, 5.4])
-    monkeypatch.setattr("scripts.abusing.neighbour.time.perf_counter", lambda: next(now_s))
-    monkeypatch.setattr("scripts.abusing.neighbour.stolen_s", lambda: next(stolen))
+    monkeypatch.setattr("scripts.programs.abuse.neighbour.time.perf_counter", lambda: next(now_s))
+    monkeypatch.setattr("scripts.programs.abuse.neighbour.stolen_s", lambda: next(stolen))
     gaps = _Gaps()
     for _ in range(3):
         gaps.event()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from scripts.front_ends import load
+from scripts.programs.bench.front_ends import load
 from tests.pure.worlds import FakeEngine, World, saying
 from weft.serving import listen, server
 from weft.serving.admission import ConnectionLimits

@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 
-from scripts.gpu import __main__ as gpu_check
-from scripts.gpu import bounds, install_wheels, needs, report, results, traces, wheels
-from scripts.gpu.card import Card
-from scripts.gpu.children import ChildError, Children, CutError
-from scripts.gpu.parts import PARTS
-from scripts.gpu.results import Results, Row, exit_status, judged
-from scripts.gpu.shapes import shape_of
-from scripts.gpu.tasks import GpuTests, Profile, Setup, Task, Together, Work, Worst, sanitizer_errors
-from scripts.gpu.work import MEASUREMENTS, Figure, profile
+from scripts.programs.gpu_check import __main__ as gpu_check
+from scripts.programs.gpu_check import bounds, install_wheels, needs, report, results, traces, wheels
+from scripts.programs.gpu_check.card import Card
+from scripts.programs.gpu_check.children import ChildError, Children, CutError
+from scripts.programs.gpu_check.parts import PARTS
+from scripts.programs.gpu_check.results import Results, Row, exit_status, judged
+from scripts.programs.gpu_check.shapes import shape_of
+from scripts.programs.gpu_check.tasks import GpuTests, Profile, Setup, Task, Together, Work, Worst, sanitizer_errors
+from scripts.programs.gpu_check.work import MEASUREMENTS, Figure, profile
 from tests.refusals import has_values
 from weft.bench.workload import nano_vllm
 
@@ -103,7 +103,8 @@ def test_without_a_card_that_is_said_first(
 
 def test_a_bare_python_is_told_what_it_lacks() -> None:
     """Before anything of Weft is imported, which needs packages itself."""
-    program = "import runpy, sys; sys.argv[1:] = ['sampling']; runpy.run_module('scripts.gpu', run_name='__main__')"
+    module = "scripts.programs.gpu_check"
+    program = f"import runpy, sys; sys.argv[1:] = ['sampling']; runpy.run_module('{module}', run_name='__main__')"
     paths = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'src')!r}]; "
     done = subprocess.run([sys.executable, "-I", "-S", "-c", paths + program], capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
@@ -220,7 +221,7 @@ def test_the_worst_kernels_are_profiled(tmp_path: Path, monkeypatch: pytest.Monk
     for task, ratio in (("a", 0.7), ("b", 0.2), ("c", 0.9), ("d", 0.5)):
         made.add(Row(task, task, 1.0, "GB/s", roofline=1.0, ratio=ratio))
     setup = Setup("quarter", Some(tmp_path), made, "NVIDIA H200", 4e12, rehearse=False)
-    monkeypatch.setattr("scripts.gpu.tasks.shutil.which", lambda name: name)
+    monkeypatch.setattr("scripts.programs.gpu_check.tasks.shutil.which", lambda name: name)
     profiles = tuple(Profile(f"_{task}", task, "products", {}) for task in "abcd")
     rows = list(Worst("worst", 60, profiles).rows(setup, 60))
     assert asked == ["regex:^_b$", "regex:^_d$"] and only == ["b", "d"], "the slowest case of each"

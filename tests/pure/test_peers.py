@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.peers import engine as engines
-from scripts.peers import report, work
+from scripts.programs.bench.peers import engine as engines
+from scripts.programs.bench.peers import report, work
 
 ECHO = """
 import sys

@@ -13,7 +13,7 @@ from tests.pure.commands import weft
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/weft"
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def rooms_on_disk() -> set[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from functools import lru_cache
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -88,7 +89,8 @@ class ConfigFields(msgspec.Struct, frozen=True, kw_only=True):
       always those three; "all": all four, and the MLP; "none": no projection.
     - `mlp_bias`: the config's own `mlp_bias` counts.
     - `window`: which layers have a sliding window. "none"; "all"; "some": those that `use_sliding_window` and
-      `layer_types` name; a number n: all but every nth layer, unless `layer_types` is given.
+      `layer_types` name; a number n: all but every nth layer, unless `layer_types` is given. Only `layer_types` can say
+      that every nth layer has one.
     - `local_rope`: the field that gives layers with a window a rotary base of their own; "" if all layers share one.
     - `stretched`: `max_position_embeddings` is the length after rotary scaling, not the one before.
     - `partial_rotary`: `partial_rotary_factor` counts; other architectures must rotate whole heads.
@@ -141,6 +143,9 @@ class ConfigFields(msgspec.Struct, frozen=True, kw_only=True):
     ffn_parts: int = 1
     inner: str = ""
 
+    def __post_init__(self) -> None:
+        check_words(self)
+
     @property
     def has_experts(self) -> bool:
         """True for a mixture of experts."""
@@ -175,3 +180,32 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     fp8_in_blocks: bool = False
     attention_kept: tuple[str, ...] = ()
     positions_before: int = 0
+
+    def __post_init__(self) -> None:
+        check_words(self)
+
+
+def check_words(struct: msgspec.Struct) -> None:
+    """Raise ValueError for a string that is none of those which its field's `Literal` has.
+
+    msgspec checks what it decodes, not what Python builds.
+    """
+    for field, words in _known_words(type(struct)).items():
+        value = getattr(struct, field)
+        if isinstance(value, str) and value not in words:
+            raise ValueError(
+                f"{type(struct).__name__}({field}={value!r}): no block knows it; known: {', '.join(words)}"
+            )
+
+
+@lru_cache
+def _known_words(kind: type[msgspec.Struct]) -> dict[str, tuple[str, ...]]:
+    """By field, the strings of its `Literal`."""
+    words = {field: _words_of(hint) for field, hint in get_type_hints(kind).items()}
+    return {field: known for field, known in words.items() if known}
+
+
+def _words_of(hint: Any) -> tuple[str, ...]:
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    return tuple(word for part in get_args(hint) for word in _words_of(part))

@@ -9,7 +9,7 @@ import torch
 
 from weft.architectures.place import Place
 from weft.architectures.registry import find_architecture
-from weft.architectures.shape import Attention, Dense, LayerSpec, ModelShape
+from weft.architectures.shape import Attention, Dense, LayerSpec, ModelShape, Norms
 from weft.comm import Group
 from weft.kernels.base import EmbeddingTable, Kernels, KVCache, Product
 from weft.kernels.batch import Batch
@@ -26,12 +26,20 @@ from weft.layers.weights import LayerWeights, Tensors
 from weft.models.fusion import FusedLayers, describe_layer
 from weft.quant.quantised import QuantisedWeight
 
+# By `LayerSpec.norms`: whether each part has a norm before it, and after it.
+AROUND: dict[Norms, tuple[bool, bool]] = {
+    "pre": (True, False),
+    "post": (False, True),
+    "both": (True, True),
+    "residual": (False, False),
+}
+
 
 class DecoderLayer:
     """A layer: a mixer and a feed-forward part, each with its norms around it."""
 
     def __init__(self, spec: LayerSpec, place: Place, weights: LayerWeights, rope: RopeTable) -> None:
-        before, after = spec.norms in ("pre", "both"), spec.norms in ("post", "both")
+        before, after = AROUND[spec.norms]
         self.spec = spec
         self.residual_norms = None
         if spec.norms == "residual":
