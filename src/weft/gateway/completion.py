@@ -134,7 +134,7 @@ def _wrong_type(name: str, kind: str, value: Any) -> HttpError:
 
 
 def with_fields(body: bytes, changes: dict[str, Any], *, rewrites: bool = False) -> bytes:
-    """The body with changed fields; UNSET removes a field. Of a repeated field only the last stays.
+    """The body with changed fields; UNSET removes a field. A repeated field stays once, as its last value.
 
     With `rewrites` also within nested objects. Raises HttpError.
     """

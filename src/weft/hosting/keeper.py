@@ -72,8 +72,7 @@ class Keeper:
         gone: Callable[[], bool] = lambda: False,
         limit_s: float = LOAD_TIMEOUT_S,
     ) -> AsyncIterator[Hosted]:
-        """Wait until a model is awake, and keep it awake while the block runs, and then for `keep_alive_s` or as
-        configured.
+        """Keep a model awake, once it is, during the block and for `keep_alive_s` after it (None: as configured).
 
         Raises HttpError 503 if it is down or not awake within `limit_s`, and PlanError if it does not fit.
         """
