@@ -265,11 +265,11 @@ class Dispatcher:
 
 
 def check_owner(exchange: Exchange, head: ResponseHead) -> None:
-    """Raise HttpError 502 if the upstream did not echo the owner, and so does not separate files per key."""
+    """Raise HttpError 502 if the upstream did not confirm X-Weft-Owner, and so does not separate files per key."""
     if exchange.owner and head.status < 300 and not head.header(OWNER_HEADER):
         raise HttpError(
             502,
-            "the upstream did not echo X-Weft-Owner, so it does not separate files per key; "
+            "the upstream did not confirm X-Weft-Owner, so it does not separate files per key; "
             "it needs this version of Weft",
             code="owner-not-heeded",
         )

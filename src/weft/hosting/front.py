@@ -60,7 +60,7 @@ class SetReader(RequestReader):
         if any(path == kept or path.startswith(f"{kept}/") for kept in KEPT):
             raise HttpError(
                 501,
-                f"{path!r:.200} is not served beside several models; serve one model for batches",
+                f"{path!r:.200} is not served for several models; serve one model for batches",
                 code="not-supported",
             )
         if exchange.method in (b"GET", b"HEAD"):

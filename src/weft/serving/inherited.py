@@ -40,10 +40,10 @@ def _listening_socket(descriptor: int) -> socket.socket:
         os.set_inheritable(descriptor, False)
         listener = socket.socket(fileno=descriptor)
     except OSError as error:
-        raise _unusable(f"is no socket ({error_reason(error)})") from None
+        raise _unusable(f"is not a socket ({error_reason(error)})") from None
     if listener.type != socket.SOCK_STREAM or not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         listener.detach()  # it stays open, as it was given
-        raise _unusable("is no stream socket that listens")
+        raise _unusable("is not a listening stream socket")
     return listener
 
 

@@ -45,7 +45,7 @@ def bind(options: ServeOptions) -> socket.socket:
         )[0]
     except OSError as error:
         raise ConfigError(
-            f"--host {options.host} is no address of this machine: {error.strerror}", code="host-not-here"
+            f"--host {options.host} is not an address of this machine: {error.strerror}", code="host-not-here"
         ) from None
     listener = socket.socket(family, kind, protocol)
     # The port of a server that has just ended counts as free, though its last connections linger.

@@ -58,7 +58,7 @@ def traces_url(endpoint: str) -> str:
         url, port = urlsplit(""), None
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ConfigError(
-            f"--otlp-traces-endpoint {endpoint} is no URL of a collector; give http://HOST:4318{PATH}",
+            f"--otlp-traces-endpoint {endpoint} is not the URL of a collector; give http://HOST:4318{PATH}",
             code="invalid-traces-endpoint",
         )
     if url.path not in ("", "/"):

@@ -128,7 +128,7 @@ def _request(service: Service, line: BatchLine) -> Request:
         if inbox:
             return inbox.pop()
         await asyncio.Event().wait()
-        raise AssertionError("nobody sets this event")
+        raise AssertionError("this event is never set")
 
     scope = {
         "type": "http",

@@ -70,7 +70,7 @@ def _heeds_owner(request: Request) -> bool:
 
 
 def by_owner(endpoint: Endpoint) -> Endpoint:
-    """The endpoint, with answers that echo X-Weft-Owner: servers that do not would show files to all clients."""
+    """The endpoint, with answers that confirm X-Weft-Owner: servers that do not would show files to all clients."""
 
     @functools.wraps(endpoint)
     async def answer(request: Request) -> Response:

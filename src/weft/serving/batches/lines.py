@@ -109,7 +109,7 @@ def decode_line(text: bytes, limits: LineLimits) -> BatchLine:
     try:
         return LINE.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the line is no request: {error}", code="line-not-request") from None
+        raise RequestError(f"the line is not a request: {error}", code="line-not-request") from None
 
 
 def _fault(text: bytes, endpoint: str, limits: LineLimits, seen: set[str]) -> tuple[str, str] | None:

@@ -146,4 +146,4 @@ def _find(data: mmap.mmap, sought: bytes, start: int) -> int:
 
 
 def _broken(reason: str) -> RequestError:
-    return RequestError(f"the body is no multipart/form-data: {reason}", code="broken-form-data")
+    return RequestError(f"the body is not multipart/form-data: {reason}", code="broken-form-data")

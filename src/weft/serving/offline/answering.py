@@ -130,7 +130,7 @@ def plain_request(kind: RowKind, limits: LineLimits, text: bytes) -> BatchLine:
         check_structure(text, limits.values)
     row = as_object(text)
     if row is None:
-        raise RequestError("the row is no JSON object", code="row-not-object")
+        raise RequestError("the row is not a JSON object", code="row-not-object")
     row = {name: value for name, value in row.items() if value is not None}
     if ("prompt" in row) == ("messages" in row):
         raise RequestError("the row needs one of prompt and messages", code="row-without-prompt")

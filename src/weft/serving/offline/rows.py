@@ -100,7 +100,7 @@ def parquet_batches(path: str) -> Iterator[Any]:
         with open_regular(path) as content, arrow.ParquetFile(content) as file:
             yield from file.iter_batches(CHUNK_ROWS)
     except arrow.ArrowInvalid as error:
-        raise ConfigError(f"{path} is no Parquet file: {error_reason(error)}", code="not-parquet") from None
+        raise ConfigError(f"{path} is not a Parquet file: {error_reason(error)}", code="not-parquet") from None
 
 
 def import_arrow() -> Any:

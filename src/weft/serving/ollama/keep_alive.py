@@ -26,7 +26,7 @@ def parse_keep_alive(value: object, source: str) -> float:
         seconds = _seconds(value.strip())
     if seconds is None or math.isnan(seconds):
         raise ConfigError(
-            f"{source} is {value!r:.60}; give seconds, a time such as 5m or 1h30m, or -1 for ever",
+            f"{source} is {value!r:.60}; give seconds, a time such as 5m or 1h30m, or -1 for no limit",
             code="invalid-keep-alive",
         )
     return math.inf if seconds < 0 else seconds

@@ -24,7 +24,7 @@ def parts_of(schema: Mapping[str, Any]) -> tuple[dict[str, Any], Set[str]]:
     additional = schema.get("additionalProperties", True)
     for key in needed:
         if key not in parts and additional is False:
-            raise refused(f"{key!r:.80} is required, and neither in properties nor allowed beside them")
+            raise refused(f"{key!r:.80} is required, and neither in properties nor allowed as an additional property")
         parts.setdefault(key, additional)
     return {key: part for key, part in parts.items() if part is not False or key in needed}, frozenset(needed)
 
