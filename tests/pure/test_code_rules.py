@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import tomllib
@@ -117,6 +118,35 @@ def test_a_sentence_names_its_subject() -> None:
     source = '"""Blocks. What is free is taken. Of two, one."""\n# Of the user.\nx = 1  # as said. Those of others\n'
     source += "# of one\n"
     assert sorted(line for line, _ in writing.nominal_sentences(source)) == [1, 2, 3]
+
+
+def test_patterns_of_unclear_sentences_are_counted() -> None:
+    source = '"""Blocks.\n\nNobody is beside one. It is\none that waits.\n"""\n# a comment for\n# ever\nx = 1  # anew\n'
+    occurrences = [(name, line) for name, line, _ in writing.dialect(source)]
+    one = "one without a noun"
+    assert occurrences == [("beside", 1), ("nobody", 1), (one, 1), (one, 1), ("for ever", 6), ("anew", 8)]
+    source = f'"""{"word " * 35}end.\n\n- {"word " * 20}\n- {"word " * 20}\n"""\n'
+    assert [name for name, _, _ in writing.dialect(source)] == ["long sentence"]
+
+
+def test_a_pattern_may_not_become_more_frequent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counts = tmp_path / "counts.json"
+    monkeypatch.setattr(writing, "COUNTS", counts)
+    area = tmp_path / "weft/core"
+    area.mkdir(parents=True)
+    (area / "a.py").write_text('"""Begin anew."""\n')
+    counts.write_text('{"anew": 2, "heed": 0}')
+    assert writing.check_dialect(tmp_path / "weft", listed=None, update=True) == 0
+    stored = json.loads(counts.read_text())
+    assert (stored["anew"], stored["heed"], stored["beside"]) == (1, 0, 0)
+    (area / "b.py").write_text('"""Begin anew, heeded."""\n')
+    assert writing.check_dialect(tmp_path / "weft", listed=None, update=True) == 1
+    assert json.loads(counts.read_text()) == stored
+    out = capsys.readouterr().out
+    assert "anew: 2 occurrences, at most 1 are allowed; see --list 'anew'; core 2" in out
+    assert "b.py:1: heed: Begin anew, heeded." in out
 
 
 def test_a_variable_says_what_it_holds() -> None:

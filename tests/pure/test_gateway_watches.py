@@ -88,7 +88,7 @@ async def test_a_check_that_waits_delays_no_other() -> None:
 
 
 async def test_of_many_ill_upstreams_some_are_checked_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_loop, "ILL_AT_ONCE", 2)
+    monkeypatch.setattr(check_loop, "UNHEALTHY_AT_ONCE", 2)
     async with AsyncExitStack() as stack:
         stubs = [await stack.enter_async_context(upstream()) for _ in range(6)]
         live = await stack.enter_async_context(gateway(*(stub.url for stub in stubs)))

@@ -135,7 +135,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def ask(keeper: Keeper, name: str, **fields: Any) -> None:
-    async with keeper.using(name, **fields):
+    async with keeper.lease(name, **fields):
         pass
 
 
@@ -168,11 +168,11 @@ async def test_the_keeper_knows_who_has_slept(monkeypatch: pytest.MonkeyPatch) -
         tenant = keeper.residency.tenants["one"]
         await ask(keeper, "one")
         assert not tenant.slept
-        await keeper.put_down("one", unload=False)
+        await keeper.sleep_or_unload("one", unload=False)
         await ask(keeper, "one")
         assert tenant.slept
         assert tenant.state is State.AWAKE
-        await keeper.put_down("one", unload=True)
+        await keeper.sleep_or_unload("one", unload=True)
         assert not tenant.slept
 
 
@@ -184,7 +184,7 @@ async def test_under_load_two_models_take_turns(monkeypatch: pytest.MonkeyPatch)
 
         async def client(name: str) -> None:
             while min(answered.values()) < 30:
-                async with keeper.using(name):
+                async with keeper.lease(name):
                     assert keeper.residency.tenants[name].state is State.AWAKE
                     await asyncio.sleep(0.001)
                     clock.now += TURN_S / 50
@@ -199,7 +199,7 @@ async def test_under_load_two_models_take_turns(monkeypatch: pytest.MonkeyPatch)
 async def test_room_that_busy_models_hold_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     models = {"one": {"keep_alive_s": 60.0}, "two": {"keep_alive_s": 60.0}}
     async with keeping(monkeypatch, 12, **models) as (keeper, members, clock):
-        async with keeper.using("one"):
+        async with keeper.lease("one"):
             clock.now += TURN_S + 1
             waiting = asyncio.create_task(ask(keeper, "two"))
             await until(lambda: keeper.residency.tenants["one"].ends_turn)
@@ -285,10 +285,10 @@ async def test_a_client_that_goes_and_one_that_waits_too_long(monkeypatch: pytes
 async def test_commands_of_an_administrator(monkeypatch: pytest.MonkeyPatch) -> None:
     async with keeping(monkeypatch, 100, one={}) as (keeper, members, _):
         await keeper.wake("one")
-        async with keeper.using("one"):
+        async with keeper.lease("one"):
             with refuses(HttpError, "model-busy", "'one'", "awake", "1"):
-                await keeper.put_down("one", unload=False, limit_s=-1.0)
-            sleeping = asyncio.create_task(keeper.put_down("one", unload=False))
+                await keeper.sleep_or_unload("one", unload=False, limit_s=-1.0)
+            sleeping = asyncio.create_task(keeper.sleep_or_unload("one", unload=False))
             await asyncio.sleep(0.05)
             late = asyncio.create_task(ask(keeper, "one"))
             await asyncio.sleep(0.05)
@@ -298,10 +298,10 @@ async def test_commands_of_an_administrator(monkeypatch: pytest.MonkeyPatch) -> 
         await late
         assert members["one"].told == ["start", "/sleep?level=1", "/wake_up"]
         del members["one"].told[1:]
-        await keeper.put_down("one", unload=False)
-        await keeper.put_down("one", unload=False)
+        await keeper.sleep_or_unload("one", unload=False)
+        await keeper.sleep_or_unload("one", unload=False)
         assert keeper.residency.tenants["one"].state is State.ASLEEP
-        await keeper.put_down("one", unload=True)
+        await keeper.sleep_or_unload("one", unload=True)
         assert keeper.residency.tenants["one"].state is State.UNLOADED
         assert members["one"].told == ["start", "/sleep?level=1", "stop"]
         assert keeper.models["one"].failures == 0
@@ -427,7 +427,7 @@ async def test_health_tells_of_models_that_must_be_awake_and_are_not(monkeypatch
         await until(lambda: "loading" in keeper.fault_of("one"))
         members["one"].gate.set()
         await until(lambda: not keeper.fault_of("one"))
-        await keeper.put_down("one", unload=False)
+        await keeper.sleep_or_unload("one", unload=False)
         assert keeper.fault_of("one") == "", "an administrator wants it so"
 
 
@@ -435,7 +435,7 @@ async def test_with_the_end_of_the_set_nobody_waits(monkeypatch: pytest.MonkeyPa
     async with keeping(monkeypatch, 100, one={}, two={"keep_alive_s": 60.0}) as (keeper, members, clock):
         await keeper.start(["one"])
         members["two"].gate.clear()
-        async with keeper.using("one"):
+        async with keeper.lease("one"):
             waiting = asyncio.create_task(ask(keeper, "two"))
             await until(lambda: members["two"].is_running)
             keeper.drain()

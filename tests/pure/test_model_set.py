@@ -182,7 +182,7 @@ def test_each_model_gets_gpus_of_its_own(tmp_path: Path) -> None:
             assert model.weight_bytes / len(model.devices) < size <= plan.rooms[device]
         assert sum(model.need.asleep[device] for device in model.devices) < model.weight_bytes / 2
         assert model.need.asleep["cpu"] == model.weight_bytes
-        assert "--device-ids=" + ",".join(device[-1] for device in model.devices) in model.words
+        assert "--device-ids=" + ",".join(device[-1] for device in model.devices) in model.argv
 
 
 def test_models_that_must_be_awake_have_to_fit_together(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_on_a_cpu_a_model_that_sleeps_keeps_its_weights(tmp_path: Path) -> None:
         assert model.weight_bytes <= model.need.asleep["cpu"] < model.need.awake["cpu"] - 0.9 * model.kv_bytes
     residency = plan.residency()
     residency.tenants["a"].state = State.AWAKE
-    room = residency.room_for("b", 1.0)
+    room = residency.decide_placement("b", 1.0)
     assert room.ready or room.sleepers == ("a",), "its KV cache is room enough"
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.refusals import refuses
 from weft.errors import ConfigError, PlanError
-from weft.hosting.residency import TURN_S, Need, Residency, Room, State, Tenant
+from weft.hosting.residency import TURN_S, Need, PlacementDecision, Residency, State, Tenant
 from weft.serving.ollama.keep_alive import default_keep_alive, parse_keep_alive
 
 ROOMS = {"cuda:0": 100, "cpu": 100}
@@ -27,7 +27,7 @@ def test_the_least_recently_used_sleeps_for_another() -> None:
         tenant("new", 40, used_s=2.0),
         tenant("asked", 40, state=State.UNLOADED),
     ]
-    assert Residency(ROOMS, set_of_three).room_for("asked", 9.0) == Room(sleepers=("old",))
+    assert Residency(ROOMS, set_of_three).decide_placement("asked", 9.0) == PlacementDecision(sleepers=("old",))
 
 
 def test_the_largest_priority_number_sleeps_first() -> None:
@@ -36,13 +36,15 @@ def test_the_largest_priority_number_sleeps_first() -> None:
         tenant("low", 40, used_s=2.0, priority=1),
         tenant("asked", 40, state=State.ASLEEP),
     ]
-    assert Residency(ROOMS, tenants).room_for("asked", 9.0).sleepers == ("low",)
+    assert Residency(ROOMS, tenants).decide_placement("asked", 9.0).sleepers == ("low",)
 
 
 def test_nobody_sleeps_where_there_is_room() -> None:
-    room = Residency(ROOMS, [tenant("one", 40), tenant("asked", 40, state=State.UNLOADED)]).room_for("asked", 9.0)
+    room = Residency(ROOMS, [tenant("one", 40), tenant("asked", 40, state=State.UNLOADED)]).decide_placement(
+        "asked", 9.0
+    )
     assert room.ready
-    assert room == Room()
+    assert room == PlacementDecision()
 
 
 def test_models_elsewhere_do_not_sleep() -> None:
@@ -50,24 +52,28 @@ def test_models_elsewhere_do_not_sleep() -> None:
         name="elsewhere", need=Need({"cuda:1": 90}, {"cuda:1": 5}), keep_alive_s=1.0, state=State.AWAKE, used_s=0.0
     )
     tenants = [elsewhere, tenant("here", used_s=5.0), tenant("asked", state=State.UNLOADED)]
-    assert Residency({**ROOMS, "cuda:1": 100}, tenants).room_for("asked", 9.0).sleepers == ("here",)
+    assert Residency({**ROOMS, "cuda:1": 100}, tenants).decide_placement("asked", 9.0).sleepers == ("here",)
 
 
 def test_a_model_with_requests_ends_its_turn_first() -> None:
     busy = tenant("busy", running=2, woken_s=10.0)
     residency = Residency(ROOMS, [busy, tenant("asked", state=State.ASLEEP)])
-    early = residency.room_for("asked", 11.0)
-    assert early == Room(again_s=10.0 + TURN_S)
+    early = residency.decide_placement("asked", 11.0)
+    assert early == PlacementDecision(again_s=10.0 + TURN_S)
     assert not early.ready
-    assert residency.room_for("asked", 10.0 + TURN_S) == Room(waits_for=("busy",))
+    assert residency.decide_placement("asked", 10.0 + TURN_S) == PlacementDecision(waits_for=("busy",))
     busy.running = 0
-    assert residency.room_for("asked", 11.0) == Room(sleepers=("busy",)), "an idle one has no turn to end"
+    assert residency.decide_placement("asked", 11.0) == PlacementDecision(sleepers=("busy",)), (
+        "an idle one has no turn to end"
+    )
 
 
 @pytest.mark.parametrize("state", [State.SLEEPING, State.LOADING, State.WAKING, State.UNLOADING])
 def test_a_change_is_waited_for(state: State) -> None:
-    room = Residency(ROOMS, [tenant("other", state=state), tenant("asked", state=State.ASLEEP)]).room_for("asked", 9.0)
-    assert room == Room(settling=True)
+    room = Residency(ROOMS, [tenant("other", state=state), tenant("asked", state=State.ASLEEP)]).decide_placement(
+        "asked", 9.0
+    )
+    assert room == PlacementDecision(settling=True)
 
 
 def test_sleepers_leave_where_the_host_is_full() -> None:
@@ -77,20 +83,22 @@ def test_sleepers_leave_where_the_host_is_full() -> None:
         tenant("awake", used_s=3.0),
         tenant("asked", state=State.UNLOADED),
     ]
-    room = Residency(ROOMS, tenants).room_for("asked", 9.0)
-    assert room == Room(sleepers=("awake",), leavers=("deep",)), "40 + 40 + 40 bytes asleep are more than the host has"
+    room = Residency(ROOMS, tenants).decide_placement("asked", 9.0)
+    assert room == PlacementDecision(sleepers=("awake",), leavers=("deep",)), (
+        "40 + 40 + 40 bytes asleep are more than the host has"
+    )
 
 
 def test_an_awake_one_leaves_where_sleep_is_not_enough() -> None:
     tenants = [tenant("other", used_s=3.0), tenant("asked", 98, state=State.UNLOADED)]
-    assert Residency(ROOMS, tenants).room_for("asked", 9.0) == Room(leavers=("other",))
+    assert Residency(ROOMS, tenants).decide_placement("asked", 9.0) == PlacementDecision(leavers=("other",))
 
 
 def test_no_room_names_the_bytes() -> None:
     pinned = tenant("pinned", keep_alive_s=math.inf)
     residency = Residency(ROOMS, [pinned, tenant("asked", state=State.UNLOADED)])
     with refuses(PlanError, "no-room-for-model", "asked", "60 bytes", "cuda:0", "100", "60"):
-        residency.room_for("asked", 9.0)
+        residency.decide_placement("asked", 9.0)
 
 
 def test_time_awake_begins_with_the_end_of_the_last_request() -> None:
@@ -119,13 +127,13 @@ def test_what_a_model_took_of_the_host_to_sleep_stays_taken() -> None:
     assert residency.held("cuda:0") == 60
     assert not residency.may_sleep("other")
     one.state = State.ASLEEP
-    assert residency.room_for("one", 9.0).ready
+    assert residency.decide_placement("one", 9.0).ready
     one.state, one.slept = State.AWAKE, False
     assert residency.held("cpu") == 1
     big = tenant("big", 40, asleep=40, state=State.UNLOADED, slept=True)
-    assert Residency(ROOMS, [tenant("one", 60, asleep=70, slept=True), big]).room_for("big", 9.0) == Room(
-        leavers=("one",)
-    ), "70 and 40 bytes of the host's memory"
+    assert Residency(ROOMS, [tenant("one", 60, asleep=70, slept=True), big]).decide_placement(
+        "big", 9.0
+    ) == PlacementDecision(leavers=("one",)), "70 and 40 bytes of the host's memory"
 
 
 def test_random_sets_never_take_more_than_there_is() -> None:
@@ -146,13 +154,13 @@ def test_random_sets_never_take_more_than_there_is() -> None:
         residency = Residency(ROOMS, tenants)
         for now in range(20):
             asked = draw.choice(tenants)
-            room = residency.room_for(asked.name, float(now))
-            assert room.ready or not residency.room_for(asked.name, float(now)).settling
+            room = residency.decide_placement(asked.name, float(now))
+            assert room.ready or not residency.decide_placement(asked.name, float(now)).settling
             for name in room.sleepers:
                 residency.tenants[name].state = State.ASLEEP
             for name in room.leavers:
                 residency.tenants[name].state = State.UNLOADED
-            assert residency.room_for(asked.name, float(now)).ready
+            assert residency.decide_placement(asked.name, float(now)).ready
             asked.state, asked.used_s = State.AWAKE, float(now)
             assert all(residency.held(device) <= size for device, size in ROOMS.items())
 

@@ -22,7 +22,7 @@ from weft.errors import ConfigError
 from weft.hosting import member as members
 from weft.hosting.member import Member
 from weft.hosting.model_set import ModelEntry, ModelSet
-from weft.hosting.options import HEEDED, PASSED_ON, REFUSED, check_options, member_words, stall_limit
+from weft.hosting.options import APPLIED, PASSED_ON, REFUSED, check_options, member_words, stall_limit
 from weft.hosting.sockets import YOUNG_S, SocketFolder
 from weft.serving.clients import Client
 from weft.serving.errors import HttpError
@@ -59,8 +59,8 @@ MODELS = ModelSet(entries=(ModelEntry(names=("one",), config=EngineConfig(model=
 
 
 def test_every_option_is_heeded_passed_on_or_refused() -> None:
-    assert declared_options(ServeOptions).keys() == HEEDED | PASSED_ON | REFUSED
-    assert not REFUSED & (HEEDED | PASSED_ON)
+    assert declared_options(ServeOptions).keys() == APPLIED | PASSED_ON | REFUSED
+    assert not REFUSED & (APPLIED | PASSED_ON)
     assert OTHERS.keys() == PASSED_ON | REFUSED, "this file tries each"
 
 

@@ -12,8 +12,8 @@ from typing import Protocol
 def block_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
     """SHA-256 digest (32 bytes) of a full block's tokens and of all tokens before them.
 
-    `parent` is the digest of the block before; for the first block, it is that of the request's identity. SHA-256, so
-    that no two prompts can be made to share a block by mistake.
+    `parent` is the digest of the block before; for the first block, it is the digest of the request's identity.
+    SHA-256, so that no two prompts can be made to share a block by mistake.
     """
     return sha256(parent + array("q", tokens).tobytes()).digest()
 
@@ -51,7 +51,7 @@ class BlockPool(Protocol):
         ...
 
     def register(self, group: int, block: int, digest: bytes) -> None:
-        """Let later prompts match a held block of a group, which is full or will be before any later step reads it."""
+        """Let later prompts match a block of a group that is in use, and full before any later step reads it."""
         ...
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -59,31 +59,31 @@ class BlockPool(Protocol):
         ...
 
     def forget(self, group: int, digests: Iterable[bytes]) -> None:
-        """Forget these digests, so that their blocks are matched no more; held blocks stay held."""
+        """Forget these digests, so that no later prompt matches their blocks; blocks in use stay in use."""
         ...
 
     def forget_content(self) -> None:
-        """Forget the digests of all blocks, so that none is matched; held blocks stay held."""
+        """Forget the digests of all blocks, so that no later prompt matches them; blocks in use stay in use."""
         ...
 
 
 class NumberedBlocks:
-    """Blocks numbered from 0, with a reference count each. Without `caching` none is found.
+    """Blocks numbered from 0, with a reference count each. Without `caching` no block is found.
 
     A block without references is free. A free block that is registered under a digest keeps its content: it can be
-    held again until the pool evicts it, least recently used first, because no other free block is left. Other free
-    blocks go out last in, first out, so that memory that was never touched stays untouched for as long as possible.
-    Each operation takes constant time per block.
+    reused until the pool evicts it, least recently used first, because no other free block is left. Other free blocks
+    are allocated last in, first out, so that memory that was never touched stays untouched as long as possible. Each
+    operation takes constant time per block.
     """
 
     def __init__(self, num_blocks: int, *, caching: bool) -> None:
         self._caching = caching
         self.references = [0] * num_blocks
-        # Free blocks without a digest. The end is the top; block 0 is the first to go out.
+        # Free blocks without a digest. The end is the top; block 0 is allocated first.
         self._plain = list(range(num_blocks - 1, -1, -1))
         # Free blocks with a digest, least recently used first.
         self._cached: OrderedDict[int, None] = OrderedDict()
-        # By block, its group and digest; and the other way round.
+        # By block, its group and digest; and by group and digest, the block.
         self._keys: list[tuple[int, bytes] | None] = [None] * num_blocks
         self._blocks: dict[tuple[int, bytes], int] = {}
 
@@ -133,7 +133,7 @@ class NumberedBlocks:
             self._keys[block] = key
 
     def release(self, blocks: Sequence[int]) -> None:
-        # The end of a prefix is of use only with its beginning: it is the first to be evicted.
+        # The end of a prefix is useful only with its beginning, so it is evicted first.
         for block in reversed(blocks):
             assert self.references[block] > 0, f"block {block} is free already"
             self.references[block] -= 1
@@ -169,7 +169,7 @@ class NumberedBlocks:
 
 
 class CountedBlocks:
-    """Blocks that are only counted, for simulations: they are interchangeable, and all have the number 0.
+    """Blocks that are only counted, for simulations: they are interchangeable and have the number 0.
 
     There is no prefix cache.
     """

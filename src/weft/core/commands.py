@@ -1,4 +1,4 @@
-"""Commands: what the ranks do between steps, with their replies, and the queue in which commands wait for the steps."""
+"""Commands that the ranks execute between steps, their replies, and the queue in which commands wait for the steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CaptureGraph(msgspec.Struct, frozen=True, tag=True):
 
 
 class Profile(msgspec.Struct, frozen=True, tag=True):
-    """Trace the next `steps` steps, and write the trace into `directory`. 0 steps end a trace that runs.
+    """Trace the next `steps` steps, and write the trace into `directory`. 0 steps end a running trace.
 
     Every reply is a TraceFile, written once the steps are over.
     """
@@ -45,8 +45,8 @@ class RankStats(msgspec.Struct, frozen=True, tag=True):
 class Sleep(msgspec.Struct, frozen=True, tag=True):
     """Give the memory of the KV cache and of the weights back.
 
-    At level 1 the weights stay in the host's memory: those of a CPU where they are. At level 2 they are dropped,
-    as they are at level 1 in a pipeline over a CPU and GPUs.
+    At level 1 the weights are moved to the host's memory; CPU weights are not moved. At level 2, and at level 1 in a
+    pipeline over a CPU and GPUs, they are dropped.
     """
 
     phase: ClassVar[str] = "sleep"
@@ -60,10 +60,10 @@ class Wake(msgspec.Struct, frozen=True, tag=True):
 
 
 class SwapWeights(msgspec.Struct, frozen=True, tag=True):
-    """Read the weights of another checkpoint of the same shapes into the same memory; asleep: with the next Wake.
+    """Read the weights of another checkpoint of the same shapes into the same memory; asleep, with the next Wake.
 
-    Either all ranks take them, or all keep those that they have: the queue has the ranks check and stage them, each at
-    the same time, and then take or drop them. Raises RequestError for weights that a rank refuses.
+    Either all ranks take the new weights or all keep the old ones: the queue has all ranks check and stage them, and
+    then take or drop them. Raises RequestError for weights that a rank refuses.
     """
 
     phase: ClassVar[str] = "swap"
@@ -72,7 +72,7 @@ class SwapWeights(msgspec.Struct, frozen=True, tag=True):
 
 
 class PrepareSwap(msgspec.Struct, frozen=True, tag=True):
-    """Check the weights of another checkpoint; with `stage`, read those that were checked into the host's memory.
+    """Check the weights of another checkpoint; with `stage`, read the checked weights into the host's memory.
 
     Every reply is Done or Refused. The model stays as it is.
     """
@@ -84,7 +84,7 @@ class PrepareSwap(msgspec.Struct, frozen=True, tag=True):
 
 
 class FinishSwap(msgspec.Struct, frozen=True, tag=True):
-    """Take the weights that all ranks have staged, or drop what this one has of them."""
+    """Take the weights that all ranks have staged, or drop the part that this rank has staged."""
 
     phase: ClassVar[str] = "swap"
     take: bool
@@ -116,9 +116,9 @@ class GraphsLeft(msgspec.Struct, frozen=True, tag=True):
 
 
 class TraceFile(msgspec.Struct, frozen=True, tag=True):
-    """Reply to Profile: the file of the trace that begins, or of the one that has ended, "" for none.
+    """Reply to Profile: the file of the trace that begins or has ended, "" for none.
 
-    `steps`: of a trace that has ended, those that it has.
+    `steps`: the number of steps in a trace that has ended.
     """
 
     path: str
@@ -128,17 +128,17 @@ class TraceFile(msgspec.Struct, frozen=True, tag=True):
 class RankReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Times of a rank in seconds since its last report or its start, and its memory in bytes.
 
-    - `compute_s`: within steps, without the two that follow; on a GPU, the GPU's time with its exchanges.
+    - `compute_s`: within steps, without the two times that follow; on a GPU, the GPU's time with its exchanges.
     - `communication_s`: within steps, exchanging tensors with other ranks: 0 if there are none, None on a GPU among
       several, whose exchanges are not told apart from `compute_s`.
-    - `waiting_s`: the rest: without a step, or waiting for other ranks within one. Over gloo and NCCL the wait for a
-      rank of the same stage counts as communication.
+    - `waiting_s`: without a step, or waiting for other ranks within a step. Over gloo and NCCL the wait for a rank of
+      the same stage counts as communication.
     - `idle_s`: the part of `waiting_s` without a step; None on a GPU.
     - `delayed_s`: the thread that computes could have run, but its cores had other work; 0 where the system does not
       tell. It is a part of the times above.
     - `allocated_bytes`: on a GPU, of tensors; on a CPU, the resident memory of the rank's process.
-    - `reserved_bytes`: on a GPU, what torch holds of its memory. `driver_bytes`: what is in use of it by the driver's
-      count, other processes' memory included. Both are None on a CPU.
+    - `reserved_bytes`: on a GPU, the memory that torch has reserved. `driver_bytes`: the memory in use by the driver's
+      count, other processes' included. Both are None on a CPU.
     - `routed_tokens`: tokens that each expert of the rank has computed since its start, over all layers; empty without
       experts.
     """
@@ -167,7 +167,7 @@ class CommandExecutor(Protocol):
 
 @dataclass
 class QueuedCommand:
-    """A command, with what the ranks still have to execute for it, in this order."""
+    """A command, with the rounds that the ranks still have to execute for it, in order."""
 
     command: Command | ResetPrefixCache
     promise: Future[Replies] = field(default_factory=Future)
@@ -178,7 +178,7 @@ class QueuedCommand:
         self.rounds = deque(rank_commands(self.command))
 
     def take_replies(self, replies: Replies) -> None:
-        """Take the ranks' replies to a round. If a rank has refused, all are to drop what they have made ready."""
+        """Take the ranks' replies to a round. If a rank has refused, all ranks drop what they have staged."""
         refusals = [(rank, reply) for rank, reply in enumerate(replies) if isinstance(reply, Refused)]
         if refusals:
             rank, first = refusals[0]
@@ -191,7 +191,7 @@ class QueuedCommand:
 
 
 class CommandQueue:
-    """Commands in the order in which they came. Each waits for the steps in flight, and no step is submitted meanwhile.
+    """Commands in the order of arrival. Each waits for the steps in flight; no step is submitted until it is done.
 
     Before the ranks lose KV, all running requests are preempted: they compute it again afterwards, and lose no token.
     `holds` is True while no step may be submitted, since a command waits or runs, or the engine sleeps. `sleep_level`
@@ -205,10 +205,10 @@ class CommandQueue:
         self._scheduler, self._executor = scheduler, executor
         self._queue: deque[QueuedCommand] = deque()
         self._running: Future[Replies] | None = None  # the replies to the first command
-        self._next_level = 0  # of sleep, once all commands are done
+        self._next_level = 0  # of sleep, after all commands
 
     def add(self, command: Command | ResetPrefixCache) -> Future[Replies]:
-        """Queue a command. Raises RequestError for one that an engine in this state does not take."""
+        """Queue a command. Raises RequestError if an engine in this state does not take it."""
         self._next_level = level_after(command, self._next_level)
         self.holds = True
         queued = QueuedCommand(command)

@@ -19,7 +19,7 @@ def propose_drafts(sequence: Sequence, most: int) -> list[int]:
 
 
 def discard_drafts(sequence: Sequence) -> None:
-    """Forget what a draft model proposed: the text goes on without it."""
+    """Forget the draft model's proposals: the answer continues without them."""
     assert sequence.proposer
     sequence.proposer.set_model_drafts([])
 
@@ -34,7 +34,7 @@ def draft_request(sequence: Sequence) -> int:
 def keep_model_drafts(rows: Iterable[Sequence], drafts: Mapping[int, list[int]]) -> None:
     """Keep a draft model's tokens, by slot, for the next step of each sequence."""
     for sequence in rows:
-        # A sequence that has been preempted meanwhile has no slot.
+        # A sequence that was preempted since the request has no slot.
         if sequence.proposer and sequence.slot in drafts:
             sequence.proposer.set_model_drafts(drafts[sequence.slot])
 

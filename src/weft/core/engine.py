@@ -1,4 +1,4 @@
-"""EngineCore: drives the scheduler and the executor step by step, and keeps the first failure."""
+"""EngineCore: runs the scheduler and the executor step by step, and keeps the first failure."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError, QueueFullError, EngineError.
 
-        A request with a grammar waits until that is compiled, and others go first.
+        A request with a grammar waits until the grammar is compiled; other requests go first.
         """
         self._raise_failure()
         if not request.grammar:
@@ -115,7 +115,7 @@ class EngineCore:
         gone = set(ids)
         for future in [future for future, id in self._compiling.items() if id in gone]:
             del self._compiling[future]
-            future.cancel()  # one that has begun goes on, for nobody
+            future.cancel()  # a compilation that has begun runs to its end, and its result is dropped
         self._uncompiled = [output for output in self._uncompiled if output.id not in gone]
 
     def call(self, command: Command | ResetPrefixCache) -> Future[Replies]:
@@ -162,7 +162,7 @@ class EngineCore:
         return outputs
 
     def _admit_compiled(self) -> None:
-        """Let the requests run whose grammars are compiled by now, and end those whose grammar is unusable."""
+        """Let requests run whose grammars are compiled by now, and end requests whose grammars are unusable."""
         for future in [future for future in self._compiling if future.done()]:
             id = self._compiling.pop(future)
             error = future.exception()
@@ -185,7 +185,7 @@ class EngineCore:
             self._fail(error)
 
     def _next_step(self) -> EngineStep | None:
-        """Schedule the next step: with the pace's limits on its tokens, and with drafts if they pay."""
+        """Schedule the next step, with the pace's limits on its tokens, and with drafts if they save time."""
         if self._pace:
             self._pace.set_limits(self.scheduler)
         plan = self._schedule()
@@ -225,9 +225,9 @@ class EngineCore:
 
 
 def _grammar_failure(error: BaseException) -> SlotFailure:
-    """The reason that a request ends whose grammar could not be compiled: its own fault, or that of the model's files.
+    """The error of a request whose grammar could not be compiled: a fault of the request or of the model's files.
 
-    The caller's side has checked it, but this process may come to another result.
+    The caller has checked the grammar, but this process may come to another result.
     """
     if not isinstance(error, WeftError):
         return SlotFailure(FAILED, f"the grammar cannot be compiled: {error!s:.300}", PARAM)

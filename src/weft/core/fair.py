@@ -1,9 +1,32 @@
 """FairScheduler: owners of requests share the engine in proportion to their weights.
 
-After the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): each owner's
-counter grows by the tokens of its rows divided by its weight, and the owner with the lowest counter goes first. One
-that comes back, or that gets all that it asks for, has at least the lowest counter of those that wait, so that nobody
-saves up a right to the engine.
+After the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). Terms:
+
+- Owner: a client of the engine. Its requests have one weight. An owner with unfinished requests is active.
+- Virtual counter (`Owner.served`): the tokens that steps computed for an owner, divided by its weight. "Less served"
+  means: with a lower counter.
+- Share: an owner's weight divided by the weight of all active owners, as a part of the slots or of the KV blocks.
+- Newcomer: an active owner for which steps have computed fewer than NEW_SHARE of the tokens of a full step since it
+  last was inactive.
+- Credit: tokens that steps may still lose for an owner by rule 4.
+
+Rules:
+
+1. Order: the less served owner goes first, both when prompts are computed and when requests are admitted.
+2. No savings: when an owner becomes active, or while it waits for nothing, its counter is raised to AHEAD_SHARE of a
+   full step below the lowest counter of the owners that wait.
+3. Overtaking: if the next request of an owner does not fit, other owners go ahead of it only while their counters are
+   at most what its counter will be after that request.
+4. Undisturbed prompts: a prompt is computed without the rows of more served owners if steps with these rows would
+   compute at least twice the tokens until the prompt ends. Such steps may lose LOST_SHARE of all tokens in total.
+5. Step size: a step has at most `busy_limit` tokens, so that requests that arrive during it wait only briefly. A step
+   with a newcomer's prompt has at most `step_limit`, so that this prompt takes as few steps as it would alone.
+6. Rows: a step has at most `busy_limit` rows, and half as many if several owners are active. Rows of less served owners
+   come first; the rows that are left out take turns.
+7. Preemption: an owner above its share of slots or blocks gives them up for an owner within its share. Its youngest
+   request is preempted first, and its oldest never. If the running requests need more blocks than there are, the owner
+   that is furthest above its share is preempted first.
+8. Queue: each owner may have `max_num_queued` waiting requests.
 """
 
 from __future__ import annotations
@@ -21,32 +44,18 @@ from weft.core.sequence import Flight, Sequence
 from weft.core.step import StepPlan
 from weft.core.waiting import FairQueue, Owner
 
-LOST_SHARE = 0.1  # share of all tokens, those that steps without some of the owners may lose
-CREDIT_STEPS = 2.0  # what an owner may lose at once, in steps of the most tokens
-# Share of the most tokens of a step: what an owner that has asked for less than its share may be served ahead of the
-# others, so that a short prompt need not take turns with theirs.
+LOST_SHARE = 0.1  # share of all tokens that steps without some of the owners may lose (rule 4)
+CREDIT_STEPS = 2.0  # largest credit of an owner, in full steps
+# Share of a full step by which an owner that asked for less than its share may be served ahead of the others, so that
+# a short prompt need not take turns with theirs.
 AHEAD_SHARE = 0.25
-NEW_SHARE = 0.25  # share of the most tokens of a step: until an owner has had so many in a row, it is a newcomer
+NEW_SHARE = 0.25  # share of a full step: an owner is a newcomer until steps have computed this many tokens for it
 
 
 class FairScheduler(Scheduler):
-    """A scheduler under the policy "fair". Parameters are those of `Scheduler`.
+    """A scheduler under the policy "fair". It takes the parameters of `Scheduler`.
 
-    Four things go by the counters of the owners:
-
-    - Prompts are computed, and requests admitted, for the least served owners first. An owner is passed over while
-      there is no room for its next request, until the one that passes has been served as much as that request takes.
-    - A prompt that beside the rows of more served owners would take twice the tokens of a step, or more, is computed
-      without these rows. An owner has a credit for what such steps lose: in all, LOST_SHARE of the tokens.
-    - A step has at most `busy_limit` tokens, so that prompts that come during it do not wait long. With a prompt of a
-      newcomer it has at most `step_limit`: such a prompt is computed in as few steps as alone. An owner is a newcomer
-      until its steps have had NEW_SHARE of the most tokens since it last had nothing to do. Rows are at most as many as
-      `busy_limit`, those of the least served owners first, and half as many if several owners have work; the others
-      take turns.
-    - An owner that has more rows or blocks than its share gives them up for one that has less, the youngest first, but
-      for its oldest. It also is the first to give up blocks when the running requests need more than there are.
-
-    Each owner may have as many requests waiting as the limit says.
+    The rules are in the docstring of this module.
     """
 
     _queue: FairQueue
@@ -55,15 +64,15 @@ class FairScheduler(Scheduler):
         super().__init__(**parameters | {"policy": "fcfs"})
         self._queue = FairQueue()
         self._owners = self._queue.owners
-        self._floor = 0.0  # lowest counter of an owner that has work
-        self._earned = 0.0  # credit of an owner since the start
+        self._floor = 0.0  # lowest counter of the owners that wait; never falls
+        self._earned = 0.0  # credit that each owner has received since the start
         # State of the step that is being scheduled:
-        self._active: list[Owner] = []  # owners with work, the least served first
-        self._ranked: list[Owner] = []  # of these, the ones that take part
-        self._whole = 0.0  # weight of all owners with work
-        self._last: Owner | None = None  # owners behind it get what its waiting requests leave
-        self._later: list[Sequence] = []  # their requests with prompts to compute
-        self._limit = self.step_limit  # on its tokens
+        self._active: list[Owner] = []  # active owners, the least served first
+        self._ranked: list[Owner] = []  # the active owners that take part in the step
+        self._whole = 0.0  # weight of all active owners
+        self._last: Owner | None = None  # prompts of more served owners are continued after its admissions
+        self._later: list[Sequence] = []  # requests of more served owners, with prompts to compute
+        self._limit = self.step_limit  # on the tokens of the step
 
     # Owners
 
@@ -105,7 +114,7 @@ class FairScheduler(Scheduler):
     # Steps
 
     def schedule(self) -> StepPlan | None:
-        """Return the next step, or None if nothing can run before a result or a request comes in."""
+        """Return the next step, or None if nothing can run before a result or a request arrives."""
         active = sorted((owner for owner in self._owners.values() if owner.unfinished), key=lambda owner: owner.rank)
         self._active = self._ranked = active
         self._whole, self._last = sum(owner.weight for owner in active), None
@@ -127,7 +136,7 @@ class FairScheduler(Scheduler):
         return plan
 
     def _has_new_prompt(self) -> bool:
-        """Return True if a newcomer has a prompt to compute, or a request that waits."""
+        """Return True if a newcomer has a prompt to compute or a waiting request."""
         most = NEW_SHARE * self.max_num_batched_tokens
         new = {owner for owner in self._active if owner.streak < most}
         if not new or any(len(owner.queue) for owner in new):
@@ -135,7 +144,7 @@ class FairScheduler(Scheduler):
         return any(not _awaits_token(sequence) and self._owner(sequence) in new for sequence in self._ready)
 
     def _charge(self, flight: Flight, active: int) -> None:
-        """Count the tokens of a step, while so many owners have work."""
+        """Add the tokens of a step to the counters and credits, with this number of `active` owners."""
         owners = self._owners
         for sequence, count in zip(flight.rows, flight.plan.counts, strict=True):
             owner = owners[sequence.request.owner]
@@ -145,13 +154,17 @@ class FairScheduler(Scheduler):
         self._raise_counters(flight)
 
     def _raise_counters(self, flight: Flight) -> None:
-        """Raise the counters of owners that get all that they ask for to about the lowest one of those that wait.
+        """Raise the counters of owners that wait for nothing to about the lowest counter of the owners that wait.
 
-        With a much lower one, an owner that has had little to do for hours could keep others from the engine for hours,
-        and so could each newcomer beside it. If nobody waits, all become about equal.
+        Otherwise an owner that had little to do for hours, and each newcomer with a counter as low, could block the
+        others for hours. If no owner waits, all counters become about equal.
         """
         taken = set(map(id, flight.rows))
-        left = {self._owner(one) for one in self._ready if id(one) not in taken or not _awaits_token(one)}
+        left = {
+            self._owner(sequence)
+            for sequence in self._ready
+            if id(sequence) not in taken or not _awaits_token(sequence)
+        }
         waiting = [owner.served for owner in self._active if owner in left or len(owner.queue)]
         level = min(waiting) if waiting else max(owner.served for owner in self._active)
         self._floor = max(self._floor, level)
@@ -159,19 +172,19 @@ class FairScheduler(Scheduler):
             self._level(owner)
 
     def _level(self, owner: Owner) -> None:
-        """Raise a counter that is more than AHEAD_SHARE below the lowest one of the owners that have work."""
+        """Raise a counter to at least AHEAD_SHARE of a full step below the lowest counter of the owners that wait."""
         owner.served = max(owner.served, self._floor - AHEAD_SHARE * self.max_num_batched_tokens / owner.weight)
 
     def _credit(self, owner: Owner) -> float:
-        """Tokens that steps may lose for an owner's sake."""
+        """Tokens that steps may lose for an owner by rule 4."""
         most = CREDIT_STEPS * self.max_num_batched_tokens
         owner.credit = min(most, owner.credit + self._earned - owner.earned)
         owner.earned = self._earned
         return owner.credit
 
-    def _beside_decodes(self, prefills: int) -> bool:
-        """Return True if the step's prompts are limited: another owner's may come while it runs."""
-        return len(self._owners) > 1 or super()._beside_decodes(prefills)
+    def _delays_decodes(self, prefills: int) -> bool:
+        """Return True if the prompts of the step are limited: another owner's prompt may arrive while the step runs."""
+        return len(self._owners) > 1 or super()._delays_decodes(prefills)
 
     @property
     def _row_limit(self) -> int:
@@ -180,14 +193,14 @@ class FairScheduler(Scheduler):
         return max(1, min(self.max_num_batched_tokens, most))
 
     def _limit_prompts(self, budget: int, decodes: int) -> int:
-        """The prompt tokens, at most `budget`, that a step may have beside the tokens of so many answers."""
+        """Prompt tokens, at most `budget`, that a step may have in addition to this number of decode tokens."""
         return min(budget, max(1, self._limit - decodes))
 
     def _find_place(self, admissible: tuple[Sequence, Tables] | None) -> tuple[int, int]:
-        """Place of the first owner that has a prompt to compute; the last place if none has.
+        """Place of the first owner that has a prompt to compute (the last place if none has), and a number of tokens.
 
-        Second, the tokens of a step of all owners if the step is to be one of the owners up to this place, else 0. It
-        is if steps of all owners would compute twice as many tokens until the end of the prompt, or more.
+        If the step is limited to the owners up to this place, by rule 4, the number is the tokens that a step of all
+        owners would have; else it is 0.
         """
         rows, prompts = self._count_ready()
         if admissible is not None:
@@ -196,14 +209,16 @@ class FairScheduler(Scheduler):
         place = next((number for number, owner in enumerate(self._ranked) if prompts[owner]), len(self._ranked) - 1)
         owner, before, behind = self._ranked[place], self._ranked[: place + 1], self._ranked[place + 1 :]
         most = self._row_limit
-        own = min(sum(rows[one] for one in before), most)
-        decodes = own + min(sum(rows[one] for one in behind), most - own)
+        own = min(sum(rows[earlier] for earlier in before), most)
+        decodes = own + min(sum(rows[later] for later in behind), most - own)
         prompt = prompts[owner]
-        # Most tokens of prompts in a step: without the owners behind, and with them.
+        # Most prompt tokens of a step: without the owners behind, and with them.
         alone = max(1, min(self._limit, self.max_num_batched_tokens) - own)
-        beside = max(0, min(self._limit, self.max_num_batched_tokens) - decodes)
-        together = decodes + min(beside, prompt + sum(prompts[one] + self._admitted_tokens(one) for one in behind))
-        doubled = not beside or ceil(prompt / beside) * together > 2 * (ceil(prompt / alone) * own + prompt)
+        shared = max(0, min(self._limit, self.max_num_batched_tokens) - decodes)
+        together = decodes + min(
+            shared, prompt + sum(prompts[later] + self._admitted_tokens(later) for later in behind)
+        )
+        doubled = not shared or ceil(prompt / shared) * together > 2 * (ceil(prompt / alone) * own + prompt)
         paid = self._credit(owner) >= together - own - min(prompt, alone)
         return place, together if behind and doubled and paid else 0
 
@@ -219,14 +234,14 @@ class FairScheduler(Scheduler):
         return rows, prompts
 
     def _admitted_tokens(self, owner: Owner) -> int:
-        """About the tokens of an owner's waiting requests for which there are slots, but for one."""
+        """Estimated tokens of an owner's waiting requests for which there are slots, without one slot."""
         sequence = owner.queue.first()
         return 0 if sequence is None else sequence.request.length * min(len(owner.queue), max(0, len(self._slots) - 1))
 
     def _select_running(self) -> list[Sequence]:
-        """Select the running requests of this step, of the least served owners first."""
+        """Select the running requests of this step; the least served owners come first."""
         selected: list[Sequence] = []
-        # Again if all that were selected have given up their blocks: others can go on.
+        # Repeat if all selected requests had to give up their blocks: others can run.
         while not selected and (ready := self._ready_by_owner()):
             share = -(-len(self._running) // self.stages)
             count = min(len(ready), share, self._row_limit)
@@ -244,7 +259,7 @@ class FairScheduler(Scheduler):
         return selected
 
     def _ready_by_owner(self) -> list[Sequence]:
-        """The requests that await their turn, of the owners that take part: those of the least served first."""
+        """The requests that await their turn, of the owners that take part; the least served owners come first."""
         places = {owner: place for place, owner in enumerate(self._ranked)}
         # The sort is stable: requests of an owner take turns.
         return sorted(
@@ -253,7 +268,7 @@ class FairScheduler(Scheduler):
         )
 
     def _continue_prefills(self, flight: Flight, prefills: list[Sequence], budget: int) -> int:
-        """Add chunks of prompts, but for those before which waiting requests of less served owners go."""
+        """Add chunks of prompts, except prompts that come after the waiting requests of less served owners."""
         first = prefills
         if self._last in self._ranked:
             before = self._ranked[: self._ranked.index(self._last) + 1]
@@ -262,9 +277,9 @@ class FairScheduler(Scheduler):
         budget = super()._continue_prefills(flight, first, budget)
         return budget if self._queue else self._continue_later(flight, budget)
 
-    def _admit(self, flight: Flight, budget: int, beside_decodes: bool) -> int:
-        """Admit waiting requests, and go on with the prompts that had to wait for them."""
-        return self._continue_later(flight, super()._admit(flight, budget, beside_decodes))
+    def _admit(self, flight: Flight, budget: int, delays_decodes: bool) -> int:
+        """Admit waiting requests, then continue the prompts that come after them."""
+        return self._continue_later(flight, super()._admit(flight, budget, delays_decodes))
 
     def _continue_later(self, flight: Flight, budget: int) -> int:
         later, self._later = self._later, []
@@ -275,31 +290,32 @@ class FairScheduler(Scheduler):
     def _find_admissible(self) -> tuple[Sequence, Tables] | None:
         """The request to admit next, with the cached blocks of its prefix.
 
-        While prompts of more served owners wait for them, those of owners up to `_last` only.
+        While prompts of more served owners wait in `_later`, only owners up to `_last` are considered.
         """
         return self._find_next(claims=False)
 
     def _find_next(self, *, claims: bool) -> tuple[Sequence, Tables] | None:
-        """The request to admit next, with the cached blocks of its prefix; None if there is room for none.
+        """The request to admit next, with the cached blocks of its prefix; None if no request fits.
 
-        With `claims`, requests that are within their owners' shares get room from owners that are beyond theirs. Room
-        that was given up for one that still has none is kept from owners beyond their share.
+        With `claims`, owners above their share are preempted for requests within their owner's share (rule 7). Blocks
+        freed for a request that still does not fit are reserved: owners above their share cannot take them.
         """
-        kept = False
+        reserved = False
         for owner, sequence in self._waiting():
             prefix = self._fit(sequence)
-            entitled = (kept or prefix is None) and self._is_entitled(owner, sequence)
+            entitled = (reserved or prefix is None) and self._is_entitled(owner, sequence)
             if prefix is None and entitled and claims and self._claim(owner, sequence):
                 prefix = self._fit(sequence)
-            if prefix is not None and (entitled or not kept):
+            if prefix is not None and (entitled or not reserved):
                 return sequence, prefix
-            kept = kept or entitled
+            reserved = reserved or entitled
         return None
 
     def _waiting(self) -> Iterator[tuple[Owner, Sequence]]:
-        """The first waiting request of each owner, the least served first; each but the last one had no room.
+        """The first waiting request of each owner, the least served owner first; all but the last did not fit.
 
-        Owners that have been served more than one before them will have been after its request do not pass it.
+        An owner may overtake a blocked owner only while its counter is at most what the blocked owner's will be after
+        its request (rule 3).
         """
         most = inf
         for owner in self._ranked:
@@ -314,37 +330,37 @@ class FairScheduler(Scheduler):
                 return
 
     def _fit(self, sequence: Sequence) -> Tables | None:
-        """Cached blocks of a request's prefix; None if it cannot be admitted now."""
+        """Cached blocks of a request's prefix; None if the request cannot be admitted now."""
         if not self._slots:
             return None
         prefix = self.kv.match_prefix(sequence)
         return prefix if self._has_room(sequence, prefix) else None
 
     def _is_entitled(self, owner: Owner, sequence: Sequence) -> bool:
-        """Return True if an owner has no more than its share of slots and blocks, this request included."""
+        """Return True if an owner is within its share of slots and blocks, this request included."""
         if owner.running + 1 > max(1.0, self.max_num_seqs * owner.weight / self._whole):
             return False
         needed = self.kv.layout.blocks(len(sequence.tokens) + 1)
         return self._blocks()[owner] + needed <= self.kv.num_blocks * owner.weight / self._whole
 
     def _blocks(self) -> Counter[Owner]:
-        """Blocks that each owner's running requests have or are promised; those that are shared count for each."""
-        held: Counter[Owner] = Counter()
+        """Blocks that each owner's running requests have or are promised; shared blocks count for every request."""
+        blocks: Counter[Owner] = Counter()
         for sequence in self._running.values():
-            held[self._owner(sequence)] += sum(map(len, sequence.blocks)) + sequence.promised
-        return held
+            blocks[self._owner(sequence)] += sum(map(len, sequence.blocks)) + sequence.promised
+        return blocks
 
-    # Giving way
+    # Preemption
 
     def _claim(self, owner: Owner, sequence: Sequence) -> bool:
-        """Let owners behind this one give up slots and blocks for its request; return True if that has room then.
+        """Preempt requests of more served owners for an owner's request; return True if it fits then.
 
-        Every owner keeps its oldest request: whatever it has computed would be lost, and two large requests could take
-        turns without end.
+        Every owner keeps its oldest request: otherwise two large requests could preempt each other without end, each
+        time losing all that was computed.
         """
         behind = self._ranked[self._ranked.index(owner) + 1 :]
         if not self._slots:
-            rows = Counter({one: one.running for one in behind})
+            rows = Counter({later: later.running for later in behind})
             if not self._preempt_for(owner, self._youngest_beyond(behind, rows, self.max_num_seqs)):
                 return False
         while self._fit(sequence) is None:
@@ -352,38 +368,41 @@ class FairScheduler(Scheduler):
                 return False
         return True
 
-    def _youngest_beyond(self, owners: list[Owner], held: Mapping[Owner, int], total: int) -> Sequence | None:
-        """The youngest request of the owner that holds the most beyond its share of a `total`, if it has others."""
+    def _youngest_beyond(self, owners: list[Owner], counts: Mapping[Owner, int], total: int) -> Sequence | None:
+        """The youngest request of the owner that is furthest above its share of `total`; None if no owner is above.
+
+        Owners with a single running request are left out. `counts` are slots or blocks.
+        """
         beyond = {
-            owner: held[owner] - total * owner.weight / self._whole
+            owner: counts[owner] - total * owner.weight / self._whole
             for owner in owners
-            if owner.running > 1 and held[owner] > total * owner.weight / self._whole
+            if owner.running > 1 and counts[owner] > total * owner.weight / self._whole
         }
         if not beyond:
             return None
         largest = max(beyond, key=beyond.__getitem__)
-        return max((one for one in self._running.values() if self._owner(one) is largest), key=by_order)
+        return max((running for running in self._running.values() if self._owner(running) is largest), key=by_order)
 
     def _preempt_for(self, owner: Owner, victim: Sequence | None) -> bool:
-        """Preempt a request for one of an owner; False if there is none, or if the other owner would lose too much.
+        """Preempt `victim` for a request of `owner`. Return False if there is no victim, or the loss is too large.
 
-        An owner without a running request does not wait. Others wait until they have been served less by what is lost,
-        or two owners would preempt each other with every step that changes their order.
+        For an owner with running requests, its counter must be lower than the victim owner's by at least the tokens
+        that are lost. Otherwise two owners would preempt each other with every step that changes their order.
         """
         if victim is None:
             return False
-        other = self._owner(victim)
-        if owner.running and other.served < owner.served + len(victim.tokens) / other.weight:
+        loser = self._owner(victim)
+        if owner.running and loser.served < owner.served + len(victim.tokens) / loser.weight:
             return False
         self._preempt(victim)
         return True
 
     def _find_victim(self) -> Sequence:
-        """The youngest request of the owner with the most blocks beyond its share; the youngest of all if none has."""
+        """The youngest request of the owner furthest above its share of blocks; else the youngest of all requests."""
         return self._youngest_beyond(self._active, self._blocks(), self.kv.num_blocks) or super()._find_victim()
 
 
 def _awaits_token(sequence: Sequence) -> bool:
-    """Return True for a running request that awaits its next token, False for one with a prompt still to compute."""
+    """Return True for a running request that decodes, False if part of its prompt is still to be computed."""
     known = len(sequence.tokens) + sequence.pending
     return known - sequence.computed == 1 and known > sequence.first

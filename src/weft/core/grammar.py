@@ -24,7 +24,7 @@ class Matcher(Protocol):
         ...
 
     def accept(self, token: int) -> None:
-        """Go on by a sampled token."""
+        """Advance by a sampled token."""
         ...
 
     def count_valid(self, tokens: Sequence[int]) -> int:
@@ -36,12 +36,12 @@ class Grammars(Protocol):
     """Compiles grammars in threads of its own."""
 
     def compile(self, grammar: str, answered: Sequence[int]) -> Future[Matcher]:
-        """A matcher of `grammar` after the tokens that are answered already. The future raises RequestError."""
+        """A matcher of `grammar`, advanced by the tokens that are answered already. The future raises RequestError."""
         ...
 
     def masks(self, rows: Sequence[tuple[Matcher, Sequence[int]]]) -> list[bytes]:
         """For each matcher and the valid draft tokens after it: the masks of its 1 + len(drafts) tokens, in a row.
 
-        A mask is that of `StepPlan.masks`. The matchers stay where they are.
+        The masks have the form of `StepPlan.masks`. The matchers do not advance.
         """
         ...

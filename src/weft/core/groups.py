@@ -19,7 +19,7 @@ class GroupedScheduler:
 
     A request goes to the group that has the fewest tokens of unfinished requests, prompts and answers together, and
     stays there. A step begins in all groups at once; a group with nothing to run takes part without rows, since the
-    others need its experts. `schedule` and `apply` are those of `Scheduler`, with a LockStep for a StepPlan.
+    others need its experts. `schedule` and `apply` work as in `Scheduler`, with a LockStep instead of a StepPlan.
     """
 
     def __init__(self, groups: Sequence[Scheduler]) -> None:
@@ -27,8 +27,8 @@ class GroupedScheduler:
         self.started: list[str] = []
         self.prompt_tokens = 0
         self._group_of: dict[str, int] = {}  # of each unfinished request
-        self._tokens_of: dict[str, int] = {}  # likewise: tokens that it counts for
-        self._load = [0] * len(groups)  # sums of these
+        self._tokens_of: dict[str, int] = {}  # likewise: the tokens that it counts as
+        self._load = [0] * len(groups)  # sums of these per group
         self._in_flight: deque[LockStep] = deque()
         self._counters = Stats()
 
@@ -101,7 +101,7 @@ class GroupedScheduler:
         return max(group.prompt_tokens for group, plan in zip(self.groups, plans, strict=True) if plan is not None)
 
     def _tell_of_other_groups(self) -> None:
-        """Tell each group if another one decodes."""
+        """Tell each group whether another group decodes."""
         decoding = [group.decodes for group in self.groups]
         for number, group in enumerate(self.groups):
             group.others_decode = any(decoding[:number] + decoding[number + 1 :])
@@ -129,7 +129,7 @@ class GroupedScheduler:
 
     @property
     def speculating(self) -> bool:
-        """False if the next step shall have no draft tokens."""
+        """False if the next step has no draft tokens."""
         return self.groups[0].speculating
 
     @speculating.setter

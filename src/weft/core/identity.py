@@ -1,4 +1,4 @@
-"""RequestIdentity: what a request's KV depends on beside its tokens."""
+"""RequestIdentity: the values other than its tokens that a request's KV depends on."""
 
 from __future__ import annotations
 

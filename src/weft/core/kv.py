@@ -12,7 +12,7 @@ from weft.core.sequence import Sequence
 # Tokens of growth that are reserved per running sequence. With room for only one token, growing sequences preempt the
 # latest arrivals again and again; with too much, memory lies idle. docs/benchmarks.md has the figures for 16 to 256.
 GROWTH = 64
-NO_STATE = 0  # number of the state that nobody gets: the entry of a block whose end no step reached
+NO_STATE = 0  # number of no state: the entry of a block whose end no step reached
 
 # By group, entries of a block table.
 Tables = list[list[int]]
@@ -31,7 +31,7 @@ class TableGroup(NamedTuple):
     is_state: bool
 
     def entries(self, entries: list[int]) -> list[int]:
-        """Entries of a table, without those that are no blocks or states of the pool."""
+        """Entries of a table that are blocks or states of the pool."""
         return [entry for entry in entries if entry != NO_STATE] if self.is_state else entries
 
 
@@ -44,13 +44,12 @@ class KVManager:
     reads. With `counted`, blocks have no numbers, and there is no prefix cache.
 
     In a group of states the entry of a block is the state after the block's last token so far. A step goes on from the
-    entry of the token before its first one, and leaves its result in the entry of its last one. So the entry of an
-    earlier block is a snapshot, which can be found if a step ended with that block. `max_num_seqs` sequences run at
-    most.
+    entry of the token before its first token, and writes its result to the entry of its last token. So the entry of an
+    earlier block is a snapshot, which can be found if a step ended with that block. At most `max_num_seqs` sequences
+    run.
 
     `promised` is the number of blocks that running sequences still need for what they have not prefilled yet.
-    `reserved` is the number of those that they need for `growth` more tokens each: no other sequence is admitted to
-    them.
+    `reserved` is the number of blocks that they need for `growth` more tokens each: no other sequence may have them.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class KVManager:
         return max(0, columns) * self.block_size
 
     def blocks_of_rounds(self, running: Iterable[Sequence], rounds: int) -> int:
-        """Number of blocks that `rounds` more tokens of each running sequence need at most, one at a time."""
+        """Number of blocks that `rounds` more tokens of each running sequence need at most, one token at a time."""
         blocks = 0
         for sequence in running:
             grown = self.count_blocks(max(0, sequence.computed + rounds - sequence.room))
@@ -114,13 +113,13 @@ class KVManager:
                     blocks += grown
                 else:
                     held = sequence.blocks[group.number][sequence.freed[group.number] :]
-                    # A block that others hold as well is not free once this sequence frees it.
+                    # A block that other sequences use as well does not become free when this sequence frees it.
                     own = len(held) - group.pool.count_shared(held)
                     blocks += min(grown, max(0, self.count_blocks(group.reach) + 1 - own))
         return blocks
 
     def freed_by_decoding(self, running: Iterable[Sequence]) -> int:
-        """Number of blocks that the running sequences free at most, beyond those that they take, while they decode."""
+        """Largest number of blocks that the running sequences free minus the number that they take, in decode steps."""
         if not self.frees:
             return 0
         blocks = 0
@@ -166,9 +165,9 @@ class KVManager:
         return [table[:length] for table in tables]
 
     def _first_missing(self, digests: list[bytes], length: int) -> int | None:
-        """The first block, of those that a token after `length` blocks reads, that a group has not in the cache.
+        """The first block that a token after `length` blocks reads and that is not in the group's cache.
 
-        A prefix that is longer than the missing block is served by no group that lacks it, up to this length.
+        The group can serve no prefix that is longer than the missing block, up to this length.
         """
         for group in self._limited:
             for index in range(self._behind(group, length * self.block_size), length):
@@ -177,14 +176,14 @@ class KVManager:
         return None
 
     def _behind(self, group: TableGroup, start: int) -> int:
-        """Number of first blocks of a table that no token from position `start` on reads."""
+        """Number of leading blocks of a table that no token from position `start` on reads."""
         return 0 if group.reach is None else max(0, start - group.reach) // self.block_size
 
     def has_room(self, sequence: Sequence, prefix: Tables, *, freed: int = 0) -> bool:
         """Return True if a sequence fits that has the `prefix` in the cache, once `freed` more blocks are free.
 
-        All that its prompt holds at once must fit, beside what is promised to the running sequences and reserved for
-        their growth. Otherwise the new sequence would soon be preempted, or preempt another.
+        The blocks that its prompt needs at once must fit, in addition to the blocks that are promised to the running
+        sequences and reserved for their growth. Otherwise the new sequence would soon be preempted, or preempt another.
         """
         new = 0
         for group in self._paged:
@@ -211,8 +210,10 @@ class KVManager:
     # A step
 
     def free_behind(self, sequence: Sequence, start: int) -> None:
-        """Free the blocks of a sequence that no token from position `start` on reads. Steps before read them still:
-        what is freed may be written by this step, but not by one that was scheduled before."""
+        """Free the blocks of a sequence that no token from position `start` on reads.
+
+        Steps that were scheduled before still read them: this step may write the freed blocks, an earlier step may not.
+        """
         if self.has_states:
             self._register_state(sequence, start)
         if start < sequence.frees_at:
@@ -265,7 +266,8 @@ class KVManager:
         """Bring sequences to the state after `rounds` rounds of steps, in which each computes one token in its turn."""
         starts = [sequence.computed for sequence in turns]
         if self.caching:
-            # In the order of the steps: of equal blocks the first is found again, and those freed last stay longest.
+            # In the order of the steps: of equal blocks the first is found again, and the blocks freed last stay
+            # longest.
             for number, turn in sorted(
                 (number, turn) for turn, start in enumerate(starts) for number in self._rounds_of_change(start, rounds)
             ):
@@ -281,8 +283,8 @@ class KVManager:
         return {number for change in changes for number in range((change - start) % size + 1, rounds + 1, size)}
 
     def register_full_blocks(self, sequence: Sequence, known: int | None = None) -> None:
-        """Add the blocks that the scheduled tokens fill to the prefix cache: those of the first `known` tokens, or of
-        all that are known by now."""
+        """Add the blocks that scheduled tokens fill to the prefix cache, up to `known` tokens, or to all known
+        tokens."""
         # A token that is still being sampled has no digest yet.
         known = len(sequence.tokens) if known is None else known
         full = min(sequence.computed, known) // self.block_size
@@ -296,9 +298,9 @@ class KVManager:
         sequence.registered = full
 
     def forget_text(self, sequence: Sequence) -> None:
-        """Let no sequence reuse the blocks of this one's text, whoever has filled them.
+        """Let no sequence reuse the blocks of this sequence's text, whichever sequence has filled them.
 
-        Sequences that hold such blocks keep them. To be called once this one's tables are closed, which registers
+        Sequences that use such blocks keep them. To be called after this sequence's tables are closed, which registers
         blocks.
         """
         if not self.caching:
@@ -340,7 +342,7 @@ class KVManager:
                 group.pool.register(group.number, sequence.blocks[group.number][blocks - 1], digest)
 
     def _update_claims(self, sequence: Sequence) -> None:
-        """Promise a sequence the blocks that it still needs to be prefilled, and reserve those of its growth."""
+        """Promise a sequence the blocks that it still needs for its prefill, and reserve the blocks for its growth."""
         columns, growth = sequence.room // self.block_size, self.count_blocks(self.growth)
         promised = reserved = 0
         for group in self._paged:
@@ -350,7 +352,7 @@ class KVManager:
             if group.reach is None:
                 reserved += growth
             else:
-                # One that has more than its window frees as many blocks as it takes.
+                # A sequence longer than its window frees as many blocks as it takes.
                 prefilled = max(columns, sequence.prefill_blocks)
                 reserved += min(growth, max(0, self.count_blocks(group.reach) + 1 - prefilled))
         self.promised += promised - sequence.promised

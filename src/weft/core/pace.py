@@ -6,26 +6,26 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-STEP_S = 0.15  # seconds that a step with prompts may take,
-DECODE_STEPS = 2.0  # or this many times a step without: on slow hardware a decode step alone takes longer
+STEP_S = 0.15  # seconds that a step with prompts may take;
+DECODE_STEPS = 2.0  # or this many times a decode-only step, which takes longer than STEP_S on slow hardware
 # The first step may have 1/8 of the planned prompt tokens, and every step 1/32: smaller chunks waste too much.
 FIRST_SHARE, MIN_SHARE = 8, 32
 RECENT = 0.1  # weight of the latest decode-only step in their average time
-# Cached prompt tokens that count as one computed token beside decodes: attention reads all of them. Computing a token
-# took as long as reading 1,800 to 4,300, for a model of 135M on two cores; by FLOPS and bandwidth, it is 400 to 5,000
-# for models of up to 8B on CPUs and GPUs.
+# Cached prompt tokens that count as one computed token in steps with decodes, since attention reads all of them.
+# Measured for a model of 135M on two cores: computing a token takes as long as reading 1,800 to 4,300. By FLOPS and
+# bandwidth: 400 to 5,000, for models of up to 8B on CPUs and GPUs.
 CACHED_TOKENS = 1024
-# Under the policy "fair", seconds that any step may take, since a newcomer waits for its end, or DECODE_STEPS times the
-# fastest of the LAST steps of at most MIN_TOKENS, which every step may have. With 0.075 s, chunks of prompts were so
-# small on two cores that they took a third longer; with 0.15 s, a newcomer waited as long as 100 tokens take.
+# Policy "fair": FAIR_S is the longest time of any step, since a newcomer waits for its end. A step may also take
+# DECODE_STEPS times the fastest of the LAST steps of at most MIN_TOKENS; every step may have MIN_TOKENS. With 0.075 s,
+# prompts took a third longer on two cores, in small chunks; with 0.15 s, a newcomer waited for the time of 100 tokens.
 FAIR_S, MIN_TOKENS, LAST = 0.1, 16, 8
-# For so many seconds after a newcomer, steps that have no prompt of a newcomer are as short as its own prompt takes, or
-# DECODE_STEPS times the fastest of the smallest steps: the next one shall not wait longer than it computes.
+# For this many seconds after a newcomer arrives, other steps take at most its prefill time, or DECODE_STEPS times the
+# fastest of the smallest steps: the next newcomer should not wait longer than its own prefill takes.
 NEWCOMER_S = 60.0
 
 
 class Limited(Protocol):
-    """A scheduler: its limit on prompt tokens beside answers, and under the policy "fair" on all tokens of a step.
+    """A scheduler's limits: on prompt tokens in a step with decodes, and under the policy "fair" on all tokens.
 
     Under that policy it reports the tokens of the shortest prompt of a newcomer that the last step has admitted.
     """
@@ -90,7 +90,7 @@ class Pace:
 class FairPace(Pace):
     """The pace under the policy "fair": `tokens` is the limit on all tokens of a step with a newcomer's prompt.
 
-    `busy` is the limit on those of other steps.
+    `busy` is the limit on all tokens of other steps.
     """
 
     def __init__(self, clock: Callable[[], float], most: int) -> None:
@@ -114,7 +114,7 @@ class FairPace(Pace):
 
     @property
     def _least_s(self) -> float:
-        """Seconds that every step may take, by the time of the smallest ones."""
+        """Seconds that every step may take, from the times of the smallest steps."""
         return DECODE_STEPS * min(self._small_s, default=0.0)
 
     def set_limits(self, limited: Limited) -> None:
@@ -127,7 +127,7 @@ class FairPace(Pace):
         limited.step_limit, limited.busy_limit = self.tokens, min(self.busy, self.tokens)
 
     def _note_newcomer(self, now: float, tokens: int) -> None:
-        """Note a newcomer. Earlier ones with prompts no shorter do not count any more: the first is the shortest."""
+        """Note a newcomer. Earlier newcomers with prompts no shorter are dropped, so the first has the shortest."""
         while self._newcomers and self._newcomers[-1][1] >= tokens:
             self._newcomers.pop()
         self._newcomers.append((now, tokens))

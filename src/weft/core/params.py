@@ -15,7 +15,7 @@ MAX_CHOICES = 16384
 MAX_LOGPROBS = 20
 MAX_COUNT = 2**31 - 1
 
-# Below this, a temperature only loses precision: it is taken as 0, greedy.
+# A temperature below this only loses precision: it is taken as 0, greedy.
 MIN_TEMPERATURE = 1e-5
 
 # Range of each number, ends included. Numbers that divide or multiply logits are limited so that the result is finite
@@ -48,7 +48,7 @@ RANGE_TEXTS: dict[str, str] = {
     "logprobs": f"from 0 to {MAX_LOGPROBS} (the whole vocabulary, -1, is not supported)",
     "prompt_logprobs": f"from 0 to {MAX_LOGPROBS} (the whole vocabulary, -1, is not supported)",
 }
-# Fields of other versions of vLLM, with the values that ask for nothing: programs written for them pass these.
+# Fields of other versions of vLLM, with their values without effect: programs written for those versions pass them.
 ASK_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "early_stopping": (False, None),
     "use_beam_search": (False, None),
@@ -97,7 +97,7 @@ class SuggestingStructMeta(msgspec.StructMeta):
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A constraint on an answer, with vLLM's names; exactly one is given. Raises RequestError for none or several.
+    """A constraint on an answer, with vLLM's names. Raises RequestError unless exactly one field is set.
 
     `json`: a JSON schema, as an object or a text. `json_object`: True for any JSON object. `regex`: a regular
     expression for the whole answer. `choice`: one of these texts. `grammar`: a grammar in Lark's or GBNF's form.
@@ -143,13 +143,13 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, metaclass=SuggestingStructMeta):
     """Sampling options of a request, and when its answer ends. Immutable; validated on construction.
 
-    `temperature` 0 is greedy. `top_k` 0 or -1 means all tokens. `seed` None (or -1) takes the engine's seed and
-    the request's number, so that the same requests in the same order give the same tokens. `max_tokens` None
-    means up to the model's length. `logprobs` and `prompt_logprobs` are the number of alternatives per token beside
-    the chosen one (0: only the chosen one). `stop` and `bad_words` may be one text or a sequence of texts; any
-    sequence is kept as a tuple, and `logit_bias` with integer keys. The client sets `bad_word_ids` from
-    `bad_words`. `structured_outputs` may be a mapping too. Raises RequestError, naming the
-    field, for a value of the wrong type or out of range.
+    `temperature` 0 is greedy. `top_k` 0 or -1 means all tokens. `seed` None (or -1) takes the engine's seed and the
+    request's number, so that the same requests in the same order give the same tokens. `max_tokens` None means up to
+    the model's length. `logprobs` and `prompt_logprobs` are the number of alternatives per token in addition to the
+    chosen token (0: only the chosen token). `stop` and `bad_words` may be one text or a sequence of texts; any sequence
+    is kept as a tuple, and `logit_bias` with integer keys. The client sets `bad_word_ids` from `bad_words`.
+    `structured_outputs` may be a mapping too. Raises RequestError, naming the field, for a value of the wrong type or
+    out of range.
     """
 
     n: int = 1
@@ -232,7 +232,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             self._keep("logit_bias", bias, _bias(bias))
 
     def _keep(self, name: str, given: object, value: object) -> None:
-        """Set a field to its checked `value` if that is another object than the one given."""
+        """Set a field to its checked `value` if that is another object."""
         if value is not given:
             msgspec.structs.force_setattr(self, name, value)
 
@@ -319,7 +319,7 @@ def _ids(name: str, value: object) -> tuple[int, ...]:
     if value is None:
         return ()
     items: tuple[Any, ...] = tuple(_items(name, value))
-    # The core and each rank check this again while other requests wait: no Python bytecode per id.
+    # The core and each rank repeat this check while other requests wait, so it runs no Python bytecode per id.
     if items and set(map(type, items)) == {int} and min(items) >= 0 and max(items) <= MAX_COUNT:
         return items
     return tuple(_integer(name, token, 0, MAX_COUNT) for token in items)

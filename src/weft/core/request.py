@@ -17,15 +17,15 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One completion of one prompt. The client has already expanded `params.n`, so it is ignored here.
+    """One completion of one prompt. `params.n` is ignored: the client has already expanded it.
 
     `key` is the 64-bit key of the request's random stream, made from the seed and the choice's index. `stop_ids` are
     all token ids that end the request: the model's own, unless ignore_eos is set, and stop_token_ids. Under the policy
     "priority", lower values of `priority` run first. Only requests of one `identity` share KV blocks. `answered` is the
-    beginning of an answer that another engine gave: the request goes on behind it as after a preemption, and its limits
-    count these tokens. It has no prompt logprobs then. `grammar` constrains the answer; "": nothing does. With
-    `pooling` there is no answer: the request ends with the step that computes the end of its prompt. Under the policy
-    "fair", owners share the tokens of the steps in proportion to their `weight`.
+    beginning of an answer from another engine: the request continues it as after a preemption, and its limits count
+    these tokens. Such a request has no prompt logprobs. `grammar` constrains the answer, "" does not. With `pooling`
+    there is no answer: the request ends with the step that computes the end of its prompt. Under the policy "fair",
+    owners share the tokens of the steps in proportion to their `weight`.
     """
 
     id: str
@@ -51,11 +51,11 @@ class Output(msgspec.Struct, array_like=True):
     """New tokens of one request from one step, usually a single token. The last Output has a `finish_reason`.
 
     `stop_reason` is the id from stop_token_ids that ended the request, None for the model's own end tokens.
-    `cached_tokens` is the number of prompt tokens that came from the prefix cache. `prompt_logprobs` are those of the
-    prompt positions from 1 on; they come once, with the first token. So does `scheduled_s`, the time at which the
-    request first took part in a step, by this host's monotonic clock. `error` is the reason that the request could not
-    go on, if `finish_reason` is "error". `replica` is the number of the engine, which only the caller's side knows.
-    `pooled` are the float32 numbers, in little-endian bytes, of a request with `pooling`.
+    `cached_tokens` is the number of prompt tokens that came from the prefix cache. `prompt_logprobs` covers the prompt
+    positions from 1 on. It comes once, with the first token, and so does `scheduled_s`: the time of the request's first
+    step, by this host's monotonic clock. `error` is the reason if `finish_reason` is "error". `replica` is the number
+    of the engine, which the client sets. `pooled` are the float32 numbers, in little-endian bytes, of a request with
+    `pooling`.
     """
 
     id: str
@@ -74,10 +74,10 @@ class Output(msgspec.Struct, array_like=True):
 class Stats(msgspec.Struct, kw_only=True):
     """Gauges of the core at one moment, and counters since its start, in requests, tokens and blocks.
 
-    `computed_tokens` is the number of tokens of all steps. In `starved_steps` of the `steps` a request that had a slot
-    stayed in the queue, since the KV cache had no room for it. `accepted_tokens` of the `draft_tokens` equalled the
-    sampled token. `step_sizes[b]` is the number of steps with more than 2^(b-1) and at most 2^b tokens. `sleep_level`
-    is 0 for an engine that is awake.
+    `computed_tokens` is the number of tokens of all steps. `starved_steps` counts the `steps` in which a request stayed
+    in the queue although a slot was free, since it did not fit in the KV cache. `accepted_tokens` counts the
+    `draft_tokens` that equalled the sampled token. `step_sizes[b]` is the number of steps with more than 2^(b-1) and at
+    most 2^b tokens. `sleep_level` is 0 for an engine that is awake.
     """
 
     running: int = 0
@@ -116,14 +116,14 @@ def counters_only(stats: Stats) -> Stats:
 
 
 def duplicate_id_error(id: str) -> RequestError:
-    """The error for a request whose id is that of another unfinished one."""
+    """The error for a request with the id of another unfinished request."""
     return RequestError(
         f"a request {id!r} is running already; ids must differ", param="request_id", code="duplicate-request-id"
     )
 
 
 def queue_full_error(waiting: int, limit: int) -> QueueFullError:
-    """The error for a request that comes while `waiting` others wait, of which at most `limit` may."""
+    """The error for a request that arrives while `waiting` others wait; the limit is `limit`."""
     return QueueFullError(
         f"{waiting} requests wait already, at most {limit} may; try again later, or raise --max-num-queued-reqs",
         code="queue-full",
@@ -133,11 +133,11 @@ def queue_full_error(waiting: int, limit: int) -> QueueFullError:
 def prompt_too_long_error(
     tokens: int, max_model_len: int, *, param: str = "prompt", answers: bool = True, characters: int = 0
 ) -> RequestError:
-    """Return the error of a prompt without room in the context, in the words by which agents know when to compact.
+    """Return the error for a prompt that exceeds the context, in the words by which agents know when to compact.
 
-    Clients of OpenAI's API look for "maximum context length is N tokens", those of Anthropic's for "prompt is too
-    long: N tokens > M maximum". If a prompt's `characters` are given, it has not been tokenized, and `tokens` are the
-    fewest that it can have.
+    Clients of OpenAI's API look for "maximum context length is N tokens", clients of Anthropic's for "prompt is too
+    long: N tokens > M maximum". If `characters` is given, the prompt was not tokenized, and `tokens` is its smallest
+    possible length.
     """
     least, unread = ("at least ", f" ({characters:,} characters)") if characters else ("", "")
     return RequestError(

@@ -1,4 +1,4 @@
-"""RequestSets: the requests of a scheduler, by what they do: wait, run, await their turn, take part in a step."""
+"""RequestSets: the requests of a scheduler by state: waiting, running, ready for a step, in a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ by_order = attrgetter("order")
 class RequestSets:
     """The requests that a scheduler has accepted and that have not ended, with their slots and blocks.
 
-    Parameters are those of `Scheduler`.
+    The parameters are described in `Scheduler`.
     """
 
     def __init__(
@@ -56,30 +56,31 @@ class RequestSets:
         self._steps = 0
         self._unfinished: dict[str, Sequence] = {}
         self._running: dict[str, Sequence] = {}
-        # Running, with something to compute, longest idle first.
+        # Running requests with something to compute, longest idle first.
         self._ready: deque[Sequence] = deque()
         self._queue = OrderedQueue()
-        # Without slot and blocks: the step that ends their prompts is in flight, and nothing follows it.
+        # Pooling requests without slot and blocks: the step that ends their prompts, their last step, is in flight.
         self._pooling: set[str] = set()
-        # Waiting, and not in the queue: what they need is not loaded yet.
+        # Waiting requests that are not in the queue: their adapter or grammar is not ready yet.
         self._unprepared: dict[str, Sequence] = {}
         self._slots = list(range(max_num_seqs - 1, -1, -1))
         self._released: list[int] = []
         self._in_flight: deque[Flight] = deque()
-        # Ids of the requests that took part in a step for the first time in the last scheduled one.
+        # Ids of the requests for which the last scheduled step is the first.
         self.started: list[str] = []
-        # Prompt tokens of the last scheduled step, and the limit on them while others await their next token. Beside
-        # those, CACHED_TOKENS of the prefix cache count as one.
+        # Prompt tokens of the last scheduled step, and the limit on them while other requests decode. In such steps,
+        # CACHED_TOKENS tokens of the prefix cache count as one token.
         self.prompt_tokens = 0
         self.prompt_limit = max_num_batched_tokens
-        # Tokens of a step, which the policy "fair" heeds, with a prompt of a newcomer and without. Half of them is
-        # enough for a step as full as can be.
+        # Limits of the policy "fair" on all tokens of a step: with a newcomer's prompt, and without. The initial value
+        # does not limit: a full step has half of it.
         self.step_limit = self.busy_limit = 2 * max_num_batched_tokens
-        # Tokens to compute of the shortest prompt of a newcomer that the last scheduled step admitted, 0 without one.
+        # Tokens to compute of the shortest newcomer's prompt that the last scheduled step admitted; 0 without a
+        # newcomer.
         self.newcomer_tokens = 0
         # True if requests of another attention group, which takes the same steps, await their next token.
         self.others_decode = False
-        # True if the last step left a request in the queue that has a slot, for want of blocks.
+        # True if the last step left a request in the queue although a slot was free, for lack of blocks.
         self._starved = False
         self._counters = Stats(blocks_total=kv.num_blocks)
 
@@ -89,7 +90,7 @@ class RequestSets:
         """Queue a request. Raises RequestError if it can never run, QueueFullError if too many wait.
 
         A request that is not `prepared` needs something that is still being loaded or compiled, such as an adapter. It
-        waits until `mark_prepared`, and requests behind it go first. Its place in the queue is that of its arrival.
+        waits until `mark_prepared`, and requests behind it go first. Its place in the queue is given by its arrival.
         """
         length = request.length
         if request.id in self._unfinished:
@@ -99,7 +100,7 @@ class RequestSets:
         check_prompt_length(length, self.max_model_len, needed_blocks, self.kv.num_blocks, answers=answers)
         self._check_queue(request)
         order = (request.priority if self._by_priority else 0, self._arrivals)
-        # A lone request may outgrow a small cache: it ends there, like one that reaches the model's length.
+        # A lone request may outgrow a small cache. It ends there, as if it reached the model's length.
         longest = self.kv.layout.longest(self.kv.num_blocks, self.max_model_len)
         sequence = Sequence(request, order, longest)
         if self.speculation and answers and not request.params.needs_history:
@@ -117,9 +118,9 @@ class RequestSets:
             raise queue_full_error(self.waiting, self.max_num_queued)
 
     def mark_prepared(self, id: str, matcher: Matcher | None = None) -> None:
-        """Let a request run that was added before what it needs was there. Other ids, and unknown ones, are ignored.
+        """Let a request run that was added unprepared. Other and unknown ids are ignored.
 
-        `matcher` is that of the request's grammar.
+        `matcher` belongs to the request's grammar.
         """
         if sequence := self._unprepared.pop(id, None):
             sequence.matcher = matcher
@@ -196,7 +197,7 @@ class RequestSets:
         self._discard_ready(sequence)
         self._stop_running(sequence)
         if sequence.proposer:
-            # Readmitted, it samples a token before a draft model's next tokens for it come.
+            # After its readmission it samples a token before the draft model's next tokens arrive.
             discard_drafts(sequence)
         self._queue.push(sequence)
 
@@ -209,7 +210,7 @@ class RequestSets:
             self._stop_running(sequence)
 
     def _end(self, sequence: Sequence) -> None:
-        """Finish a request whose last step has brought its end. If it was preempted meanwhile, it leaves the queue."""
+        """Finish a request whose last step has brought its end. If it was preempted since, it leaves the queue."""
         waits = sequence.slot < 0 and sequence.request.id not in self._pooling
         self._finish(sequence)
         if waits:

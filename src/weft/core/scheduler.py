@@ -1,8 +1,8 @@
 """Scheduler: continuous batching. Decides which requests take part in each step, with how many tokens and KV blocks.
 
 Pure: it reads no clock and no tensor, and the same calls give the same steps. `schedule` and `apply` are separate, so
-that several steps can be in flight. Every rank executes steps in the order in which they were scheduled. That is what
-lets blocks be freed, reused and shared the moment a step is scheduled.
+that several steps can be in flight. Every rank executes steps in the order in which they were scheduled. Therefore
+blocks can be freed, reused and shared as soon as a step is scheduled.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class Scheduler(RequestSets):
     """Continuous batching over the KV blocks of `kv`.
 
     At most `max_num_seqs` requests run, a step has at most `max_num_batched_tokens` tokens, and prompt and answer
-    together have at most `max_model_len`. At most `max_num_queued` requests wait, not counting those for which a slot
-    is free. With several pipeline `stages`, a step takes only its share of the requests, so that each stage has a step
-    to work on. With `lookahead`, a request may take part in the step after the one that samples its token, before that
-    token is known: the ranks fill it in. Tokens that such a step brings for a request that has ended meanwhile are
+    together have at most `max_model_len`. At most `max_num_queued` requests wait, not counting as many as there are
+    free slots. With several pipeline `stages`, a step takes only its share of the requests, so that each stage has a
+    step to work on. With `lookahead`, a request may take part in the next step before the token that it samples in this
+    step is known: the ranks fill the token in. If the request ends with that token, the results of the next step are
     dropped. With `speculation`, a step verifies several draft tokens of an answer, unless `speculating` is False.
 
     Requests are admitted in order of arrival; under `policy` "priority", lower priority values come first. If blocks
-    run out, the last running request in this order is preempted: it loses its blocks, and computes them anew when it
-    is admitted again. Admitted requests that do not all fit into one step take turns.
+    run out, the last running request in this order is preempted: it loses its blocks, and computes them again once it
+    is readmitted. Admitted requests that do not all fit into one step take turns.
     """
 
     # A step out
@@ -50,21 +50,21 @@ class Scheduler(RequestSets):
             if len(sequence.tokens) + sequence.pending - sequence.computed == 1:
                 drafts: list[int] = []
                 if sequence.proposer:
-                    # Each sequence after this one is sure of a token.
+                    # Each later sequence is sure of a token.
                     drafts = self._propose(sequence, budget - len(selected) + number)
                 self._add_row(flight, sequence, 1 + len(drafts), drafts)
                 budget -= 1 + len(drafts)
             else:
                 prefills.append(sequence)
         plan = flight.plan
-        beside_decodes = self._beside_decodes(len(prefills))
-        if beside_decodes:
+        delays_decodes = self._delays_decodes(len(prefills))
+        if delays_decodes:
             budget = self._limit_prompts(budget, len(plan.slots))
         allowed = budget
         if prefills:
             budget = self._continue_prefills(flight, prefills, budget)
         if self._queue:
-            budget = self._admit(flight, budget, beside_decodes)
+            budget = self._admit(flight, budget, delays_decodes)
         if not plan.slots:
             return None
         self._counters.starved_steps += self._starved
@@ -81,12 +81,12 @@ class Scheduler(RequestSets):
         self._free_pooled(flight)
         return plan
 
-    def _beside_decodes(self, prefills: int) -> bool:
-        """Return True if others await their next token beside the prompts of a step."""
+    def _delays_decodes(self, prefills: int) -> bool:
+        """Return True if the prompts of a step delay requests that decode."""
         return self.others_decode or len(self._running) > prefills
 
     def _limit_prompts(self, budget: int, decodes: int) -> int:
-        """The prompt tokens, at most `budget`, that a step may have beside the tokens of so many answers."""
+        """Prompt tokens, at most `budget`, that a step may have in addition to this number of decode tokens."""
         return min(budget, self.prompt_limit)
 
     def _free_pooled(self, flight: Flight) -> None:
@@ -114,7 +114,7 @@ class Scheduler(RequestSets):
         return selected
 
     def _make_room(self, selected: list[Sequence]) -> None:
-        """Preempt running requests, last in order first, until each selected one can have the blocks it needs."""
+        """Preempt running requests, last in order first, until each selected request can have the blocks it needs."""
         while sum(sequence.computed == sequence.room for sequence in selected) > self.kv.free_columns:
             victim = self._find_victim()
             if victim in selected:
@@ -140,7 +140,7 @@ class Scheduler(RequestSets):
             self._await_turn(sequence)
         return budget
 
-    def _admit(self, flight: Flight, budget: int, beside_decodes: bool) -> int:
+    def _admit(self, flight: Flight, budget: int, delays_decodes: bool) -> int:
         """Admit waiting requests, in their order, as long as slots, tokens and blocks last. Returns the tokens left."""
         rows = -(-self.active // self.stages)
         while budget > 0 and self._slots and len(flight.plan.slots) < rows:
@@ -152,8 +152,9 @@ class Scheduler(RequestSets):
             self._start_running(flight, sequence, prefix)
             count = self.kv.align_chunk(sequence, min(len(sequence.tokens) - sequence.computed, budget))
             budget -= count
-            if beside_decodes:
-                budget -= sequence.computed // CACHED_TOKENS  # `computed`: of the prefix cache, until the row is added
+            if delays_decodes:
+                # Until the row is added, `computed` counts the tokens of the prefix cache.
+                budget -= sequence.computed // CACHED_TOKENS
             self._add_row(flight, sequence, count)
         return budget
 
@@ -167,13 +168,14 @@ class Scheduler(RequestSets):
         return (sequence, prefix) if self._has_room(sequence, prefix) else None
 
     def _has_room(self, sequence: Sequence, prefix: Tables) -> bool:
-        """Return True if a waiting request can be admitted; if not, note that this step leaves one out."""
+        """Return True if a waiting request can be admitted; if not, note that this step is starved."""
         fits = self.kv.has_room(sequence, prefix)
         self._starved = self._starved or not fits
         return fits
 
     def _start_running(self, flight: Flight, sequence: Sequence, prefix: Tables) -> None:
-        """Give a sequence a slot, the cached blocks of its `prefix`, and the promise of the others that it needs."""
+        """Give a sequence a slot and the cached blocks of its `prefix`, and promise it the other blocks that it
+        needs."""
         request = sequence.request
         sequence.slot = self._slots.pop()
         self._running[request.id] = sequence
@@ -182,7 +184,7 @@ class Scheduler(RequestSets):
             Admission(sequence.slot, request.key, request.params, request.prompt, output, request.pooling)
         )
         self.kv.open_tables(sequence, prefix)
-        # After a preemption the prompt's logprobs come anew.
+        # After a preemption the prompt's logprobs are computed again.
         sequence.prompt_logprobs = []
         if sequence.cached is None:
             self.started.append(request.id)
@@ -192,7 +194,7 @@ class Scheduler(RequestSets):
                 self._counters.prefix_hits += sequence.cached
 
     def _propose(self, sequence: Sequence, budget: int) -> list[int]:
-        """Return draft tokens after a sequence's last token, as far as tokens and blocks are to spare."""
+        """Return draft tokens after a sequence's last token, as far as spare tokens and blocks allow."""
         if not self.speculating:
             discard_drafts(sequence)
             return []
@@ -212,7 +214,7 @@ class Scheduler(RequestSets):
             if sequence.matcher and samples:
                 slots.append(sequence.slot)
                 rows.append((sequence.matcher, plan.tokens[end - drafted : end]))
-        if rows:  # none if all that is constrained is prefilled in chunks
+        if rows:  # none if every constrained row is a chunk of a prompt
             plan.masks = dict(zip(slots, grammars.masks(rows), strict=True))
 
     def _add_row(self, flight: Flight, sequence: Sequence, count: int, drafts: Collection[int] = ()) -> None:
@@ -293,8 +295,8 @@ class Scheduler(RequestSets):
         """End the requests of the slots in `failed`, each with its reason; the others go on.
 
         The blocks that a failed row has read and written may hold NaN: nothing of its text stays in the prefix cache,
-        even if the request was aborted meanwhile. Requests that share such blocks keep them. If NaN is in these blocks,
-        the rows fail by themselves, and otherwise nothing is wrong with them.
+        even if the request was aborted since. Requests that share such blocks keep them: if the blocks hold NaN, these
+        requests fail by themselves.
         """
         outputs = []
         for slot, sequence in zip(flight.plan.slots, flight.rows, strict=True):
@@ -333,16 +335,18 @@ class Scheduler(RequestSets):
     # Many steps at once
 
     def steady(self) -> Steady | None:
-        """Rounds in which no request is admitted, preempted or prefilled, and none ends, except in the last round if no
-        step is in flight then; None if the next step is not such a round.
+        """Decode-only rounds that can be applied at once, for simulations; None if the next step is not such a round.
 
-        In each of them every running request samples its last token again. To be called when a step can be scheduled.
+        In these rounds no request is admitted, preempted or prefilled. No request ends, except in the last round if no
+        step is in flight then. Every running request samples its last token again. To be called when a step can be
+        scheduled.
         """
         groups, running = self._groups(), self._running.values()
         if self.speculation or not self._is_stable(groups) or not self._admits_none():
             return None
         rounds = rounds_before_end(running, self.max_model_len)
-        # Tokens in flight come in addition to those of the rounds. With lookahead, no step follows a request's last.
+        # Tokens in flight come in addition to the tokens of the rounds. With lookahead, no step follows a request's
+        # last.
         rounds -= 2 if self.lookahead else self.stages > 1
         if rounds > 0:
             rounds = rounds_with_room(running, self.kv, rounds)
@@ -351,9 +355,9 @@ class Scheduler(RequestSets):
         return Steady(rounds, [[sequence.computed + 1 for sequence in group] for group in groups])
 
     def advance(self, rounds: int) -> list[str]:
-        """Advance by `rounds` rounds, at most those of `steady`. Returns the ids of the requests that have ended.
+        """Advance by at most the `rounds` rounds that `steady` allows. Returns the ids of the requests that have ended.
 
-        The state is that after as many single steps, which all sample each request's last token again. The steps in
+        The state becomes the same as after single steps that sample each request's last token again. The steps in
         flight stay in flight.
         """
         counters, ended = self._counters, []
@@ -378,7 +382,7 @@ class Scheduler(RequestSets):
         return [sequence.request.id for sequence in ended]
 
     def _starves(self, rows: int) -> bool:
-        """Return True if a decoding step of so many rows that admits no request would have a slot for one."""
+        """Return True if a decode step of `rows` rows that admits no request would have a free slot."""
         if not self._slots or self._queue.first() is None:
             return False
         return rows < min(self.max_num_batched_tokens, -(-self.active // self.stages))

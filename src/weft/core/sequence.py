@@ -11,7 +11,7 @@ from weft.core.request import Output, Request
 from weft.core.speculation import DraftProposer
 from weft.core.step import SlotFailure, StepPlan, TokenLogprobs
 
-NO_BLOCKS: list[int] = []  # list of a row without new blocks; nobody changes the lists of a step
+NO_BLOCKS: list[int] = []  # list of a row without new blocks; the lists of a step are never changed
 
 # A sampled token, and its logprobs if the request wants them.
 Sample = tuple[int, TokenLogprobs | None]
@@ -72,12 +72,12 @@ class Sequence:
         self.computed = 0  # tokens whose KV is written by the steps scheduled so far
         self.registered = 0  # blocks that are in the prefix cache
         self.prefill_blocks = 0  # entries of a table for the tokens that were known at admission
-        self.promised = 0  # blocks still to be allocated for what is not prefilled
+        self.promised = 0  # blocks still to be allocated for the rest of the prefill
         self.reserved = 0  # blocks that its next tokens will take
         self.outstanding = 0  # steps in flight that this sequence takes part in
-        self.pending = 0  # of those, the ones that sample a token for it
+        self.pending = 0  # steps in flight that sample a token for it
         self.ready = False  # True while it waits for its turn
-        # True if sampling depends on earlier tokens by more than their KV: on counts, phrases or a grammar.
+        # True if sampling depends on more of the earlier tokens than their KV: on counts, phrases or a grammar.
         self.needs_history = params.needs_history or bool(request.grammar)
         self.cached: int | None = None  # prompt tokens found in the prefix cache at the first admission
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -101,13 +101,13 @@ class Sequence:
         return digests if len(digests) == count else digests[:count]
 
     def may_continue(self, lookahead: bool) -> bool:
-        """Return True if the sequence can take part in the next step, with `lookahead` beside one token in flight."""
+        """Return True if the next step can include the sequence; with `lookahead`, also with one token in flight."""
         return self.pending == 0 or (
             lookahead and self.pending == 1 and not self.needs_history and len(self.tokens) + 1 < self.limit
         )
 
     def append_samples(self, samples: Iterable[Sample]) -> Output:
-        """Append the sampled tokens up to the first that ends the sequence. Returns the Output that carries them."""
+        """Append the sampled tokens up to the first that ends the sequence. Returns their Output."""
         request, tokens = self.request, self.tokens
         output = Output(request.id, [], [], cached_tokens=self.cached or 0)
         if len(tokens) == self.prompt_length and request.params.prompt_logprobs is not None:
@@ -132,7 +132,7 @@ class Sequence:
         return output
 
     def _follow(self, matcher: Matcher, token: int, output: Output) -> bool:
-        """Go on by a token in the grammar of the answer. Returns False if the answer ends there."""
+        """Advance the grammar of the answer by a token. Returns False if the answer ends there."""
         matcher.accept(token)
         if matcher.error is not None:
             self._fail(matcher.error, output)

@@ -36,14 +36,14 @@ class DraftProposer:
         self._accepted = float(speculation.tokens)  # per step, on average
         self._pause = 0  # tokens until the pause ends
         self._model_drafts: list[int] = []
-        # The position after the latest occurrence of each run of the shortest length, and by position the one after the
-        # occurrence before that (0: none). Longer runs are found by comparing backwards from there, since an index of
-        # all lengths takes megabytes.
+        # For each run of the shortest length, the position after its latest occurrence; and for each such position, the
+        # position after the occurrence before it (0: none). Longer runs are found by comparing backwards from there,
+        # since an index of all lengths takes megabytes.
         self._index: dict[tuple[int, ...], int] = {}
         self._earlier: list[int] = []
 
     def draft_limit(self, most: int) -> int:
-        """Number of draft tokens that the next step is worth, at most `most`."""
+        """Number of draft tokens to propose for the next step, at most `most`."""
         # One more than was accepted lately, so that the number can grow.
         return 0 if self._pause else max(0, min(most, self._most, int(self._accepted + 1.5)))
 
@@ -86,7 +86,7 @@ class DraftProposer:
             if length > best_length:
                 best_length, best = length, place
             place = self._earlier[place]
-        # An occurrence near the end has too few tokens after it: the text may be going round in a circle.
+        # An occurrence near the end has too few tokens after it: the text may repeat itself.
         return [tokens[best + step % (end - best)] for step in range(most)] if best else []
 
     def _extend_index(self, tokens: Sequence[int]) -> None:

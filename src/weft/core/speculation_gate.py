@@ -1,7 +1,7 @@
 """SpeculationGate: enables draft tokens only while they reduce the measured time per token.
 
-That depends on the machine, on the draft model and on the batch: beside many rows a draft token takes as long as any
-other token, and a draft model may take as long as the large one.
+The effect depends on the machine, the draft model and the batch. With many rows a draft token takes as long as any
+other token, and a draft model may take as long as the large model.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ from typing import NamedTuple
 
 from weft.core.step import EngineStep
 
-# Decode steps of a turn: a short turn measures the other way, a long turn makes use of the faster one.
+# Decode steps of a turn. A short turn measures the other mode (with drafts or without), a long turn uses the faster
+# mode.
 SHORT_TURN, LONG_TURN = 8, 256
-# A short turn is lost once FEW steps took LOST times as long per token as the other way.
+# A short turn is lost once FEW steps took LOST times as long per token as the other mode.
 FEW, LOST = 2, 1.5
-# Warm-up steps at the start of a turn that are not timed: a draft model has no tokens for the first one. A step in
-# which the draft model still catches up counts as READING of one: if requests come all the time there may be no others.
+# Warm-up steps at the start of a turn are not timed: a draft model has no tokens for the first step. A step in which
+# the draft model still catches up counts as READING of a step: if requests arrive all the time, there may be no other
+# steps.
 SKIPPED, READING = 2, 1 / 32
-# Share of the time until the next short turn that a lost one may cost, and the longest such time in seconds.
+# Share of the time until the next short turn that a lost turn may cost, and the longest such time in seconds.
 SHARE, LONGEST_S = 1 / 64, 600.0
 
 
 class StepInFlight(NamedTuple):
     """A step in flight: when it started, the gate of its batch size, and what the gate needs to know of it.
 
-    `decodes` is True if no row reads a prompt. `requested` are the slots that a draft model shall propose tokens for.
+    `decodes` is True if no row reads a prompt. `requested` are the slots for which a draft model is to propose tokens.
     """
 
     started_s: float
@@ -38,9 +40,9 @@ class StepInFlight(NamedTuple):
 
 
 class SpeculationGate:
-    """Lets decode steps take turns with draft tokens and without; the faster way per token has the long turns.
+    """Alternates decode steps with and without draft tokens; the mode with less time per token has the long turns.
 
-    Batches of 2^(n-1) to 2^n - 1 rows are measured apart from others. Steps finish in the order in which they start.
+    Batches of 2^(n-1) to 2^n - 1 rows are measured separately. Steps finish in the order in which they start.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -50,12 +52,12 @@ class SpeculationGate:
         self._last_end_s = clock()
 
     def allows_drafts(self, rows: int) -> bool:
-        """Return True if the next step, with `rows` active requests, shall have draft tokens."""
+        """Return True if the next step, with `rows` active requests, is to have draft tokens."""
         return self._gate(rows).drafting
 
     def step_started(self, plan: EngineStep, rows: int) -> None:
         """Note a step that was scheduled."""
-        # A step that also reads prompts says nothing about drafts.
+        # The time of a step that also reads prompts says nothing about drafts.
         decodes = all(plan.samples) and all(map(_is_decode, plan.counts, plan.draft_counts))
         requested = []
         if plan.draft_requests:
@@ -134,9 +136,9 @@ class BatchSizeGate:
         if len(self._rates) < 2 or (not self._is_short and faster == self.drafting):
             self._begin_turn(not self.drafting, SHORT_TURN)
         else:
-            # The more time a short turn has lost, what a draft model had to read first included, the longer until the
-            # next. The cheaper of two in a row counts: in one of them the machine may have stood still, or compiled
-            # something.
+            # The more time a short turn has lost, the catching up of the draft model included, the longer until the
+            # next. The cheaper of two successive turns counts: during the other the machine may have been suspended or
+            # compiling.
             loss_s = self._extra_s if self._is_short and faster != self.drafting else 0.0
             least_s = min(LONGEST_S, min(loss_s, self._last_loss_s) / SHARE)
             self._last_loss_s = loss_s
@@ -148,6 +150,6 @@ class BatchSizeGate:
         self._steps = self._left = steps
         self._least_s = least_s
         self._skip: float = SKIPPED
-        # _extra_s: seconds beyond what the other way takes for as many tokens.
+        # _extra_s: seconds in addition to the time of the other mode for as many tokens.
         self._extra_s = self._seconds = 0.0
         self._tokens = 0

@@ -11,7 +11,7 @@ from weft.core.sequence import Sequence as RequestSequence
 
 
 class Steady(NamedTuple):
-    """A number of rounds, from now on, that only give one token to each running request.
+    """A number of rounds, from now on, that each give one token to each running request.
 
     A round is one step of every group of requests that take turns in the pipeline stages; without a pipeline, it is one
     step. `contexts` has a list for each group, in the order of their turns: by row, the tokens that attention sees in
@@ -32,7 +32,7 @@ def decodes_only(flights: Collection[Flight]) -> bool:
 def rounds_before_end(running: Collection[RequestSequence], most: int) -> int:
     """Number of rounds, at most `most`, in which each of the running requests decodes and none ends before the last.
 
-    Each samples its last token again in every round. 0 if one of them still reads its prompt, or may end by a token.
+    Each samples its last token again in every round. 0 if a request still reads its prompt, or may end by a token.
     """
     rounds = most
     for sequence in running:

@@ -15,10 +15,10 @@ UNKNOWN = -1  # placeholder for the token that the slot sampled last, which the 
 
 
 class Pooling(msgspec.Struct, array_like=True, frozen=True):
-    """Ask for what a model makes of a prompt as a whole, instead of an answer.
+    """Ask for a model's vector for a prompt, instead of an answer.
 
-    It is the hidden state after the last token, behind the final norm; or, with `token_ids`, the logits of these tokens
-    after it.
+    The vector is the hidden state after the last token, after the final norm; or, with `token_ids`, the logits of these
+    tokens.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -41,24 +41,25 @@ class Admission(msgspec.Struct, array_like=True):
 class StepPlan(msgspec.Struct, array_like=True):
     """One forward pass over a ragged batch of R rows. Ranks release slots, admit requests and then run the rows.
 
-    Row r is slot `slots[r]`. Its next `counts[r]` tokens, from position `starts[r]` on, lie in `tokens` after those of
-    the rows before it. `blocks[g][r]` are the KV blocks appended to its block table in KV group g in this step. If
-    `samples[r]`, a token is sampled after the row's last token (with draft tokens several are, see below). The KV
-    of all rows is written before any row's attention in each layer, so a row may read blocks that another row of
-    the same step fills. A token that is UNKNOWN is the one that the slot sampled last.
+    Row r is slot `slots[r]`. Its next `counts[r]` tokens, from position `starts[r]` on, lie in `tokens` after the
+    tokens of the rows before it. `blocks[g][r]` are the KV blocks appended to its block table in KV group g in this
+    step. If `samples[r]`, a token is sampled after the row's last token (with draft tokens several are, see below). The
+    KV of all rows is written before any row's attention in each layer, so a row may read blocks that another row of the
+    same step fills. A token that is UNKNOWN is the one that the slot sampled last.
 
-    The last `draft_counts[r]` tokens of row r are draft tokens: a row that samples yields `draft_counts[r]` + 1
-    tokens, one after the token before its drafts and one after each draft. `draft_requests[r]` is the number of draft
-    tokens that a draft model shall propose after row r; if the row does not sample yet, the draft model only reads its
-    tokens. `draft_requests` is empty without a draft model.
+    The last `draft_counts[r]` tokens of row r are draft tokens: a row that samples yields `draft_counts[r]` + 1 tokens,
+    one after the token before its drafts and one after each draft. `draft_requests[r]` is the number of draft tokens
+    that a draft model proposes after row r; if the row does not sample yet, the draft model only reads its tokens.
+    `draft_requests` is empty without a draft model.
 
-    If several attention groups step together, each gets a plan of its own: `group_tokens` has the number of tokens of
-    each group's plan, and a group whose plan has no rows still computes its experts for the tokens of the others.
-    `graph_rows` is the number of rows of the largest of these plans if each of their rows has one token, else 0: all
-    groups then pad to the same CUDA graph, in which they exchange as many tokens each.
+    If several attention groups step together, each gets a plan of its own. `group_tokens` has the number of tokens of
+    each group's plan. A group whose plan has no rows still computes its experts for the tokens of the others.
+    `graph_rows` is the number of rows of the largest plan if every row of all plans has one token, else 0. All groups
+    then pad to the same CUDA graph, in which each exchanges the same number of tokens.
 
-    `masks[slot]` says which tokens may be sampled for a constrained request: for each token that its row samples, in
-    order, a bit per token id of the vocabulary, in little-endian 32-bit words, the lowest id in the lowest bit.
+    `masks[slot]` says which tokens may be sampled for a constrained request. It has a mask for each token that the row
+    samples, in order: a bit per token id of the vocabulary, in little-endian 32-bit words, the lowest id in the lowest
+    bit.
     """
 
     id: int
@@ -90,9 +91,9 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 
 class SlotFailure(msgspec.Struct, array_like=True, frozen=True):
-    """The reason that one request ends while the others go on. `code` is that of a WeftError.
+    """The reason that one request ends while the others go on. `code` is the code of a WeftError.
 
-    `param` is the field of the request that is at fault, "" if none is.
+    `param` is the field of the request that is at fault, or "".
     """
 
     code: str
@@ -104,11 +105,11 @@ class StepResult(msgspec.Struct, array_like=True):
     """The sampled tokens of one step.
 
     `tokens` and `logprobs` have one entry per row that samples and one more for each of its draft tokens, in order; a
-    logprobs entry is None if the request wants none. `prompt_logprobs[slot]` are those of the prompt tokens that
-    follow each position computed in this step. `drafts[slot]` are the draft model's tokens for the next step; a slot
-    has no entry while the draft model lags behind its text. `failed[slot]` is the reason that no token could be sampled
-    for a slot, whose ids in `tokens` are meaningless then. `pooled[slot]` are the float32 numbers, in little-endian
-    bytes, of a request with `pooling` whose prompt ends in this step.
+    logprobs entry is None if the request wants none. `prompt_logprobs[slot]` has the logprobs of the prompt tokens
+    after each position computed in this step. `drafts[slot]` are the draft model's tokens for the next step; a slot has
+    no entry while the draft model lags behind its text. `failed[slot]` is the reason that no token could be sampled for
+    a slot, whose ids in `tokens` are then meaningless. `pooled[slot]` has the float32 numbers, in little-endian bytes,
+    of a request with `pooling` whose prompt ends in this step.
     """
 
     id: int
@@ -123,8 +124,8 @@ class StepResult(msgspec.Struct, array_like=True):
 class LockStep(msgspec.Struct):
     """One step of several attention groups, which begins in all of them at once: a plan for each group, in order.
 
-    All plans carry the same `group_tokens` and `graph_rows`. The properties are those of a StepPlan, over the rows of
-    all groups.
+    All plans carry the same `group_tokens` and `graph_rows`. The properties are the same as of a StepPlan, over the
+    rows of all groups.
     """
 
     plans: list[StepPlan]
@@ -151,7 +152,7 @@ class LockStep(msgspec.Struct):
 
 
 class LockStepResult(msgspec.Struct):
-    """The results of a LockStep: one for each attention group, in order."""
+    """The results of a LockStep, one per attention group, in order."""
 
     results: list[StepResult]
 

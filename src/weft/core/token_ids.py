@@ -19,7 +19,7 @@ class TokenIds(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def pack(cls, ids: Iterable[int]) -> TokenIds:
-        """Pack ids. Raises OverflowError for one that has more than 32 bits."""
+        """Pack ids. Raises OverflowError for an id that has more than 32 bits."""
         return cls(array("i", ids).tobytes())
 
     def __len__(self) -> int:

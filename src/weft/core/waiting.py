@@ -41,11 +41,11 @@ class OrderedQueue:
 
 
 class Owner:
-    """A client of the engine: its share, what it has been served, and its requests.
+    """A client of the engine: its weight, the tokens computed for it, and its requests.
 
-    `served` is in tokens of steps divided by the `weight`, `streak` in tokens since it last had nothing to do.
-    `unfinished` and `running` count requests. `credit` is the number of tokens that steps may lose for its sake, as of
-    the time when each owner had `earned` so many in all.
+    `served`, its virtual counter, is the number of computed tokens divided by `weight`; `streak` is the number since it
+    last had no requests. `unfinished` and `running` count requests. `credit` is the number of tokens that steps may
+    lose for it, as of the time when each owner had `earned` that number in total.
     """
 
     __slots__ = ("credit", "earned", "queue", "running", "served", "streak", "unfinished", "weight")
@@ -62,7 +62,7 @@ class Owner:
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Place among the owners: the least served first, of those the one with the fewest requests."""
+        """Place among the owners: by tokens served, then by the number of requests; the fewest first."""
         return self.served, self.unfinished
 
 
@@ -81,7 +81,7 @@ class FairQueue(OrderedQueue):
         self.owners[sequence.request.owner].queue.push(sequence)
 
     def first(self) -> Sequence | None:
-        """The first request of the least served owner that has one to admit."""
+        """The first request of the least served owner that has a request to admit."""
         for owner in sorted((owner for owner in self.owners.values() if len(owner.queue)), key=lambda one: one.rank):
             if sequence := owner.queue.first():
                 return sequence

@@ -19,23 +19,24 @@ from weft.sqlite_files import PRIVATE_FILE
 log = logging.getLogger("weft.gateway")
 
 STANDARD_OUTPUT = "-"
-LOG_EVERY_S = 60.0  # between two lines about rows that cannot be written: the disk that is full may be the log's too
+LOG_EVERY_S = 60.0  # between two warnings about lost rows: the log may be on the same full disk
 
 
 class AccessLog:
     """Appends to a file; `-` is standard output. Raises ConfigError if the file cannot be opened.
 
-    A row that cannot be written, as on a full disk, is lost: no request fails for it. `on_loss` is called for each.
-    Addresses of clients and names of keys are for the file's owner alone. `clock` reads monotonic seconds.
+    A row that cannot be written, as on a full disk, is dropped: no request fails. `on_loss` is called for each such
+    row. Only the file's owner may read it, since it has addresses of clients and names of keys. `clock` reads monotonic
+    seconds.
     """
 
     def __init__(
         self, path: str, on_loss: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._path, self._on_loss, self._clock = path, on_loss, clock
-        self._lost = 0  # since the last line about it
+        self._lost = 0  # lost since the last warning
         self._logged_s = float("-inf")
-        self._is_cut = False  # the last row is there in part
+        self._is_cut = False  # the last row was written in part
         try:
             self._descriptor = None if path == STANDARD_OUTPUT else _open_private(path)
         except OSError as error:
@@ -86,9 +87,9 @@ class AccessLog:
 
 
 def _open_private(path: str) -> int:
-    """Open a file for appending, for its owner alone; one of an older version gets this mode. Raises OSError.
+    """Open a file for appending, for its owner alone; a file of an older version gets this mode. Raises OSError.
 
-    A device or a pipe keeps its mode, and a write to it waits for nobody.
+    A device or a pipe keeps its mode, and a write to it does not block.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags, PRIVATE_FILE)

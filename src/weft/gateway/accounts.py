@@ -1,4 +1,4 @@
-"""Accounts: what requests may take and have taken: rates and quotas of keys, and the budget of overflow upstreams."""
+"""Accounts: rates and quotas of keys, and the budget of overflow upstreams."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from weft.serving.key_file import Budget, ClientKey
 
 log = logging.getLogger("weft.gateway")
 
-DEFAULT_ANSWER = 4096  # tokens that an overflow upstream may answer if the client sets no limit
+DEFAULT_ANSWER = 4096  # limit of an overflow upstream's answer in tokens if the client sets none
 WITHOUT_ANSWER = ("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/api/show")
-MAX_USAGE_TOKENS = 2**53  # more reported tokens are not believed: beyond, JSON's numbers are no longer exact
+MAX_USAGE_TOKENS = 2**53  # larger reported numbers of tokens are ignored: JSON's numbers are not exact beyond this
 
 
 class Accounts:
@@ -39,7 +39,7 @@ class Accounts:
         self._quotas = _quotas_of(keys)
 
     def change_keys(self, keys: Sequence[ClientKey]) -> None:
-        """Keep the limits of these keys from now on; what was counted stays. Raises ConfigError for unknown limits."""
+        """Enforce the limits of these keys from now on; the counts stay. Raises ConfigError for unknown limits."""
         self._rates.change(keys)
         self._quotas = _quotas_of(keys)
 
@@ -48,7 +48,7 @@ class Accounts:
         return self.ledger is not None or self._rates.counts_tokens(exchange.client.name)
 
     def limits_tokens(self, name: str | None) -> bool:
-        """Return True if a key may take only so many tokens."""
+        """Return True if a key has a limit of tokens."""
         return name in self._quotas or self._rates.counts_tokens(name)
 
     def counts_requests(self, name: str | None) -> bool:
@@ -56,7 +56,7 @@ class Accounts:
         return self.ledger is not None or self._rates.limits(name)
 
     def enter(self, exchange: Exchange) -> None:
-        """Count a request of a key. Raises HttpError 429 if a rate or a quota forbids it, 503 if nobody can tell."""
+        """Count a request of a key. Raises HttpError 429 if a rate or quota forbids it, 503 if the ledger fails."""
         name, tokens = exchange.client.name, exchange.prompt_tokens
         if name in self._quotas:
             self._check_counted(exchange)
@@ -76,7 +76,7 @@ class Accounts:
             raise HttpError(
                 403,
                 f"the key {exchange.client.name!r} has a quota, which counts {', '.join(COUNTED)}; {path!r:.200} "
-                "needs a key without one",
+                "needs a key without a quota",
                 code="path-without-quota",
             )
 
@@ -97,7 +97,7 @@ class Accounts:
                 )
 
     def affords(self, exchange: Exchange, replica: Replica) -> bool:
-        """Return True if the budget has room for a request at an overflow upstream; False if nobody can tell."""
+        """Return True if the budget allows a request at an overflow upstream; False if the ledger cannot be read."""
         ledger = self.ledger
         if ledger is None or self.budget is None:
             return False
@@ -106,7 +106,7 @@ class Accounts:
         try:
             return all(most is None or ledger.dollars(hours) + dollars <= most for hours, most in limits)
         except sqlite3.Error as error:
-            log.error("no request overflows: the ledger cannot be read: %s", error)
+            log.error("no request is sent to overflow upstreams: the ledger cannot be read: %s", error)
             return False
 
     def reserve(self, exchange: Exchange, replica: Replica) -> None:
@@ -115,7 +115,7 @@ class Accounts:
             return
         most = self._most(exchange, replica)
         name = exchange.client.name or ""
-        # Any other name is a client's invention, and each would have a row of its own.
+        # Clients may send any other name, and each would get a row.
         model = exchange.model if exchange.model in (replica.models or ()) else ""
         try:
             exchange.reservation = self.ledger.reserve(name, model, replica.name, most)
@@ -126,7 +126,7 @@ class Accounts:
         exchange.reserved_at = replica
 
     def cancel(self, exchange: Exchange, *, billed: bool) -> None:
-        """Settle a try without an answer. If the upstream may have worked for it (`billed`), its dollars are gone.
+        """Settle a try without an answer. If the upstream may bill it (`billed`), its dollars count as spent.
 
         If that cannot be written, the whole amount stays reserved.
         """
@@ -171,7 +171,7 @@ class Accounts:
         }
 
     def _most(self, exchange: Exchange, replica: Replica) -> Amount:
-        """The most that a request can take. No token is shorter than a byte; the quota counts as many as are likely."""
+        """Upper bound on a request's amount: one token per byte for dollars, the likely number for quotas."""
         completion = exchange.completion
         assert completion is not None
         answer = 0
@@ -183,9 +183,9 @@ class Accounts:
 
     @staticmethod
     def _taken(exchange: Exchange, replica: Replica, most: Amount) -> Amount:
-        """Amount that a request took: by the usage of its answer, else nothing if it was refused, else all it could.
+        """Amount of a request: the usage of its answer; without it, the upper bound, or nothing if it was refused.
 
-        An upstream that heeds no limit may have answered more than that.
+        An upstream that ignores the limit may have answered more.
         """
         usage = usage_of(exchange)
         if usage is None:
@@ -203,12 +203,12 @@ def _quotas_of(keys: Sequence[ClientKey]) -> dict[str | None, Budget]:
 
 
 def tokens_of(exchange: Exchange) -> int:
-    """Tokens of a stream that have come, which its client may have left before its usage was reported."""
+    """Tokens received of a stream, for a client that disconnects before the usage is reported."""
     return exchange.answer.tokens if isinstance(exchange.answer, ResumableAnswer) else 0
 
 
 def usage_of(exchange: Exchange) -> Amount | None:
-    """Tokens of a request by the usage that its upstream reported; None if it reported none, or an impossible one."""
+    """Tokens of a request by the usage that its upstream reported; None without a usage, or for an impossible usage."""
     usage: dict[str, Any] = (exchange.answer.usage if exchange.answer is not None else None) or {}
     prompt, completion = (usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
     if completion is None and exchange.completion is not None and not exchange.completion.answers:

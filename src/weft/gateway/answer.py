@@ -1,4 +1,4 @@
-"""StreamedAnswer: a streamed completion on its way to a client, and what another replica needs to go on with it."""
+"""StreamedAnswer: a streamed completion, and the state from which another replica can continue it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from weft.gateway.events import DONE, EVENT_BYTES, EventSplitter, event_data
 from weft.gateway.stream_apis import StreamApi
 from weft.gateway.upstream import ENGINE_RESTARTS, ResponseHead, UpstreamError, error_code
 
-WHOLE_BYTES = 2**24  # bytes of a JSON object that is read
-HEAD_FIELDS = ("id", "created", "model")  # fields of every chunk; a client sees those of the first
+WHOLE_BYTES = 2**24  # largest JSON object that is parsed, in bytes
+HEAD_FIELDS = ("id", "created", "model")  # of every chunk; the client gets the first chunk's values
 
 
 class ResumableAnswer(ABC):
-    """An answer, from one replica after another.
+    """An answer from one replica, continued by others if it breaks.
 
-    `continuable`: another replica could go on with it. `begun` are token ids that the client itself gave as its
-    beginning. `token_ids`: those so far. `done`: all of it was passed on. `finished`: its last token was. `usage`: the
-    upstream's, of the whole answer. `sent_events`: number of events that the client has, where that counts. `tokens`:
-    number of tokens that have come; a part whose token ids are not known counts as one.
+    `continuable`: another replica can continue it. `begun`: token ids that the client gave as its beginning.
+    `token_ids`: the ids received so far. `done`: all of it was passed on. `finished`: its last token was passed on.
+    `usage`: the upstream's, for the whole answer. `sent_events`: number of events that the client has, in APIs that
+    number events. `tokens`: number of tokens received; a part without token ids counts as one token.
     """
 
     lacks_usage = False
@@ -45,19 +45,19 @@ class ResumableAnswer(ABC):
     @property
     @abstractmethod
     def error_event(self) -> bytes:
-        """The last replica's word on its failure; empty if it said nothing."""
+        """The error event of the last replica; empty if it sent none."""
 
     def note_resumed(self) -> None:
-        """Note that another replica goes on."""
+        """Note that another replica continues the answer."""
         self._resumed_at = len(self.token_ids)
 
     @abstractmethod
     def fits(self, head: ResponseHead) -> bool:
-        """Return True for a response that goes on with this one."""
+        """Return True for a response that continues this answer."""
 
     @abstractmethod
     def resume(self) -> list[int]:
-        """Forget what is not complete. Returns the token ids that the next replica has to go on behind."""
+        """Drop incomplete data. Returns the token ids after which the next replica has to continue."""
 
     @abstractmethod
     def push(self, piece: bytes) -> bytes:
@@ -69,7 +69,7 @@ class ResumableAnswer(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise UpstreamError for what is wrong with the bytes of the last `push`."""
+        """Raise UpstreamError for a fault in the bytes of the last `push`."""
 
     def check_complete(self) -> None:
         """Raise UpstreamError if the stream ended without its end mark."""
@@ -78,12 +78,11 @@ class ResumableAnswer(ABC):
 
 
 class StreamedAnswer(ResumableAnswer):
-    """The chunks of one completion, from one replica after another.
+    """The chunks of one completion, possibly from several replicas.
 
-    `continuable`: the replica sends token ids, so that another one can go on; False once it sends something else.
-    `keeps_ids`: the client asked for them.
-    `keeps_usage`: the client asked for the chunk with the usage. `model`: the name in every chunk; None for the
-    upstream's.
+    `continuable`: the replica sends token ids, so that another can continue; False after any other chunk. `keeps_ids`:
+    the client asked for token ids. `keeps_usage`: the client asked for the chunk with the usage. `model`: the name in
+    every chunk; None for the upstream's.
     """
 
     error_event = b""
@@ -100,21 +99,22 @@ class StreamedAnswer(ResumableAnswer):
         super().__init__(continuable=continuable, begun=begun)
         self._keeps_usage, self._model = keeps_usage, model
         self._strips_ids, self._keeps_ids = continuable and not keeps_ids, keeps_ids
-        self._usage_passed = False  # the chunk that has nothing else
+        self._usage_passed = False  # the chunk with only the usage was passed on
         self._splitter = EventSplitter()
         self._head: dict[str, Any] | None = None
         self._preamble = 0  # chunks without tokens that came first: the role, the echo of the prompt
-        self._skipped = 0  # of these, the ones that a replica sends again
+        self._skipped = 0  # leading chunks that the current replica has repeated
 
     @property
     def lacks_usage(self) -> bool:  # type: ignore[override]
-        """True if the client still expects the chunk with the usage. Others may have told it of the answer so far."""
+        """True if the client still expects the chunk with the final usage; earlier chunks have the usage so far."""
         return self._keeps_usage and not self._usage_passed
 
     def resume(self) -> list[int]:
-        """Forget an event that is not complete. Returns the token ids that the next replica has to go on behind.
+        """Drop an incomplete event. Returns the token ids after which the next replica has to continue.
 
-        If the last token was passed on already, it samples that one again, so that there is an end to come to.
+        If the last token was already passed on, it is left out, so that the new replica samples it again and sends a
+        finish reason.
         """
         self._splitter, self._broken = EventSplitter(), None
         ids = self.token_ids[:-1] if self.finished else self.token_ids
@@ -123,7 +123,7 @@ class StreamedAnswer(ResumableAnswer):
         return ids
 
     def fits(self, head: ResponseHead) -> bool:
-        """Return True for a response that goes on with this one."""
+        """Return True for a response that continues this answer."""
         return head.status == 200 and head.is_event_stream
 
     def push(self, piece: bytes) -> bytes:
@@ -136,9 +136,9 @@ class StreamedAnswer(ResumableAnswer):
         return b"".join(shown)
 
     def finish(self) -> bytes:
-        """The bytes for the client at the end of the stream: those of an event without its blank line.
+        """The bytes for the client at the end of the stream: an event without its blank line.
 
-        A replica that is to be continued may have been cut off in the middle of one: only a whole event counts.
+        If another replica is to continue, only whole events count: this replica may have been cut off within an event.
         """
         rest = self._splitter.take_rest()
         if self.continuable and not _is_whole(rest):
@@ -146,7 +146,7 @@ class StreamedAnswer(ResumableAnswer):
         return self._pass_event(rest) if rest else b""
 
     def check(self) -> None:
-        """Raise UpstreamError for an event that is too long, and for an error event if another replica can go on."""
+        """Raise UpstreamError for an event that is too long, and for an error event if another replica can continue."""
         if self._broken is not None:
             raise self._broken
         if self._splitter.is_over_limit:
@@ -177,7 +177,10 @@ class StreamedAnswer(ResumableAnswer):
         return b"".join(b"data: %b\n\n" % msgspec.json.encode(part) for part in self._parts(chunk))
 
     def _parts(self, chunk: dict[str, Any]) -> list[dict[str, Any]]:
-        """A chunk as the client gets it: what a chat says does not come with its end, which a server with ids joins."""
+        """A chunk as the client gets it.
+
+        A replica that sends ids joins a chat's last text and its finish reason in a chunk; the client gets two.
+        """
         match chunk.get("choices"):
             case [{"delta": dict() as delta, "finish_reason": str()} as choice] if self._strips_ids:
                 pass
@@ -196,7 +199,7 @@ class StreamedAnswer(ResumableAnswer):
             return self._keep_usage(usage)
         listed = choices if isinstance(choices, list) else []
         rows = [choice for choice in listed if isinstance(choice, dict)]
-        # The usage of a chunk in the middle is that of the answer so far.
+        # Until the last chunk, the usage counts the answer so far.
         if isinstance(usage, dict) and any(row.get("finish_reason") for row in rows):
             self.usage = usage
         if not self.continuable:
@@ -217,7 +220,7 @@ class StreamedAnswer(ResumableAnswer):
 
     def _keep_choice(self, choice: dict[str, Any], ids: Any) -> bool:
         """Read a choice of an answer that can be continued. Returns True if the client gets it."""
-        if self.finished:  # another replica repeats the end
+        if self.finished:  # another replica repeats the finish reason
             return False
         delta = choice.get("delta") or {}
         if not isinstance(delta, dict) or not (ids is None or is_id_list(ids)):
@@ -225,14 +228,14 @@ class StreamedAnswer(ResumableAnswer):
             return True
         has_text, finished = _says_something(choice, delta), bool(choice.get("finish_reason"))
         if not ids and not finished:
-            self.continuable = ids is not None or not has_text  # else this server does not know of token ids
+            self.continuable = ids is not None or not has_text  # else this server does not send token ids
             return self._keep_preamble()
         self._add_ids(ids or [])
         self.finished = finished
         return has_text or finished or bool(choice.get("logprobs")) or self._keeps_ids
 
     def _keep_preamble(self) -> bool:
-        """Count a chunk before the first token. Returns True if the client has not got it from another replica."""
+        """Count a chunk before the first token. Returns True unless another replica already sent it to the client."""
         if self._skipped:
             self._skipped -= 1
             return False
@@ -246,12 +249,12 @@ class StreamedAnswer(ResumableAnswer):
             self._give_up()
 
     def _give_up(self) -> None:
-        """Hold no token ids any more: no other replica can go on."""
+        """Drop the token ids: from now on no other replica can continue."""
         self.continuable = False
         self.token_ids = []
 
     def _unify_head(self, chunk: dict[str, Any]) -> None:
-        """Give every chunk the id, time and model of the first one."""
+        """Give every chunk the id, time and model of the first chunk."""
         if self._head is None:
             self._head = {name: chunk[name] for name in HEAD_FIELDS if name in chunk}
             if self._model is not None:
@@ -265,9 +268,9 @@ def _says_something(choice: Mapping[str, Any], delta: Mapping[str, Any]) -> bool
 
 
 class WholeAnswer:
-    """A response that is one JSON object, whose usage is read and whose model may get another name.
+    """A response that is one JSON object. Its usage is read, and its model may be renamed.
 
-    If it is too long, only its bytes are passed on. `api`: the API, if that is not OpenAI's completions.
+    If it is too long, its bytes are passed on unread. `api`: the API, None for OpenAI's completions.
     """
 
     def __init__(self, model: str | None, api: StreamApi | None = None) -> None:

@@ -50,14 +50,14 @@ async def health(proxy: Proxy, request: Request) -> Response:
 
 
 async def list_models(proxy: Proxy, request: Request) -> Response:
-    """/v1/models: the models of all upstreams, as far as the key may use them."""
+    """/v1/models: the models of all upstreams that the key may use."""
     client = proxy.keys.identify(request.scope)
     rows = [row for row in proxy.fleet.model_rows() if client.may_use(row["id"])]
     return JsonResponse({"object": "list", "data": rows})
 
 
 async def get_model(proxy: Proxy, request: Request) -> Response:
-    """/v1/models/NAME, and the list behind a slash alone."""
+    """/v1/models/NAME, and the list if NAME is empty."""
     if not request.path_params["name"]:
         return await list_models(proxy, request)
     client, name = proxy.keys.identify(request.scope), request.path_params["name"]
@@ -93,7 +93,7 @@ async def metrics(proxy: Proxy, request: Request) -> Response:
 
 
 async def status(proxy: Proxy, request: Request) -> Response:
-    """/gateway/status: the replicas, and what the gateway thinks of them."""
+    """/gateway/status: the replicas and their state."""
     proxy.keys.check_admin(request.scope)
     now = proxy.fleet.clock()
     rows = [describe_replica(replica, now) for replica in proxy.fleet.replicas.values()]
@@ -128,29 +128,30 @@ def describe_replica(replica: Replica, now: float) -> dict[str, Any]:
 
 
 async def drain(proxy: Proxy, request: Request) -> Response:
-    """/gateway/drain: send an upstream no new requests; with add it gets them again."""
+    """/gateway/drain: send an upstream no new requests; /gateway/add ends the draining."""
     replica = proxy.fleet.find(await read_url(proxy, request))
     replica.draining = True
     return JsonResponse(describe_replica(replica, proxy.fleet.clock()))
 
 
 async def remove(proxy: Proxy, request: Request) -> Response:
-    """/gateway/remove: forget an upstream; requests that it has go on."""
+    """/gateway/remove: forget an upstream; its running requests go on."""
     replica = proxy.fleet.find(await read_url(proxy, request))
     proxy.fleet.remove(replica)
     return JsonResponse(describe_replica(replica, proxy.fleet.clock()))
 
 
 async def add(proxy: Proxy, request: Request) -> Response:
-    """/gateway/add: a new upstream, or one that is being drained."""
+    """/gateway/add: a new upstream, or an upstream that drains."""
     upstream: UpstreamConfig = convert_upstream(await read_admin_body(proxy, request))
     if upstream.overflow:
         raise HttpError(400, "an overflow upstream is added in the gateway's file only", code="overflow-not-allowed")
     if upstream.key_env is not None or upstream.key_file is not None:
-        # Else whoever may add upstreams could have the gateway send its secrets to them.
+        # Otherwise an administrator could have the gateway send its secrets to any upstream.
         raise HttpError(400, "an upstream with a key is added in the gateway's files only", code="key-not-allowed")
     replica = proxy.fleet.add(upstream)
-    # Whoever drains another one next relies on this one: its models, and whether it continues answers, are known then.
+    # An administrator who drains another upstream next relies on this one: by then its models are known, and whether it
+    # continues answers.
     await check_health(replica, proxy.fleet, proxy.timeouts, urgent=True)
     await read_models(replica, proxy.timeouts)
     return JsonResponse(describe_replica(replica, proxy.fleet.clock()))
@@ -167,7 +168,7 @@ async def read_url(proxy: Proxy, request: Request) -> str:
 async def read_admin_body(proxy: Proxy, request: Request) -> dict[str, Any]:
     """The JSON object that an administrator sends. Raises HttpError."""
     proxy.keys.check_admin(request.scope)
-    # A page in a browser on this machine cannot send this type to another site without being asked for leave.
+    # A browser does not send this content type to another site without asking that site for permission.
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         raise HttpError(415, "send JSON, with Content-Type: application/json", code="not-json")
     body = b""
@@ -201,7 +202,7 @@ OWN = ("/health", "/v1/models", "/api/tags", "/metrics", "/gateway")
 
 
 def create_app(proxy: Proxy) -> ASGIApp:
-    """The application: own paths, and the proxy for the others, which costs no routing."""
+    """The application: the gateway's own paths, and the proxy for all others, without routing."""
     own = DateHeader(
         Starlette(
             routes=[Route(path, _bound(proxy, endpoint), methods=[method]) for method, path, endpoint in ENDPOINTS],

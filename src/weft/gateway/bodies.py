@@ -1,4 +1,4 @@
-"""BodyPool: the bodies of requests, in bounded memory until no replica can need them again."""
+"""BodyPool: the bodies of requests, held in bounded memory until no replica needs them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weft.serving.errors import HttpError
 
 
 class BodyPool:
-    """Receives bodies of at most `limit` bytes each, of which all that are held take at most `total` bytes.
+    """Receives bodies of at most `limit` bytes each, and holds at most `total` bytes of them.
 
     `held`: bytes that are received and not released.
     """
@@ -19,9 +19,9 @@ class BodyPool:
         self.held = 0
 
     async def receive(self, announced: int, receive: Receive) -> bytes:
-        """Receive a body, which counts as held until `release`. `announced`: the length that its head tells, or 0.
+        """Receive a body, which counts as held until `release`. `announced`: its length by its head, or 0.
 
-        Raises HttpError 413 for one over the limit, and 503 if it does not fit beside the others; ClientDisconnect.
+        Raises HttpError 413 for a body over the limit, 503 if the pool has no room for it, and ClientDisconnect.
         """
         if announced:
             self._check_announced(announced)

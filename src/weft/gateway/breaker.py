@@ -1,25 +1,26 @@
-"""Breaker: decides from the outcomes of requests and checks if a replica gets requests."""
+"""Breaker: the circuit breaker of a replica, driven by the outcomes of requests and checks."""
 
 from __future__ import annotations
 
-FAILURES = 3  # failures in a row, until the breaker opens
+FAILURES = 3  # consecutive failures after which the breaker opens
 SHORTEST_S = 1.0  # pause before the first probe
-CHECK_LONGEST_S = 5.0  # pause after many failed probes: a check costs little, and a replica may be well again
-LONGEST_S = 30.0  # pause after many failures of requests soon after a recovery, which each cost a client
+CHECK_LONGEST_S = 5.0  # longest pause after failed probes: a check costs little, and a replica may have recovered
+LONGEST_S = 30.0  # longest pause after failures of requests soon after a recovery, each of which costs a client
 SLOW_START_S = 10.0  # time in which the share of a recovered replica grows from SLOW_START_SHARE to all
 SLOW_START_SHARE = 0.1
 
 
 class Breaker:
-    """The health of one replica. All times are seconds of one clock, which the caller reads.
+    """The circuit breaker of one replica. All times are seconds of one clock, which the caller reads.
 
-    Closed, all requests pass. After FAILURES failures in a row it opens, and nothing passes for a pause. Then exactly
-    one check passes, the probe: its success closes the breaker, its failure doubles the pause, up to CHECK_LONGEST_S.
-    So does a failure soon after it has closed, up to LONGEST_S: a replica may answer checks, but no requests.
+    While it is closed, all requests pass. After FAILURES consecutive failures it opens, and nothing passes for a pause.
+    Then exactly one check passes, the probe: its success closes the breaker, its failure doubles the pause, up to
+    CHECK_LONGEST_S. A failure soon after it has closed also doubles the pause, up to LONGEST_S, since a replica may
+    answer checks but not requests.
     """
 
     def __init__(self) -> None:
-        self.failures = 0  # in a row
+        self.failures = 0  # consecutive
         self.last_failure = ""
         self._open_until: float | None = None  # None if closed
         self._pause_s = SHORTEST_S
@@ -38,19 +39,19 @@ class Breaker:
         return self._open_until is None or ((urgent or now >= self._open_until) and not self._probing)
 
     def begin(self) -> bool:
-        """Note that something is sent that `admits` allowed. Return True if it is the probe."""
+        """Note that a request or check that `admits` allowed is sent. Return True if it is the probe."""
         if self._open_until is None:
             return False
         self._probing = True
         return True
 
     def end(self, probe: bool) -> None:
-        """Note the end of what `begin` began, after its outcome. A probe without an outcome leaves room for another."""
+        """Note the end of a request or check, after its outcome. Another probe may follow if there was no outcome."""
         if probe:
             self._probing = False
 
     def succeed(self, now: float, *, probe: bool) -> None:
-        """Count a success: any response that is not the fault of the replica. While open, only the probe's counts."""
+        """Count a success: any response but a fault of the replica. In an open breaker only the probe counts."""
         if self._open_until is not None:
             if not probe:
                 return
@@ -89,9 +90,9 @@ class Breaker:
 
 
 class RetryBudget:
-    """Bounds the retries after failures of replicas that did get the request, so that a bad day is not doubled.
+    """Bounds the retries of requests that a failing replica had received, so that retries cannot double the load.
 
-    PRICE requests earn one retry, and at most SAVED retries are saved up.
+    PRICE requests earn one retry, and at most SAVED retries accumulate.
     """
 
     PRICE = 5

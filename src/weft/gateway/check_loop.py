@@ -1,4 +1,4 @@
-"""CheckLoop: the gateway's work in the background, which goes on whatever a part of it waits for or fails with."""
+"""CheckLoop: the gateway's background tasks, none of which is stopped by a wait or a failure of another."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from weft.logs import event_fields
 log = logging.getLogger("weft.gateway")
 
 CHECK_EVERY_S = 2.0
-ILL_AT_ONCE = 100  # ill replicas that are checked in a round: thousands that are dead must not keep the loop busy
-CHUNK = 25  # checks that begin before requests get their turn
-MODELS_EVERY_S = 30.0  # seconds between two looks at the models of a replica; at once after it has recovered
+UNHEALTHY_AT_ONCE = 100  # unhealthy replicas checked in a round: thousands of them must not keep the loop busy
+CHUNK = 25  # checks that begin before the event loop turns to requests
+MODELS_EVERY_S = 30.0  # seconds between two queries for the models of a replica; at once after its recovery
 
 
 class Looking(Protocol):
-    """Something whose changes are looked for."""
+    """A source that is checked for changes."""
 
     async def look(self) -> None: ...
 
@@ -34,8 +34,9 @@ class Looking(Protocol):
 class CheckLoop:
     """Checks all replicas of a fleet, looks at `watches` and calls `also`, every CHECK_EVERY_S seconds.
 
-    Each of these is a task of its own, and begins anew once it has ended: one that waits delays no other. A replica is
-    checked without a pause if no other one can take its requests, in turn if they are more than ILL_AT_ONCE.
+    Each of these is a separate task, which is started again after its end, so that a task that waits delays no other.
+    An unhealthy replica is checked without a pause if no other replica can take its requests. At most UNHEALTHY_AT_ONCE
+    unhealthy replicas are checked in a round, in turn.
     """
 
     def __init__(
@@ -47,10 +48,10 @@ class CheckLoop:
     ) -> None:
         self._fleet, self._timeouts, self._watches, self._also = fleet, timeouts, tuple(watches), also
         self._running: dict[Hashable, asyncio.Task[None]] = {}
-        self._due: dict[Replica, float] = {}  # for a look at its models
+        self._due: dict[Replica, float] = {}  # the next query for its models
         self._logged = ""
         self._round = 0
-        self._checked: WeakKeyDictionary[Replica, int] = WeakKeyDictionary()  # the last round of an ill replica
+        self._checked: WeakKeyDictionary[Replica, int] = WeakKeyDictionary()  # last round of an unhealthy replica
         self._hurry = asyncio.Event()
 
     def look_now(self) -> None:
@@ -76,7 +77,7 @@ class CheckLoop:
         await asyncio.gather(*self._running.values())
 
     async def begin_round(self) -> None:
-        """Begin what does not run yet."""
+        """Start the tasks that are not running."""
         self._begin("also", self._call_also)
         for number, watch in enumerate(self._watches):
             self._begin(number, watch.look)
@@ -84,19 +85,20 @@ class CheckLoop:
         for gone in self._due.keys() - set(replicas):
             del self._due[gone]
         covered = self._fleet.covered_models()
-        ill = self._longest_unchecked([one for one in replicas if not one.breaker.closed], covered)
-        for count, replica in enumerate([*ill, *(one for one in replicas if one.breaker.closed)], 1):
+        unhealthy = [replica for replica in replicas if not replica.breaker.closed]
+        healthy = [replica for replica in replicas if replica.breaker.closed]
+        for count, replica in enumerate([*self._longest_unchecked(unhealthy, covered), *healthy], 1):
             self._begin(replica, partial(self._check, replica, urgent=not replica.covered_by(covered)))
             if count % CHUNK == 0:
                 await asyncio.sleep(0)
 
-    def _longest_unchecked(self, ill: list[Replica], covered: set[str] | None) -> list[Replica]:
-        """The ill replicas of this round: those that may be checked now, the longest unchecked first."""
+    def _longest_unchecked(self, unhealthy: list[Replica], covered: set[str] | None) -> list[Replica]:
+        """The unhealthy replicas to check in this round, the longest unchecked first."""
         now = self._fleet.clock()
-        due = [one for one in ill if one.breaker.admits(now, urgent=not one.covered_by(covered))]
-        if len(due) > ILL_AT_ONCE:
+        due = [one for one in unhealthy if one.breaker.admits(now, urgent=not one.covered_by(covered))]
+        if len(due) > UNHEALTHY_AT_ONCE:
             due.sort(key=lambda replica: self._checked.get(replica, 0))
-            del due[ILL_AT_ONCE:]
+            del due[UNHEALTHY_AT_ONCE:]
         self._round += 1
         self._checked.update(dict.fromkeys(due, self._round))
         return due
@@ -108,7 +110,7 @@ class CheckLoop:
     async def _guard(self, name: Hashable, work: Callable[[], Awaitable[None]]) -> None:
         try:
             await work()
-        except Exception as error:  # a fault of ours: without checks no replica would recover
+        except Exception as error:  # a bug: without further checks no replica would recover
             if repr(error) != self._logged:
                 self._logged = repr(error)
                 log.exception("a check failed; checks go on", extra=event_fields("check-failed"))

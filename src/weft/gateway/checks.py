@@ -16,7 +16,7 @@ from weft.gateway.upstream import UpstreamError
 log = logging.getLogger("weft.gateway")
 
 CHECK_S = 5.0  # seconds for the response to a check
-SMALL_BYTES = 2**22  # bytes of a response that is read whole, such as that of /v1/models
+SMALL_BYTES = 2**22  # largest response that is read as a whole, such as the response of /v1/models
 MODEL_ROWS = 10_000
 
 
@@ -31,8 +31,9 @@ class PredictedLoad(msgspec.Struct):
 async def check_health(replica: Replica, fleet: Fleet, timeouts: Timeouts, *, urgent: bool = False) -> None:
     """GET /health: every response below 500 is fine, since not every server has that path.
 
-    An ill replica is asked after a pause, and if it is `urgent` at once. A success closes the breaker, but says nothing
-    of requests while it is closed. If the checks open it, requests that wait for the replica go to others.
+    An unhealthy replica is checked after a pause, or at once if the check is `urgent`. A success closes an open
+    breaker; on a closed breaker it has no effect. If a check opens the breaker, requests that wait for the replica move
+    to others.
     """
     breaker = replica.breaker
     if not breaker.admits(fleet.clock(), urgent=urgent):
@@ -59,8 +60,7 @@ async def check_health(replica: Replica, fleet: Fleet, timeouts: Timeouts, *, ur
 async def read_models(replica: Replica, timeouts: Timeouts) -> bool:
     """GET /v1/models. Without a list, requests for any model may go to the replica.
 
-    Return False if this request, or the one for the speed after it, has failed. The next check then
-    sends both again.
+    Return False if this request, or the request for the speed after it, has failed. The next check then repeats both.
     """
     attempt = Attempt(replica, counted=False)
     try:

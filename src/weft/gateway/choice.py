@@ -1,4 +1,4 @@
-"""ReplicaChoice: the replica that gets a request next, and how long the request waits for one."""
+"""ReplicaChoice: the replica that gets a request next, and how long the request waits."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from weft.gateway.losses import Losses
 from weft.gateway.paths import ON_DISK
 from weft.gateway.replica import Replica
 
-# Replicas that a request is tried at: more that cannot be reached are no chance, but a fault that all have in common.
+# Replicas that a request is tried at: if this many cannot be reached, they have a fault in common.
 TRIES = 8
-POLL_S = 0.1  # between two looks for a replica
-SECOND_CHANCE_S = 1.0  # after which a replica that broke an answer may go on with it: it may have been restarted
+POLL_S = 0.1  # between two searches for a replica
+SECOND_CHANCE_S = 1.0  # after which a replica that broke an answer may continue it: it may have been restarted
 
 
 class Patience(NamedTuple):
     """Waiting times of a request that was received at `began_s`.
 
-    Until `until_s` it waits for a replica, if none is left. All its tries together have LOST times the `first_byte` of
-    one: no more than LOST replicas may stall.
+    If no replica is left, it waits for one until `until_s`. All its tries together may take LOST times the `first_byte`
+    of a try: at most LOST replicas may stall.
     """
 
     began_s: float
@@ -42,7 +42,7 @@ class Patience(NamedTuple):
 
 
 class ReplicaChoice:
-    """Chooses among the replicas of a fleet, by its policy, the objective, the budget and what died lately."""
+    """Chooses among the replicas of a fleet, by its policy, the objective, the budget and recent losses."""
 
     def __init__(
         self, fleet: Fleet, timeouts: Timeouts, accounts: Accounts, objective: Objective, losses: Losses
@@ -51,13 +51,14 @@ class ReplicaChoice:
         self._objective, self._losses = objective, losses
 
     def patience(self) -> Patience:
-        """The patience of a request that begins now."""
+        """The waiting times of a request that begins now."""
         return Patience(self._fleet.clock(), self._timeouts)
 
     async def next_candidates(self, exchange: Exchange, patience: Patience) -> list[Replica]:
-        """The replicas for the next try, once there are some. Empty if none is well in time.
+        """The candidates for the next try, after waiting until there are some. Empty if no replica is healthy in time.
 
-        Raises ClientGoneError, and HttpError for a request that is refused, maybe since another one like it came first.
+        Raises ClientGoneError, and HttpError for a refused request, such as one that repeats a request that ended
+        replicas.
         """
         began = self._fleet.clock()
         while exchange.tries < TRIES:
@@ -84,13 +85,13 @@ class ReplicaChoice:
         )
 
     def choose_candidate(self, exchange: Exchange, candidates: list[Replica]) -> Replica:
-        """The policy's choice; for what replicas keep on their disks, always the same one."""
+        """The policy's choice; always the same replica for data on a replica's disk."""
         if exchange.scope["path"].startswith(ON_DISK):
             return min(candidates, key=lambda replica: replica.name)
         return self._fleet.choose_replica(exchange.fingerprint, candidates)
 
     def candidates(self, exchange: Exchange) -> list[Replica]:
-        """The replicas that may get a request now: overflow upstreams if the others are too busy, or none is left."""
+        """The replicas that may get a request now; overflow upstreams only if the others are too busy, or absent."""
         candidates = self._fleet.candidates(exchange.model, exchange.tried)
         if exchange.owner:
             return [replica for replica in candidates if replica.is_weft and not replica.overflow]
@@ -100,7 +101,7 @@ class ReplicaChoice:
         return self._affordable(exchange, candidates) or usual
 
     def _affordable(self, exchange: Exchange, candidates: list[Replica]) -> list[Replica]:
-        """The overflow upstreams that a request may go to: its price has to be known before, and within the budget."""
+        """The overflow upstreams that a request may go to: its price must be bounded, and within the budget."""
         if exchange.completion is None or not exchange.model or not exchange.completion.is_priced(exchange.body):
             return []
         return [replica for replica in candidates if replica.overflow and self._accounts.affords(exchange, replica)]
@@ -116,6 +117,6 @@ class ReplicaChoice:
         return all(seconds is not None and seconds > ttft_s for seconds in predicted)
 
     def continuing(self, exchange: Exchange) -> list[Replica]:
-        """The replicas that can go on with an answer, without those that have been tried."""
+        """The untried replicas that can continue an answer."""
         candidates = self._fleet.candidates(exchange.model, exchange.tried)
         return [replica for replica in candidates if replica.is_weft and not replica.overflow]

@@ -15,7 +15,7 @@ WATCH_AFTER_S = 0.02
 class ClientWatches:
     """Cancels requests whose clients have closed their connections.
 
-    Short requests end before they are watched: one timer for all looks for those that are older than WATCH_AFTER_S.
+    Short requests end before they are watched: one timer for all finds the requests older than WATCH_AFTER_S.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Completion: what a client asks of a completion, and the bodies that replicas get for it."""
+"""Completion: the parameters of a client's completion, and the bodies that replicas get for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.serving.errors import HttpError
 
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PATHS = (CHATS, COMPLETIONS)
-# Embeddings and scores, of which only prompts are counted.
+# Embeddings and scores, for which only prompt tokens are counted.
 POOLED = (
     "/v1/embeddings",
     "/v1/score",
@@ -26,22 +26,22 @@ POOLED = (
     "/api/embed",
     "/api/embeddings",
 )
-# Whose tokens are counted; the streams of APIS may go on elsewhere, as those of PATHS.
+# Paths whose tokens are counted; streams of APIS can be continued by another replica, as streams of PATHS can.
 COUNTED = (*PATHS, *APIS, *POOLED)
 LIMITS = ("max_tokens", "max_completion_tokens")
 WHOLE_NUMBERS = ("n", "best_of", "max_output_tokens", *LIMITS)
 USAGE_OPTIONS = frozenset(("include_usage",))
 MAX_TOKENS = 2**31 - 1  # largest limit of tokens, number of choices and token id that a request may have
-MAX_HELD_IDS = 2**18  # token ids of an answer that are held, about 36 bytes each; a longer answer is not continued
+MAX_HELD_IDS = 2**18  # token ids held of an answer, about 36 bytes each; a longer answer is not continued
 
 
 class Completion:
-    """A request for a completion, or for embeddings or scores, which `answers` nothing.
+    """A request for a completion; or for embeddings or scores, with `answers` False.
 
-    `streams`: its answer is a stream of events. `single`: it is one choice of one prompt. `choices`: their number.
-    `begun`: the beginning of the answer that the client gave, in token ids. `max_tokens`: the larger limit of the
-    client, which sets `max_tokens`, `max_completion_tokens`, both, or none (None). `has_tools`: it describes tools.
-    `api`: whose stream has no room for token ids; None for OpenAI's completions.
+    `streams`: its answer is a stream of events. `single`: it has one prompt and one choice. `choices`: number of
+    choices. `begun`: token ids of the beginning of the answer that the client gave. `max_tokens`: the larger of the
+    client's `max_tokens` and `max_completion_tokens`, or None. `has_tools`: it describes tools. `api`: an API whose
+    stream has no room for token ids; None for OpenAI's completions.
     """
 
     def __init__(self, fields: RoutedFields, path: str) -> None:
@@ -68,13 +68,13 @@ class Completion:
         self._priced: bool | None = None
 
     def is_priced(self, body: bytes) -> bool:
-        """Return True if the tokens of the request bound its price; of several prompts they do not."""
+        """Return True if the tokens of the request bound its price; with several prompts they do not."""
         if self._priced is None:
             self._priced = self._path in PATHS and self.single and self._is_bounded and has_price(body)
         return self._priced
 
     def token_fields(self, answered: list[int] | None, events: int = 0) -> dict[str, Any]:
-        """Fields that ask for token ids, and to go on behind `answered`; None begins the answer. One seed for all.
+        """Fields that ask for token ids and a continuation of `answered` (None: a new answer), with a common seed.
 
         `events`: number of events that the client has.
         """
@@ -82,7 +82,7 @@ class Completion:
         if self.api is not None:
             fields["stream_state"] = self._stream_state(events)
         if not self.keeps_ids or answered or self.begun:
-            # Even an empty list keeps the prompt's ids, which nobody wants, out of the answer.
+            # Even an empty list keeps the prompt's ids, which are not needed, out of the answer.
             fields["continue_token_ids"] = self.begun if answered is None else answered
         if self._seeds:
             self._seed = secrets.randbits(53) if self._seed is None else self._seed
@@ -90,14 +90,14 @@ class Completion:
         return fields
 
     def _stream_state(self, events: int) -> dict[str, Any]:
-        """The state of the stream as replicas are told it; another gateway before this one may have begun it."""
+        """The state of the stream that is sent to replicas; another gateway in front of this one may have begun it."""
         if not self._state:
             self._state = {"id": secrets.token_hex(16), "created": int(time.time()), "events": 0}
         begun = self._state.get("events", 0)
         return {**self._state, "events": events + (begun if type(begun) is int else 0)}
 
     def usage_fields(self) -> dict[str, Any]:
-        """Fields that ask a stream for its usage. The client's other options of streams are about that usage."""
+        """Fields that ask a stream for its usage. The client's other stream options concern that usage."""
         return (
             {}
             if self.api is not None or not self.streams or self.keeps_usage
@@ -105,9 +105,9 @@ class Completion:
         )
 
     def limit_fields(self, most: int, only: str | None) -> dict[str, Any]:
-        """Fields that limit the answer to `most` tokens, under the name `only`, else under all that the path knows.
+        """Fields that limit the answer to `most` tokens, under the name `only`, else under all names of the path.
 
-        A server that does not know one of the names would ignore it, and answer without a limit.
+        A server ignores a name that it does not know, and would answer without a limit.
         """
         if only is not None:
             return {name: most if name == only else msgspec.UNSET for name in LIMITS}
@@ -115,7 +115,7 @@ class Completion:
 
 
 def check_counted(fields: RoutedFields) -> None:
-    """Raise HttpError 400 for a completion whose tokens would be counted wrongly.
+    """Raise HttpError 400 for fields by which tokens would be counted wrongly.
 
     Many servers convert 1 to true and "8" to 8; the gateway reads only what the API defines.
     """
@@ -134,9 +134,9 @@ def _wrong_type(name: str, kind: str, value: Any) -> HttpError:
 
 
 def with_fields(body: bytes, changes: dict[str, Any], *, rewrites: bool = False) -> bytes:
-    """The body with other fields; UNSET takes one out. If a field is there twice, only the last stays.
+    """The body with changed fields; UNSET removes a field. A repeated field stays once, as its last value.
 
-    `rewrites`: that goes for the fields of objects within it too. Raises HttpError.
+    With `rewrites` also within nested objects. Raises HttpError.
     """
     try:
         fields = msgspec.json.decode(body, type=dict[str, Any] if rewrites else dict[str, msgspec.Raw])
@@ -158,7 +158,7 @@ def is_id_list(value: Any) -> bool:
 
 
 def _read_limits(fields: RoutedFields, api: StreamApi | None) -> tuple[int | None, bool]:
-    """The larger limit of the answer, if there is one, and if each limit that is given is a number of tokens."""
+    """The larger limit of the answer; None without a limit, or if a limit is not a number of tokens."""
     largest = 0
     for limit in (fields.max_tokens, fields.max_completion_tokens) if api is None else (api.read_limit(fields),):
         if limit is None:

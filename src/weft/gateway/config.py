@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds. `connect`: for a connection, TLS included. `first_byte`: from the request to the first byte of the
-    response's body. `idle`: between two pieces of it. A value of 0 waits for ever. `wait`: for an upstream, while none
-    takes requests; 0 does not wait.
+    response's body. `idle`: between two pieces of the body. 0 means no timeout. `wait`: until an upstream takes
+    requests; 0 does not wait.
     """
 
     connect: float = 2.0
@@ -45,7 +45,8 @@ class Price(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The load up to which requests stay with upstreams that are not marked `overflow`.
 
-    `ttft_s`: predicted seconds to the first token. `queue`: requests that wait for it at the least loaded upstream.
+    `ttft_s`: predicted seconds to the first token. `queue`: requests that wait for their first token at the least
+    loaded upstream.
     """
 
     ttft_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
@@ -55,10 +56,10 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class UpstreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One server behind the gateway.
 
-    `models`: the names that it answers to; as a mapping, names of the gateway and what this server calls them. None:
-    what its /v1/models lists. `key_env`, `key_file`: where the key is that it wants. `overflow`: it gets requests only
-    if the others are too busy, and within the budget. `price`: of an overflow upstream; None for that of genai-prices.
-    `limit_field`: the only name under which it takes the limit of an answer, if it refuses two.
+    `models`: the names that it serves, or a mapping from the gateway's names to this server's. None: the list of its
+    /v1/models. `key_env`, `key_file`: the source of the key that it requires. `overflow`: it gets requests only if the
+    others are too busy, and within the budget. `price`: the price of an overflow upstream; None for the price in
+    genai-prices. `limit_field`: the only field for the limit of an answer, for a server that refuses two.
     """
 
     url: str
@@ -72,15 +73,15 @@ class UpstreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def aliases(self) -> dict[str, str] | None:
-        """The upstream's name of each model; None if they are not configured."""
+        """The upstream's name of each model; None if no names are configured."""
         models = self.models
         return {name: name for name in models} if isinstance(models, list) else models
 
 
 class Discovery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`file`: a YAML list of upstreams that is read again when it changes. `dns`: the URL of a host that has several
-    addresses, each of them an upstream. `ray`: the URL of a Ray cluster's dashboard; the proxies of Ray Serve in front
-    of Weft's applications are upstreams. One of the three is given.
+    addresses, each of which is an upstream. `ray`: the URL of a Ray cluster's dashboard; the proxies of Ray Serve in
+    front of Weft's applications are upstreams. Exactly one of the three is set.
     """
 
     file: str | None = None
@@ -96,9 +97,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The configuration of a gateway.
 
     `keys`: a file of clients' keys, see `serving.key_file`. `access_log`: a file, or - for standard output.
-    `max_body_bytes`: of a request; `max_held_bytes`: of all requests that another replica may still be sent. `ledger`:
-    the SQLite file of what keys took and overflow upstreams cost. `concurrent`: requests at once, of all keys together;
-    None for no limit.
+    `max_body_bytes`: largest body of a request. `max_held_bytes`: all bodies that may still be sent to another replica.
+    `ledger`: the SQLite file of the tokens of keys and the cost of overflow upstreams. `concurrent`: requests at once
+    of all keys together; None for no limit.
     """
 
     upstreams: list[UpstreamConfig] = []
@@ -139,7 +140,7 @@ class UpstreamUrl(msgspec.Struct, frozen=True):
 def parse_url(url: str) -> UpstreamUrl:
     """Parse an upstream's URL. Raises ConfigError.
 
-    A /v1 at its end is left out, since the paths of requests have it.
+    A /v1 at its end is removed, since the paths of requests have it.
     """
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -154,7 +155,7 @@ def parse_url(url: str) -> UpstreamUrl:
     return UpstreamUrl(parts.scheme, host, port, parts.path.rstrip("/").removesuffix("/v1"))
 
 
-def read_config(path: str, given: Mapping[str, Any]) -> GatewayConfig:
+def read_config(path: str, flags: Mapping[str, Any]) -> GatewayConfig:
     """The configuration of a YAML file, with the values of flags in place of the file's.
 
     Raises ConfigError, one line for the first fault.
@@ -162,7 +163,7 @@ def read_config(path: str, given: Mapping[str, Any]) -> GatewayConfig:
     content = _read_yaml(path) or {}
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must be a mapping, as in policy: least_conn", code="config-not-mapping")
-    return make_config({**content, **given}, path)
+    return make_config({**content, **flags}, path)
 
 
 def make_config(values: Mapping[str, Any], source: str = "the flags") -> GatewayConfig:
@@ -182,12 +183,12 @@ def make_config(values: Mapping[str, Any], source: str = "the flags") -> Gateway
 
 
 def _check_overflow(config: GatewayConfig) -> None:
-    """Raise ConfigError for overflow upstreams whose cost would have no bounds."""
+    """Raise ConfigError for overflow upstreams whose cost would be unbounded."""
     overflow = [upstream for upstream in config.upstreams if upstream.overflow]
     if overflow and (config.budget is None or config.ledger is None):
         raise ConfigError(
             f"upstream {overflow[0].url} is marked overflow; give a budget, as in budget: {{hour: 1, day: 10}}, and a "
-            "file as ledger, which remembers it",
+            "file as ledger, which stores the amounts",
             code="overflow-without-budget",
         )
     if config.budget is not None and config.budget.hour is None and config.budget.day is None:
@@ -200,13 +201,13 @@ def _check_overflow(config: GatewayConfig) -> None:
 
 
 def check_upstreams(upstreams: Sequence[UpstreamConfig]) -> None:
-    """Raise ConfigError for a URL that is wrong or there twice, a weight out of range, or a key that is missing."""
+    """Raise ConfigError for a wrong or repeated URL, a weight out of range, or a missing key."""
     seen: set[UpstreamUrl] = set()
     for upstream in upstreams:
         url = parse_url(upstream.url)
         if url in seen:
             raise ConfigError(
-                f"upstream {upstream.url} is there twice; give it a larger weight instead", code="duplicate-upstream"
+                f"upstream {upstream.url} is listed twice; give it a larger weight instead", code="duplicate-upstream"
             )
         seen.add(url)
         if not 0 < upstream.weight <= 1e6:
@@ -217,7 +218,7 @@ def check_upstreams(upstreams: Sequence[UpstreamConfig]) -> None:
 
 
 def upstream_key(upstream: UpstreamConfig, environment: Mapping[str, str]) -> str | None:
-    """The key that an upstream wants; None without one. Raises ConfigError if it is missing."""
+    """The key that an upstream requires, or None. Raises ConfigError if it is missing."""
     if upstream.key_env is not None:
         key = environment.get(upstream.key_env, "").strip()
         if not key:
@@ -248,7 +249,7 @@ def read_upstreams(path: str) -> list[UpstreamConfig]:
 
 
 def convert_upstream(values: Any) -> UpstreamConfig:
-    """One upstream, as POST /gateway/add gets it. Raises ConfigError."""
+    """One upstream, from the JSON of POST /gateway/add. Raises ConfigError."""
     upstream = _convert(values, UpstreamConfig, "the body")
     check_upstreams([upstream])
     return upstream

@@ -1,4 +1,4 @@
-"""Dispatcher: sends a request to replicas until one answers, and lets another one go on with a broken answer."""
+"""Dispatcher: sends a request to replicas until one answers, and has another replica continue a broken answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from weft.serving.errors import HttpError
 
 log = logging.getLogger("weft.gateway")
 
-RESUME_S = 30.0  # time in which a replica must be found that goes on with a broken answer
+RESUME_S = 30.0  # time in which a replica must be found that continues a broken answer
 
 
 class Dispatcher:
@@ -42,10 +42,10 @@ class Dispatcher:
     # Before the first byte
 
     async def begin(self, exchange: Exchange) -> tuple[ResponseHead, bytes]:
-        """Head and first piece of the response of the first replica that gives one.
+        """Head and first piece of the response of the first replica that responds.
 
-        At most TRIES replicas are tried, each once, unless none could be reached. Raises HttpError if none is left, and
-        ClientGoneError.
+        At most TRIES replicas are tried, each once unless no replica could be reached. Raises HttpError if none is
+        left, and ClientGoneError.
         """
         self._budget.earn()
         patience = self._choice.patience()
@@ -104,7 +104,7 @@ class Dispatcher:
         return head, first
 
     def _is_continuable(self, exchange: Exchange, replica: Replica) -> bool:
-        """Return True if another replica, which may be added while it runs, could go on with this one's answer."""
+        """Return True if another replica could continue this answer; it may also be added while the answer runs."""
         completion = exchange.completion
         return completion is not None and completion.streams and completion.single and replica.is_weft
 
@@ -112,7 +112,8 @@ class Dispatcher:
         """The request's body for a replica."""
         changes: dict[str, Any] = {}
         own_name = replica.own_name(exchange.model)
-        # Two readers of a body that names two models would not agree: a key for one model gets a body with one.
+        # Readers of a body that names two models may disagree: a key that is limited to a model sends a body with one
+        # name.
         if own_name != exchange.model or (exchange.model and exchange.client.models is not None):
             changes["model"] = own_name
         completion = exchange.completion
@@ -122,7 +123,7 @@ class Dispatcher:
                 changes |= completion.token_fields(answered, events)
             if exchange.metered:
                 changes |= completion.usage_fields()
-            if replica.overflow:  # no more than was reserved
+            if replica.overflow:  # at most the reserved tokens
                 most = completion.max_tokens or DEFAULT_ANSWER
                 changes |= completion.limit_fields(most, replica.config.limit_field)
         return with_fields(exchange.body, changes, rewrites=replica.overflow) if changes else exchange.body
@@ -130,7 +131,7 @@ class Dispatcher:
     def _answer(
         self, exchange: Exchange, replica: Replica, head: ResponseHead, continuable: bool
     ) -> ResumableAnswer | WholeAnswer | None:
-        """Reader of a response on its way; None if the gateway need not read it."""
+        """The object that reads a response on its way; None if the gateway need not read it."""
         completion = exchange.completion
         if completion is None:
             return None
@@ -160,7 +161,7 @@ class Dispatcher:
         )
 
     def _may_retry(self, exchange: Exchange, attempt: Attempt, reason: str) -> bool:
-        """Return True if another replica is there to be asked. Every retry after 5xx is taken from the budget."""
+        """Return True if another replica may be tried. Every retry after 5xx is taken from the budget."""
         if reason == "died":
             return self._losses.goes_on_after_restart(exchange, attempt) and bool(self._choice.candidates(exchange))
         if not self._choice.candidates(exchange):
@@ -170,11 +171,11 @@ class Dispatcher:
         return is_repeatable(exchange.method, exchange.scope["path"]) and self._budget.spend()
 
     def _judge(self, attempt: Attempt, head: ResponseHead, reason: str) -> None:
-        """Report to the breaker a response that has begun. A replica that is full is not ill."""
+        """Report to the breaker a response that has begun. A full replica is not unhealthy."""
         if reason == "5xx":
             attempt.fail(self.fleet.clock(), f"status {head.status}")
         elif not attempt.replica.breaker.closed:
-            attempt.succeed(self.fleet.clock())  # of a response of hours, the end would be too late
+            attempt.succeed(self.fleet.clock())  # the end of a response may be hours away
 
     def _blame(self, attempt: Attempt, error: UpstreamError) -> None:
         """Count a failure of a replica and end the attempt."""
@@ -184,7 +185,7 @@ class Dispatcher:
 
     @staticmethod
     def _no_replica(exchange: Exchange, failure: UpstreamError | None) -> HttpError:
-        """The error for a request that no replica answered: the refusal of one that is full comes first."""
+        """The error for a request that no replica answered; a full replica's refusal is preferred."""
         if exchange.refusal is not None:
             return exchange.refusal
         if failure is None:
@@ -202,9 +203,9 @@ class Dispatcher:
         self._losses.note_answer(exchange)
 
     async def resume(self, exchange: Exchange, answer: ResumableAnswer, broken: UpstreamError) -> bytes:
-        """First piece of another replica's continuation of an answer that has broken.
+        """First piece of another replica's continuation of a broken answer.
 
-        Raises `broken` if there is none within RESUME_S, and ClientGoneError.
+        Raises `broken` if no replica continues it within RESUME_S, and ClientGoneError.
         """
         assert exchange.attempt is not None
         broken.upstream = exchange.upstream
@@ -234,9 +235,9 @@ class Dispatcher:
     async def _continue_at(
         self, exchange: Exchange, answer: ResumableAnswer, answered: list[int], attempt: Attempt, broken: UpstreamError
     ) -> bytes | None:
-        """First piece of a replica's continuation of an answer; None if it gives none, but another one may.
+        """First piece of a replica's continuation of an answer; None if it fails and another replica may be tried.
 
-        Raises `broken` if no other one may be asked, and ClientGoneError.
+        Raises `broken` if no other replica may be tried, and ClientGoneError.
         """
         try:
             head, first = await self._ask(exchange, attempt, answered, limit_s=self.timeouts.first_byte)
@@ -264,17 +265,18 @@ class Dispatcher:
 
 
 def check_owner(exchange: Exchange, head: ResponseHead) -> None:
-    """Raise HttpError 502 for what an upstream sends without having heeded whose it is."""
+    """Raise HttpError 502 if the upstream did not confirm X-Weft-Owner, and so does not separate files per key."""
     if exchange.owner and head.status < 300 and not head.header(OWNER_HEADER):
         raise HttpError(
             502,
-            "the upstream does not keep the files of keys apart; it needs this version of Weft",
+            "the upstream did not confirm X-Weft-Owner, so it does not separate files per key; "
+            "it needs this version of Weft",
             code="owner-not-heeded",
         )
 
 
 def reason_to_retry(head: ResponseHead, first: bytes) -> str:
-    """Why another replica may give a better response: "full", "died" or "5xx"; "" if there is no reason."""
+    """The reason to try another replica: "full", "died" or "5xx"; "" without a reason."""
     if head.status < 429:
         return ""
     if tells_restart(head, first):
@@ -285,7 +287,7 @@ def reason_to_retry(head: ResponseHead, first: bytes) -> str:
 
 
 def refusal_of(head: ResponseHead) -> HttpError:
-    """The answer of a replica that is full, if all others fail."""
+    """The response of a full replica, which is sent if all others fail."""
     after = head.header(b"retry-after").decode("latin-1")
     return HttpError(
         head.status,

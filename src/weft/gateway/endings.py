@@ -1,4 +1,4 @@
-"""The end of a stream that breaks: the error that it ends with, if the bytes before it end an event."""
+"""The end of a broken stream: an error event, if the bytes before it end an event."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.serving.sse import encode_error_event
 
 
 def error_event(exchange: Exchange, error: UpstreamError) -> bytes:
-    """The last event of a broken stream: the replica's own, if it sent one."""
+    """The last event of a broken stream: the replica's own error event, if it sent any."""
     answer, path = exchange.answer, exchange.scope["path"]
     if isinstance(answer, ResumableAnswer) and answer.error_event:
         return answer.error_event
@@ -27,10 +27,10 @@ def error_event(exchange: Exchange, error: UpstreamError) -> bytes:
 
 
 class EventEnding:
-    """Knows of a response if it is a stream of events or lines, and how the bytes so far end."""
+    """Tells if a response is a stream of events or lines, and how the bytes so far end."""
 
     END_MARK = re.compile(rb"(\A|[\r\n])data: ?\[DONE\]\s*\Z")  # in OpenAI's streams
-    LONGEST = 32  # bytes that are looked at
+    LONGEST = 32  # bytes that are examined
 
     def __init__(self, head: ResponseHead) -> None:
         self._ends: tuple[bytes, ...] = (b"\n\n", b"\r\n\r\n", b"\r\r") if head.is_event_stream else ()

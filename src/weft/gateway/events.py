@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
-EVENT_BYTES = 2**22  # bytes of one event; log probabilities of many tokens at once are long
+EVENT_BYTES = 2**22  # largest event in bytes; log probabilities of many tokens at once are long
 BLANK_LINE = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 DONE = b"[DONE]"
 
 
 class EventSplitter:
-    """Whole events of a stream; a line ends with LF, CRLF or CR. `end`: what ends an event instead."""
+    """Whole events of a stream; a line ends with LF, CRLF or CR. `end`: another end of an event."""
 
     def __init__(self, end: re.Pattern[bytes] = BLANK_LINE) -> None:
         self._end = end
@@ -33,7 +33,7 @@ class EventSplitter:
         return events
 
     def take_rest(self) -> bytes:
-        """The bytes behind the last whole event, which are forgotten."""
+        """The bytes after the last whole event, which are dropped."""
         rest, self._rest = self._rest, b""
         return rest
 

@@ -1,4 +1,4 @@
-"""Exchange: one client's request, as it goes to replicas, and what the access log says of it."""
+"""Exchange: one client's request, its tries at replicas, and its line of the access log."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from weft.gateway.upstream import UpstreamError
 from weft.serving.errors import HttpError
 from weft.serving.front_client import HEADER
 
-OWNER_HEADER = b"x-weft-owner"  # whose files and batches a request is about
-HOP_HEADER = b"x-weft-gateway"  # names of the gateways that a request came through
-CLIENT_HEADER = HEADER.encode()  # whose request the front of a set sends on
+OWNER_HEADER = b"x-weft-owner"  # header with the owner of files and batches
+HOP_HEADER = b"x-weft-gateway"  # header with the names of the gateways before this one
+CLIENT_HEADER = HEADER.encode()  # header with the client of the front of a set
 
-# RFC 9110: about one connection, not about the message. The others are written anew for each upstream.
+# RFC 9110: fields of one connection, not of the message. The other fields here are set for each upstream.
 HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
     b"upgrade".split()
 )
 FORWARDED_FOR = b"x-forwarded-for"
-WRITTEN_ANEW = HOP_BY_HOP | {
+REWRITTEN = HOP_BY_HOP | {
     b"host",
     b"content-length",
     b"expect",
@@ -39,10 +39,10 @@ WRITTEN_ANEW = HOP_BY_HOP | {
     OWNER_HEADER,
     CLIENT_HEADER,
 }
-KEYS = frozenset((b"authorization", b"x-api-key", OWNER_HEADER))  # headers with keys that may be the upstream's
-NOT_SENT = WRITTEN_ANEW | KEYS
+KEYS = frozenset((b"authorization", b"x-api-key", OWNER_HEADER))  # headers that may have the upstream's key
+NOT_SENT = REWRITTEN | KEYS
 NOT_SENT_TO_COUNTED = NOT_SENT | {b"accept-encoding"}  # the gateway reads the answers of these paths
-OPTIONS_OF_CONNECTION = (b"keep-alive", b"close")  # which name no header field
+OPTIONS_OF_CONNECTION = (b"keep-alive", b"close")  # values of a Connection field that name no other field
 
 LOGGED_CHARACTERS = 512  # characters of a path
 
@@ -56,17 +56,19 @@ class ClientGoneError(UpstreamError):
 
 
 class Exchange:
-    """One request of a client, from its head on.
+    """One request of a client.
 
-    `model`, `fingerprint`: what routing reads. `completion`: what it asks for, if that is a completion. `answer`: its
-    stream, if the gateway reads that. `tried`: replicas that do not get it again. `lost_at`: those of them that died or
-    stalled with it, since its answer last grew. `attempt`: the try that runs. `refusal`: the answer if no replica gives
-    a better one, of a replica that is full. `gone`: the client has closed its connection. `hops`: names of the gateways
-    before this one. `announced`: length of the body by its head, 0 if that tells none. `metered`: the tokens of the
-    answer count. The other fields are for the access log: `outcome` is "complete" or the code of an error.
+    - `model`, `fingerprint`: the values that routing reads.
+    - `completion`: the parameters of a completion. `answer`: its stream, if the gateway reads it.
+    - `tried`: replicas that do not get it again. `lost_at`: replicas that died or stalled with it since its answer last
+      grew. `attempt`: the running try.
+    - `refusal`: the response of a full replica, which is sent if no replica responds better.
+    - `gone`: the client has closed its connection. `hops`: names of the gateways before this one.
+    - `announced`: length of the body by its head, or 0. `metered`: the tokens of the answer are counted.
+    - The other fields are for the access log: `outcome` is "complete" or the code of an error.
     """
 
-    # Most requests leave most of these as they are.
+    # Class-level defaults, which save an assignment per request.
     body = b""
     client = ANONYMOUS
     bytes_in = announced = 0
@@ -74,9 +76,9 @@ class Exchange:
     fingerprint = UNREAD
     completion: Completion | None = None
     metered = False
-    entered = False  # counted by the rates of its key
-    owner = b""  # of files and batches: the client, as upstreams know it
-    client_header = b""  # the client, as the front of a set tells a model's server
+    entered = False  # it is counted by the rates of its key
+    owner = b""  # the client's name at upstreams, for files and batches
+    client_header = b""  # the client that the front of a set names to a model's server
     attempt: Attempt | None = None
     tries = 0
     refusal: HttpError | None = None
@@ -110,7 +112,7 @@ class Exchange:
             lines.append(b"content-length: %d\r\n" % length)
         if replica.key is not None:
             lines.append(b"authorization: Bearer %b\r\n" % replica.key.encode())
-        elif not self.client.known:  # the gateway has no keys of its own: these are the upstream's
+        elif not self.client.known:  # without keys of the gateway, these headers are for the upstream
             lines.append(self._keys)
         if self.owner:
             lines.append(b"%b: %b\r\n" % (OWNER_HEADER, self.owner))
@@ -119,7 +121,7 @@ class Exchange:
         return b"".join([*lines, b"\r\n"])
 
     def _read_headers(self, gateway: bytes) -> None:
-        """Write the header fields that are the same for all replicas, and note those that are about the way here."""
+        """Write the header fields that are the same for all replicas, and note the fields about earlier gateways."""
         scope = self.scope
         not_sent = NOT_SENT_TO_COUNTED if scope["path"] in COUNTED else NOT_SENT
         sent: list[bytes] = []
@@ -160,7 +162,7 @@ class Exchange:
 
     @property
     def digest(self) -> bytes:
-        """Digest of what the request asks for, computed while its body is held; empty if it has none."""
+        """Digest of the request, computed while its body is held; empty without a body."""
         if not self._digest and self.body:
             digest = blake2b(self.raw_path, digest_size=16)
             digest.update(self.body)
@@ -178,7 +180,7 @@ class Exchange:
         return self.attempt.replica.name if self.attempt is not None else ""
 
     def leave(self) -> None:
-        """Cancel what runs: the client has gone."""
+        """Cancel the request: the client has disconnected."""
         self.gone = True
         if self.attempt is not None:
             self.attempt.cancel(client_gone())
@@ -210,7 +212,7 @@ def client_gone() -> ClientGoneError:
 
 
 def without(headers: Sequence[tuple[bytes, bytes]], dropped: frozenset[bytes]) -> Headers:
-    """The header fields whose names are not in `dropped`, nor named by a Connection field."""
+    """The header fields that are neither in `dropped` nor named by a Connection field."""
     kept = []
     for pair in headers:
         if pair[0] not in dropped:

@@ -1,4 +1,4 @@
-"""The parts of an HTTP request that routing reads: model, beginning of the prompt, session."""
+"""The parts of an HTTP request that routing and accounts read: model, beginning of the prompt, session, limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.gateway.policy import PIECE_TOKENS, Fingerprint
 from weft.serving.errors import HttpError
 
 PIECE_BYTES = 4 * PIECE_TOKENS  # bytes of JSON; English text has about 4 bytes per token
-PIECES = 1024  # pieces of a prompt's beginning that are compared; of a longer one the rest counts as unknown
+PIECES = 1024  # pieces of a prompt's beginning that are compared; the rest of a longer prompt counts as unknown
 SESSION_HEADER = "x-session-id"
 SESSION_CHARACTERS = 256
 
@@ -23,7 +23,7 @@ class RoutedFields(msgspec.Struct):
     """The fields that the gateway reads, of any API: OpenAI's, Anthropic's or Ollama's."""
 
     model: Any = None
-    name: Any = None  # what old clients of Ollama call it
+    name: Any = None  # the field of old clients of Ollama
     tools: msgspec.Raw = NOTHING
     functions: msgspec.Raw = NOTHING
     system: msgspec.Raw = NOTHING
@@ -68,11 +68,11 @@ GUARDED = frozenset(
 )
 
 
-PLAIN = frozenset(RoutedFields.__struct_fields__) | {"temperature", "top_p"}  # frequent names that equal no other
+PLAIN = frozenset(RoutedFields.__struct_fields__) | {"temperature", "top_p"}  # frequent names without another spelling
 
 
 def read_fields(body: bytes) -> RoutedFields:
-    """The fields of a body of any kind; those of an empty object if `read_object` refuses it."""
+    """The fields of a body of any kind; none if `read_object` refuses it."""
     try:
         return read_object(body)
     except HttpError:
@@ -82,11 +82,11 @@ def read_fields(body: bytes) -> RoutedFields:
 def read_object(body: bytes) -> RoutedFields:
     """The fields of a JSON object.
 
-    Raises HttpError 400 for what an upstream might read differently: numbers, texts and encodings that are not JSON's
-    but Python's, and names of `GUARDED` in other letters, which Go takes for the same.
+    Raises HttpError 400 for bodies that an upstream might read differently: numbers, texts and encodings that Python
+    accepts but JSON does not, and names of `GUARDED` in another case, which Go treats as equal.
     """
     if body.lstrip(b" \t\r\n")[:1] != b"{":
-        raise HttpError(400, "the body is no JSON object in UTF-8 without a byte order mark", code="not-json")
+        raise HttpError(400, "the body is not a JSON object in UTF-8 without a byte order mark", code="not-json")
     try:
         fields = DECODER.decode(body)
         names = NAMES_DECODER.decode(body)
@@ -97,7 +97,7 @@ def read_object(body: bytes) -> RoutedFields:
 
 
 def check_spelling(names: Iterable[str], guarded: frozenset[str]) -> None:
-    """Raise HttpError 400 for a name that equals a guarded one but for the case of its letters."""
+    """Raise HttpError 400 for a name that differs from a guarded name only in its case."""
     for name in names:
         if name in PLAIN:
             continue
@@ -117,13 +117,13 @@ def model_of(fields: RoutedFields) -> str:
 
 
 def fingerprint(fields: RoutedFields, headers: Mapping[str, str], *, reads_prefix: bool) -> Fingerprint:
-    """The fingerprint of a request. The session is that of the header X-Session-Id, else of a field of the body."""
+    """The fingerprint of a request. The session is the header X-Session-Id, else a field of the body."""
     named = (headers.get(SESSION_HEADER), fields.session_id, fields.prompt_cache_key, fields.user)
     session = next((name for name in named if isinstance(name, str) and name), "")[:SESSION_CHARACTERS]
     if not reads_prefix:
         return Fingerprint(session=session)
     text = bytes(fields.messages) or bytes(fields.prompt) or bytes(fields.input)
-    # The template puts these before the messages.
+    # The template puts tools before the messages.
     opening = b"\0".join((model_of(fields).encode(errors="replace"), bytes(fields.tools), bytes(fields.system)))
     digest = blake2b(opening, digest_size=8)
     digests = []

@@ -23,7 +23,7 @@ class Fleet:
             self.add(upstream)
 
     def add(self, upstream: UpstreamConfig) -> Replica:
-        """Add a replica; one that is being drained, and is the same otherwise, gets requests again.
+        """Add a replica. A replica that drains and has the same configuration gets requests again.
 
         Raises ConfigError if it is already there.
         """
@@ -47,16 +47,16 @@ class Fleet:
         return self.replicas[name]
 
     def remove(self, replica: Replica) -> None:
-        """Forget a replica; requests that it has go on."""
+        """Forget a replica; its running requests go on."""
         replica.draining = True
-        if self.replicas.get(replica.name) is replica:  # another one may have its name by now
+        if self.replicas.get(replica.name) is replica:  # another replica may have its name by now
             del self.replicas[replica.name]
         replica.close()
 
     def candidates(self, model: str, tried: Collection[Replica]) -> list[Replica]:
-        """The replicas that may get a request for `model` now, without those that were tried.
+        """The replicas that may get a request for `model` now, without the replicas in `tried`.
 
-        One that is ill gets checks only, until one succeeds.
+        An unhealthy replica gets only checks until a check succeeds.
         """
         return [
             replica
@@ -65,7 +65,7 @@ class Fleet:
         ]
 
     def covered_models(self) -> set[str] | None:
-        """The models that healthy replicas serve; None if one of them may serve any model."""
+        """The models that healthy replicas serve; None if a healthy replica may serve any model."""
         covered: set[str] = set()
         for replica in self.replicas.values():
             if replica.draining or not replica.breaker.closed:
@@ -76,7 +76,7 @@ class Fleet:
         return covered
 
     def continuing(self, model: str) -> list[Replica]:
-        """The replicas that continue answers of `model`, or may before their first check, whatever their health."""
+        """The replicas that continue answers of `model`, or may do so before their first check, healthy or not."""
         return [
             replica
             for replica in self.replicas.values()
@@ -84,7 +84,7 @@ class Fleet:
         ]
 
     def knows_model(self, model: str) -> bool:
-        """Return True if a replica serves the model, or may, whatever its health."""
+        """Return True if a replica serves the model, or may serve it, whatever its health."""
         for replica in self.replicas.values():  # noqa: SIM110 - any() takes twice as long, for every request
             if replica.serves(model):
                 return True
@@ -95,14 +95,14 @@ class Fleet:
         now = self.clock()
         weights = [replica.weight * replica.breaker.share(now) for replica in candidates]
         if len(set(weights)) == 1:
-            weights = []  # the policies' short way
+            weights = []  # equal weights: policies then take a faster way
         views = ReplicaViews(
             [replica.connections for replica in candidates], weights, [replica.name for replica in candidates]
         )
         return candidates[self.policy.choose_replica(fingerprint, views)]
 
     def model_rows(self) -> list[dict[str, Any]]:
-        """The rows of /v1/models: every model of every replica that is not being drained, once, in order of name."""
+        """The rows of /v1/models: the models of all replicas that do not drain, each once, in order of name."""
         rows: dict[str, dict[str, Any]] = {}
         for replica in self.replicas.values():
             if replica.draining:

@@ -17,7 +17,7 @@ from weft.serving.keys import digest_key, matching_index, sent_key
 class GatewayClient(NamedTuple):
     """The sender of a request.
 
-    `known`: it sent a key of the gateway. `models`: the only ones that it may use; None for all.
+    `known`: it sent a key of the gateway. `models`: the models that it may use; None for all.
     """
 
     name: str | None = None
@@ -33,14 +33,14 @@ ANONYMOUS = GatewayClient()
 
 
 class Keys:
-    """The keys of a gateway; without any, everybody may send requests. `admin_key` is one more, for administrators."""
+    """The keys of a gateway; without keys, any client may send requests. `admin_key` is for administrators."""
 
     def __init__(self, keys: Sequence[ClientKey], admin_key: str | None) -> None:
         self._admin_key = admin_key
         self.change(keys)
 
     def change(self, keys: Sequence[ClientKey]) -> None:
-        """Identify clients by these keys from now on; requests that run go on."""
+        """Identify clients by these keys from now on; running requests go on."""
         self._digests = [key.digest for key in keys]
         self._clients = [_client_of(key) for key in keys]
         if self._admin_key:
@@ -50,7 +50,7 @@ class Keys:
         self._has_admin = any(client.admin for client in self._clients)
 
     def identify(self, scope: Scope) -> GatewayClient:
-        """The sender of a request. Raises HttpError 401 if keys are required and none of them was sent."""
+        """The sender of a request. Raises HttpError 401 if keys are required and the request has none of them."""
         client = self._find(scope)
         if client is None and self.required:
             raise HttpError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid-api-key")
@@ -59,9 +59,9 @@ class Keys:
     def check_admin(self, scope: Scope) -> None:
         """Raise HttpError 403 or 401 unless the sender may change the gateway.
 
-        Without an admin key these are the processes of this machine, as `comes_from_here` tells them. Nobody may if
-        keys are required, or on a Unix socket: a proxy on this machine that adds no header may be in front, and the
-        requests of its clients look like this machine's.
+        Without an admin key, local processes may, as far as `comes_from_here` recognizes them. No client may if keys
+        are required, or on a Unix socket: a local proxy that adds no header may be in front, and its clients' requests
+        look like local requests.
         """
         if self._has_admin:
             client = self._find(scope)

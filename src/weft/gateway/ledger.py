@@ -17,12 +17,12 @@ log = logging.getLogger("weft.gateway")
 
 HOUR_S, DAY_HOURS = 3600, 24
 KEPT_HOURS = 5 * 7 * DAY_HOURS  # hours for which spent amounts are kept
-# A clock that has moved by JUMP_HOURS or more since the last request may be wrong: a machine that boots without a
-# battery, a bad time server. Nothing is forgotten then until it has gone on steadily for STEADY_HOURS.
+# A clock that has moved by JUMP_HOURS or more since the last request may be wrong: the machine may have no clock
+# battery, or a bad time server. Then nothing is removed until the clock has run steadily for STEADY_HOURS.
 JUMP_HOURS, STEADY_HOURS = 48, 24
 MEMORY = ":memory:"
-MOST = 10**15  # tokens or dollars of an hour; more was not spent, but written by a fault
-# Conditions of a row of either table. SQLite itself keeps text and infinity in a column of numbers.
+MOST = 10**15  # largest plausible tokens or dollars of an hour; more was written by a fault
+# Conditions of a row of either table. SQLite itself accepts text and infinity in a column of numbers.
 AMOUNTS = f"""
     typeof(hour) = 'integer' AND typeof(prompt_tokens) = 'integer' AND prompt_tokens BETWEEN 0 AND {MOST}
     AND typeof(completion_tokens) = 'integer' AND completion_tokens BETWEEN 0 AND {MOST}
@@ -76,9 +76,9 @@ class Ledger:
     """Amounts that requests spent, by hour (UTC), key, model and upstream. `clock` reads seconds since 1970.
 
     Amounts are kept for five weeks. A request's amount is reserved before it is sent, and settled when it has ended.
-    Amounts that were reserved when a gateway died count as spent in full: nobody knows how far the upstream came.
-    Rows of the future, which a wrong clock has written, count as spent now. Raises ConfigError for a file that is no
-    ledger, has amounts that are none, or is a newer program's. A file belongs to one gateway.
+    Amounts that were reserved when a gateway died count as spent in full, since the upstream may have spent them. Rows
+    of the future, which a wrong clock has written, count as spent now. Raises ConfigError for a file that is no ledger,
+    has invalid amounts, or was written by a newer version. A file belongs to one gateway.
     """
 
     def __init__(self, path: str, clock: Callable[[], float] = time.time) -> None:
@@ -92,7 +92,7 @@ class Ledger:
             # Before the first access, so that the lock of the first transaction stays until the file is closed.
             self._database.execute("PRAGMA locking_mode = EXCLUSIVE")
             self._database.execute("PRAGMA journal_mode = WAL")
-            self._database.execute("PRAGMA synchronous = NORMAL")  # a dead process loses nothing that was committed
+            self._database.execute("PRAGMA synchronous = NORMAL")  # the death of the process loses no committed data
             self._database.execute("BEGIN EXCLUSIVE")
             self._database.execute("COMMIT")
             migrate(self._database, MIGRATIONS)
@@ -101,8 +101,8 @@ class Ledger:
             newest = self._database.execute("SELECT MAX(hour) FROM spent").fetchone()[0]
         except (sqlite3.Error, OSError) as error:
             raise ConfigError(
-                f"cannot use the ledger {path}: {error_reason(error)}; give another file, or end the gateway that has "
-                "it",
+                f"cannot use the ledger {path}: {error_reason(error)}; give another file, or stop the gateway that "
+                "uses it",
                 code="cannot-use-ledger",
             ) from None
         self._seen = self._hour() if newest is None else newest  # the hour of the last request
@@ -130,11 +130,11 @@ class Ledger:
                 self._database.execute(ADD, (*reservation[1:5], requests, *amount))
 
     def tokens(self, key: str, hours: int) -> int:
-        """Tokens of a key in the current hour and those before it, `hours` in all, reserved ones included."""
+        """Tokens of a key in the last `hours` hours, the current hour and reservations included."""
         return int(self._sum("prompt_tokens + completion_tokens", "key = ?", hours, key))
 
     def dollars(self, hours: int) -> float:
-        """Dollars in the current hour and those before it, `hours` in all, reserved ones included."""
+        """Dollars in the last `hours` hours, the current hour and reservations included."""
         return self._sum("dollars", "dollars > 0", hours)
 
     def rows(self, hours: int) -> list[dict[str, object]]:
@@ -166,7 +166,7 @@ class Ledger:
         return total
 
     def _forget_old(self, hour: int) -> None:
-        """Remove the rows of more than five weeks ago, if the clock can be believed."""
+        """Remove the rows of more than five weeks ago, if the clock can be trusted."""
         self._forgot = hour
         if abs(hour - self._seen) >= JUMP_HOURS:
             log.warning(
@@ -181,7 +181,7 @@ class Ledger:
             self._database.execute("DELETE FROM spent WHERE hour <= ?", (hour - KEPT_HOURS,))
 
     def _check_file(self) -> None:
-        """Raise sqlite3.OperationalError once the file has been taken away: nobody would find what is written."""
+        """Raise sqlite3.OperationalError if the file has been removed: its rows would be lost."""
         if self._file is not None and (fault := self._file.fault()):
             raise sqlite3.OperationalError(f"its file {fault}; put it back, or start the gateway again")
 
@@ -198,9 +198,9 @@ class Ledger:
 
 
 def _prepare(path: str) -> None:
-    """Make a file that does not exist, and migrate one of an older version. Raises OSError, sqlite3.Error, ConfigError.
+    """Create a missing file, and migrate a file of an older version. Raises OSError, sqlite3.Error, ConfigError.
 
-    Over a connection of its own: that of the ledger keeps all others out, the one that makes the copy among them.
+    It opens its own connection: the ledger's connection would lock out the connection that makes the copy.
     """
     make_private_file(path)
     with closing(sqlite3.connect(path, isolation_level=None, timeout=1.0)) as database:
@@ -208,7 +208,7 @@ def _prepare(path: str) -> None:
 
 
 def _check_amounts(database: sqlite3.Connection) -> None:
-    """Make the tables, with their checks, in place of those without. Raises ConfigError for rows that fail them."""
+    """Replace tables without checks by tables with checks. Raises ConfigError for rows that fail them."""
     _refuse_nonsense(database)
     for table, (definition, _) in TABLES.items():
         old = _has_table(database, table)
@@ -224,17 +224,17 @@ MIGRATIONS: tuple[Migration, ...] = (_check_amounts,)
 
 
 def _refuse_nonsense(database: sqlite3.Connection) -> None:
-    """Raise ConfigError for a row whose amounts are none: with them, a budget would not hold."""
+    """Raise ConfigError for a row with invalid amounts: with them, a budget would not hold."""
     for table, (_, condition) in TABLES.items():
         if not _has_table(database, table):
             continue
-        # Not true, so that a condition over NULL counts too.
+        # `NOT` would miss a condition that is NULL.
         row = database.execute(
             f"SELECT hour, key, prompt_tokens, completion_tokens, dollars FROM {table} WHERE ({condition}) IS NOT TRUE"
         ).fetchone()
         if row is not None:
             raise ConfigError(
-                f"the ledger {path_of(database)} has a row in {table} that is no amount: hour, key, prompt tokens, "
+                f"the ledger {path_of(database)} has a row in {table} with invalid amounts: hour, key, prompt tokens, "
                 f"completion tokens and dollars are {row!r:.200}; correct or delete it with sqlite3, or give another "
                 "file",
                 code="damaged-ledger",

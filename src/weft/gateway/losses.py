@@ -1,4 +1,4 @@
-"""Losses: upstreams that died while they had requests. Says which of these requests another upstream may get."""
+"""Losses: upstreams that died with requests, and which of these requests another upstream may get."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ log = logging.getLogger("weft.gateway")
 
 
 class Losses:
-    """Decides what becomes of requests whose upstream died or stalled after they were sent.
+    """Decides whether a request is sent again after its upstream died or stalled.
 
-    A request may lose LOST upstreams: it may be what ends them. So a body goes to at most one other upstream, whose
-    price is taken from the `budget`; all requests that an upstream had when it died pay for it once. A request that
-    loses its second upstream while no other suspect is there is refused for a while. `clock` reads monotonic seconds.
+    A request may lose LOST upstreams, since it may be the cause of their deaths. So a body is sent to at most one other
+    upstream, and the retry is taken from the `budget`, once for all requests that the dead upstream had. A request that
+    loses its second upstream while there is no other suspect is refused for a while. `clock` reads monotonic seconds.
     """
 
     def __init__(self, budget: RetryBudget, clock: Callable[[], float]) -> None:
@@ -32,12 +32,12 @@ class Losses:
         self._suspects = Suspects()
 
     def check(self, exchange: Exchange) -> None:
-        """Raise HttpError 422 for a request that has ended two upstreams. Clients' own retries do not repeat a 422."""
+        """Raise HttpError 422 for a request that has ended two upstreams. Client libraries do not retry after 422."""
         left_s = self.refused_s(exchange)
         if left_s > 0:
             raise HttpError(
                 422,
-                f"{LOST} upstreams in a row died while they had this request, and it was not answered between; it is "
+                f"{LOST} upstreams in a row died while they processed this request; it is "
                 f"refused for {left_s:.0f} s; change it, or report its digest {exchange.digest.hex()}",
                 code="request-ends-engines",
             )
@@ -48,10 +48,10 @@ class Losses:
             return 0.0
         return self._suspects.refused_s(exchange.digest, self._clock())
 
-    # Suspects, one after the other
+    # Suspects, one after another
 
     def free(self, exchange: Exchange, candidates: Sequence[Replica], waited_s: float) -> list[Replica]:
-        """The candidates that have no other suspect, if the request is one itself; after PATIENCE_S all."""
+        """The candidates without another suspect, if the request is a suspect; after PATIENCE_S all candidates."""
         if not self._suspects or not exchange.digest or waited_s >= PATIENCE_S:
             return list(candidates)
         now = self._clock()
@@ -66,7 +66,7 @@ class Losses:
             attempt.on_answer = lambda: self._suspects.end(trial)
 
     def note_answer(self, exchange: Exchange) -> None:
-        """Note that a request has been answered to its end: whatever died with it died of something else."""
+        """Note that a request has been answered to its end: it is not the cause of any death."""
         if self._suspects and exchange.digest:
             self._suspects.note_answer(exchange.digest)
 
@@ -77,13 +77,13 @@ class Losses:
         return not error.sent or self._lose(exchange, attempt, is_death=error.died, dies_again=attempt.resent)
 
     def goes_on_after_restart(self, exchange: Exchange, attempt: Attempt) -> bool:
-        """Count an engine that died, as its server says. Return True if another upstream may get the request."""
+        """Count an engine whose death its server reports. Return True if another upstream may get the request."""
         return self._lose(exchange, attempt, is_death=True)
 
     def note_break(self, exchange: Exchange, attempt: Attempt, error: UpstreamError, *, progressed: bool) -> bool:
-        """Count a stream that broke. Return True if another upstream may go on with it.
+        """Count a stream that broke. Return True if another upstream may continue it.
 
-        One that got tokens from this upstream is no suspect, and this is the first upstream that it loses.
+        A request that got tokens from this upstream is no suspect, and this counts as the first upstream that it loses.
         """
         if progressed:
             exchange.lost_at = [attempt.replica]
@@ -102,7 +102,7 @@ class Losses:
         return not must_pay or self._budget.spend()
 
     def _note_death(self, exchange: Exchange, attempt: Attempt) -> None:
-        """Count a death of an upstream that answers others: one that answers nobody is at fault itself."""
+        """Count the death of an upstream that has answered others: otherwise the upstream itself is at fault."""
         if not exchange.digest:
             return
         name = attempt.replica.name

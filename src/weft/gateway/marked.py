@@ -1,4 +1,4 @@
-"""MarkedAnswer: a stream with marks on its way to a client, and what another replica needs to go on with it."""
+"""MarkedAnswer: a stream with marks on its way to a client, and the state from which another replica continues it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from weft.gateway.upstream import ResponseHead, UpstreamError
 
 
 class MarkedAnswer(ResumableAnswer):
-    """The parts of one answer, from one replica after another, in an API without room for token ids.
+    """The parts of one answer, possibly from several replicas, in an API without room for token ids.
 
-    A replica that was asked for marks sends one first, and one behind each part. A part is passed on once its mark has
-    come: another replica makes it again if it has not. `sent_events`: number of events that the client has.
+    A replica that was asked for marks sends a mark first, and a mark after each part. A part is passed on once its mark
+    has arrived; if it does not arrive, another replica computes the part again. `sent_events`: number of events that
+    the client has.
 
-    `continuable`: the replica was asked for marks; False once it sends a stream without them, which goes by as it is.
-    `keeps_marks`: the client asked for them. `model`: the name in the answer; None for the upstream's. `reads_usage`:
-    somebody counts the tokens.
+    `continuable`: the replica was asked for marks; False once it sends a stream without them, which passes unchanged.
+    `keeps_marks`: the client asked for marks. `model`: the name in the answer; None for the upstream's. `reads_usage`:
+    the tokens are counted.
     """
 
     def __init__(
@@ -37,26 +38,26 @@ class MarkedAnswer(ResumableAnswer):
         super().__init__(continuable=continuable, begun=begun)
         self._api, self._keeps_marks, self._model, self._reads_usage = api, keeps_marks, model, reads_usage
         self._splitter = EventSplitter(api.part_end)
-        self._has_marks = continuable  # they are the gateway's as long as the stream goes, whoever can go on with it
-        self._marked = False  # a mark of this replica has come
+        self._has_marks = continuable  # marks stay removed if no replica can continue the stream
+        self._marked = False  # a mark of this replica has arrived
         self._resumed = False
-        self._held: list[bytes] = []  # parts whose mark has not come
+        self._held: list[bytes] = []  # parts whose mark has not arrived
         self._held_bytes = 0
         self._last_error = b""
 
     def fits(self, head: ResponseHead) -> bool:
-        """Return True for a response that goes on with this one."""
+        """Return True for a response that continues this answer."""
         return head.status == 200 and (head.is_line_stream if self._api.lines else head.is_event_stream)
 
     @property
     def error_event(self) -> bytes:
-        """The last replica's word on its failure; empty if it said nothing."""
+        """The error event of the last replica; empty if it sent none."""
         if self._held and self._api.is_error(self._held[-1]):
             return self._held[-1]
         return self._last_error
 
     def resume(self) -> list[int]:
-        """Forget what has no mark. Returns the token ids that the next replica has to go on behind."""
+        """Drop parts without a mark. Returns the token ids after which the next replica has to continue."""
         self._last_error = self.error_event
         self._splitter, self._broken = EventSplitter(self._api.part_end), None
         self._marked, self._resumed = False, True
@@ -84,19 +85,19 @@ class MarkedAnswer(ResumableAnswer):
         elif self._marked:
             self._hold(part)
         elif self._resumed:
-            self._broken = UpstreamError("it does not go on with streams of this API", code="not-continued")
+            self._broken = UpstreamError("it cannot continue streams of this API", code="not-continued")
         else:
             self._give_up(shown)
             self._pass_on(part, shown)
 
     def _pass_on(self, part: bytes, shown: list[bytes]) -> None:
-        """Show a part that no mark is waited for. Without marks nobody knows its tokens: it counts as one."""
+        """Show a part without waiting for a mark. Its tokens are unknown without marks: it counts as one token."""
         if not self._marked and self._api.data(part):
             self.tokens += 1
         shown.append(self._show(part))
 
     def _take_mark(self, mark: Mark, shown: list[bytes]) -> None:
-        """Pass on the parts that have their mark now."""
+        """Pass on the parts whose mark has arrived."""
         self._marked = True
         self.tokens += len(mark.token_ids)
         if not self.continuable:
@@ -120,13 +121,13 @@ class MarkedAnswer(ResumableAnswer):
         self._held, self._held_bytes = [], 0
 
     def _give_up(self, shown: list[bytes]) -> None:
-        """Hold nothing any more: no other replica can go on."""
+        """Stop holding parts: no other replica can continue."""
         self.continuable, self.token_ids = False, []
         shown += map(self._show, self._held)
         self._drop_held()
 
     def finish(self) -> bytes:
-        """The bytes for the client at the end of the stream: of one that may go on, only what has its mark."""
+        """The bytes for the client at the end of the stream; if it may be continued, only parts with their mark."""
         rest = self._splitter.take_rest()
         is_mark = self._has_marks and self._api.read_mark(rest) is not None
         return self._show(rest) if rest and not self.continuable and (self._keeps_marks or not is_mark) else b""

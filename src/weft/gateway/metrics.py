@@ -101,7 +101,7 @@ class GatewayMetrics:
             ended.first_byte.observe(exchange.first_byte_s - exchange.began_s)
 
     def count_continued(self, replica: Replica) -> None:
-        """Count an answer that goes on at a replica."""
+        """Count an answer that a replica continues."""
         self._continued.labels(replica.name).inc()
 
     def count_retry(self, replica: Replica, reason: str) -> None:

@@ -20,7 +20,7 @@ OPENAI = (
     "images/generations",
 )
 OLLAMA = ("chat", "generate", "embed", "embeddings", "tags", "show", "ps", "version")
-# vLLM's, SGLang's and llama-server's own, without the ones that load, unload, flush, trace or put to sleep.
+# Paths of vLLM, SGLang and llama-server, except paths that load, unload, flush, trace or put to sleep.
 OWN = (
     "tokenize",
     "detokenize",
@@ -52,16 +52,16 @@ KEPT_PATH = re.compile(r"/v1/(?:files|batches)(?:/[A-Za-z0-9_-]+(?:/content|/can
 
 # Ollama's paths about models on an upstream's disk, which it need not serve.
 DISK = (*(f"/api/{name}" for name in ("pull", "delete", "create", "copy", "push")), "/api/blobs/")
-ON_DISK = (*KEPT, *DISK)  # to one upstream, always the same
+ON_DISK = (*KEPT, *DISK)  # always sent to the same upstream
 
 WITH_FORMS = frozenset(("/v1/audio/transcriptions", "/v1/audio/translations"))  # bodies with files, not JSON
 
 
-REPEATABLE = (b"GET", b"HEAD", b"DELETE")  # a second one changes nothing more
+REPEATABLE = (b"GET", b"HEAD", b"DELETE")  # a repetition changes nothing
 
 
 def is_repeatable(method: bytes, path: str) -> bool:
-    """Return False for a request that makes files or batches: sent twice, it may make two."""
+    """Return False for a request that creates files or batches: sent twice, it may create two."""
     return method in REPEATABLE or not path.startswith(ON_DISK)
 
 

@@ -15,14 +15,14 @@ from typing import NamedTuple, Protocol
 from weft.gateway.prefix_map import PrefixMap
 
 PIECE_TOKENS = 64  # tokens of a prompt that one digest of its `Fingerprint.prefix` covers
-LONGEST_MEMORY = 4096  # replicas of which round robin keeps a position; of others it forgets it
+LONGEST_MEMORY = 4096  # replicas for which round robin keeps a position; it forgets older positions
 
 
 class Fingerprint(NamedTuple):
     """The part of a request that a policy reads.
 
-    `prefix`: digests of the prompt's beginnings, each PIECE_TOKENS tokens longer than the one before. `length`: tokens
-    of the prompt. `session`: name of the conversation or user; requests of one session have the same.
+    `prefix`: digests of the prompt's beginnings, each PIECE_TOKENS tokens longer than the digest before. `length`:
+    tokens of the prompt. `session`: name of the conversation or user, equal for all requests of a session.
     """
 
     prefix: Sequence[int] = ()
@@ -31,7 +31,7 @@ class Fingerprint(NamedTuple):
 
 
 class ReplicaViews(NamedTuple):
-    """The part of the replicas that a policy reads, as columns: index i is the same replica in all of them.
+    """The part of the replicas that a policy reads, as columns: index i is the same replica in all columns.
 
     `connections`: number of unfinished requests. `weights`: positive shares of the load; empty if all are equal.
     `names`: unique names that stay when other replicas come and go; empty for the index.
@@ -55,7 +55,7 @@ class ReplicaViews(NamedTuple):
 class Policy(Protocol):
     """Distributes requests over replicas.
 
-    `reads_prefix`: `Fingerprint.prefix` and `.length` are used. `reads_session`: `Fingerprint.session` is.
+    `reads_prefix`: it uses `Fingerprint.prefix` and `.length`. `reads_session`: it uses `Fingerprint.session`.
     """
 
     reads_prefix: bool
@@ -124,7 +124,7 @@ class RandomChoice:
 
 
 class PowerOfTwo:
-    """The less loaded one of two replicas that are drawn at random."""
+    """The less loaded of two replicas that are drawn at random."""
 
     reads_prefix = reads_session = False
 
@@ -138,7 +138,7 @@ class PowerOfTwo:
 
 
 class Session:
-    """The same replica for all requests of a session, as long as it is there; without a session the least loaded one.
+    """The same replica for all requests of a session while it exists; without a session, the least loaded replica.
 
     Rendezvous hashing: if a replica comes or goes, only the sessions that it gains or had change their replica.
     """
@@ -161,9 +161,9 @@ class Session:
 
 
 class Prefix:
-    """The replica with the least prefill work left times its load, by what was sent where before.
+    """The replica with the least product of prefill work and load, by the prompts that it got before.
 
-    A replica is taken to have the KV of each prompt that it got lately: the map is approximate, and its memory bounded.
+    A replica is assumed to have the KV of each prompt that it got recently: the map is approximate and bounded.
     """
 
     reads_prefix, reads_session = True, False
@@ -176,7 +176,7 @@ class Prefix:
         count = len(replicas.connections)
         names = [replicas.name(index) for index in range(count)]
         known = self._sent.match(request.prefix, names)
-        # The last token is always computed, and a step has costs of its own: never less than one piece.
+        # At least one piece: the last token is always computed, and a step has a fixed cost.
         work = [max(request.length - pieces * PIECE_TOKENS, PIECE_TOKENS) for pieces in known]
         scores = [work[index] * replicas.load(index) for index in range(count)]
         least = min(scores)

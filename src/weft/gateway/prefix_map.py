@@ -1,4 +1,4 @@
-"""PrefixMap: the beginnings of prompts that replicas got lately, in bounded memory."""
+"""PrefixMap: the beginnings of prompts that replicas got recently, in bounded memory."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 CAPACITY = 2**16  # beginnings that are remembered, of about 200 bytes each
-MAX_REPLICAS = 2**14  # names that are remembered; beyond it, the map starts anew
+MAX_REPLICAS = 2**14  # names that are remembered; beyond it, the map is cleared
 
 
 class PrefixMap:
     """For each beginning of a prompt, the replicas that got a prompt with it.
 
     A beginning is a digest, and a prompt is the digests of its beginnings, shortest first. The least recently used
-    beginnings are forgotten, those of a prompt longest first: without the short ones the long ones are useless.
+    beginnings are forgotten, the longest of a prompt first: long beginnings are useless without the short ones.
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
@@ -39,7 +39,7 @@ class PrefixMap:
         return [matched[self._bits.get(name, 0)] for name in names]
 
     def insert(self, prefix: Sequence[int], name: str) -> None:
-        """Remember that the replica got a prompt with these digests; of a very long prompt, its beginning."""
+        """Remember that the replica got a prompt with these digests; only the beginning of a very long prompt."""
         if name not in self._bits:
             if len(self._bits) >= MAX_REPLICAS:
                 self._bits.clear()

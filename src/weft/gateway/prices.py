@@ -10,7 +10,7 @@ from weft.gateway.config import UpstreamConfig
 
 MILLION = 1e6
 
-# The fields of a completion that change no price but by tokens, which max_tokens and the length of the body bound.
+# Fields of a completion whose only effect on the price is through tokens, which max_tokens and the body's length bound.
 PRICED_FIELDS = frozenset(
     [
         "model",
@@ -65,7 +65,7 @@ PRICED_FIELDS = frozenset(
     ]
 )
 
-# The fields of a message, of its parts, calls and tools, that add nothing but their tokens.
+# Fields of a message, its parts, calls and tools that only add their tokens.
 MESSAGE_FIELDS = frozenset(
     [
         "role",
@@ -90,8 +90,7 @@ TOOL_TOKENS = 1000  # tokens that a vendor's template may add to a prompt with t
 def has_price(body: bytes) -> bool:
     """Return True for a completion of text alone, whose bytes and limits bound its price.
 
-    Pictures, files, searches and faster tiers cost more than their tokens. A field that is not known may be one of
-    them.
+    Pictures, files, searches and faster tiers cost more than their tokens. An unknown field may ask for them.
     """
     try:
         fields = msgspec.json.decode(body)
@@ -107,7 +106,7 @@ def has_price(body: bytes) -> bool:
 
 
 def _rows(fields: dict[str, Any], name: str) -> list[Any]:
-    """A list in a body; [None] for anything else that is there."""
+    """A list in a body; [None] for any other value."""
     value = fields.get(name) or []
     return value if isinstance(value, list) else [None]
 
@@ -133,7 +132,7 @@ def _is_text_part(part: Any) -> bool:
 
 
 def _is_tool(tool: Any) -> bool:
-    """Return True for a tool of the client's own, not one that the vendor runs."""
+    """Return True for a tool that the client runs, not the vendor."""
     if not isinstance(tool, dict) or not tool.keys() <= TOOL_FIELDS or tool.get("type") != "function":
         return False
     return _is_function(tool.get("function") or {})
@@ -145,7 +144,7 @@ def _is_function(function: Any) -> bool:
 
 
 def price_of(upstream: UpstreamConfig, model: str, prompt: int, completion: int) -> float:
-    """Dollars of a request at an upstream; 0 at one that is not marked `overflow`. Raises ConfigError."""
+    """Dollars of a request at an upstream; 0 if it is not marked `overflow`. Raises ConfigError."""
     if not upstream.overflow:
         return 0.0
     if upstream.price is not None:

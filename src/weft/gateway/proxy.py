@@ -1,4 +1,4 @@
-"""Proxy: sends each request to a replica, to another one if that fails, and its response to the client."""
+"""Proxy: sends each request to a replica, or to another if it fails, and the response to the client."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ log = logging.getLogger("weft.gateway")
 
 LENGTH = frozenset((b"content-length",))
 BODYLESS = (204, 304)
-# The last tells where a prompt leaves the server's earlier ones, which are those of all keys of the gateway.
+# X-Weft-Prefix would leak other keys' prompts: it compares a prompt with all earlier prompts of the server.
 NOT_FOR_CUSTOMERS = HOP_BY_HOP | {OWNER_HEADER, b"x-weft-prefix"}
 
 
@@ -131,11 +131,13 @@ class Proxy:
         if self.draining:
             raise HttpError(503, "the gateway is shutting down", code="shutting-down", retry_after_s=1)
         if exchange.hops and any(self._name in hop for hop in exchange.hops):
-            raise HttpError(508, "an upstream of this gateway leads back to it; remove that one", code="gateway-loop")
+            raise HttpError(
+                508, "an upstream of this gateway leads back to it; remove that upstream", code="gateway-loop"
+            )
         await self.reader.read_request(exchange, receive)
 
     async def _serve(self, exchange: Exchange, receive: Receive, send: Send) -> None:
-        """Get a response from a replica and pass it on; without one, an error."""
+        """Get a response from a replica and pass it on; without a response, send an error."""
         try:
             head, first = await self._dispatcher.begin(exchange)
         except ClientGoneError as error:
@@ -147,13 +149,13 @@ class Proxy:
             exchange.first_byte_s = time.monotonic()
             answer = exchange.answer
             if answer is None or not isinstance(answer, ResumableAnswer) or not answer.continuable:
-                self._release_body(exchange)  # else another replica may need it
+                self._release_body(exchange)  # else it is kept for another replica
             await self._pass_on(exchange, head, first, send)
 
     # After the first byte
 
     async def _pass_on(self, exchange: Exchange, head: ResponseHead, first: bytes, send: Send) -> None:
-        """Send a response to the client as it comes, no faster than the client reads it."""
+        """Send a response to the client as it arrives, no faster than the client reads it."""
         exchange.status = head.status
         headers = _headers_for_client(exchange, head)
         start: Message = {"type": "http.response.start", "status": head.status, "headers": headers}
@@ -188,14 +190,14 @@ class Proxy:
             exchange.outcome = error.code
             log.warning("an answer of %s broke: %s", error.upstream or exchange.upstream, error)
             if self.resets or not ending.between_events:
-                return  # the server resets a connection whose response is not complete
+                return  # the server resets a connection with an incomplete response
             await send({"type": "http.response.body", "body": error_event(exchange, error)})
         else:
             self._note_complete(exchange, head)
             await send({"type": "http.response.body", "body": b""})
 
     def _note_complete(self, exchange: Exchange, head: ResponseHead) -> None:
-        """Note that all has been received. The client's next request must find this one ended."""
+        """Note that the response is complete. The client's next request must find this request ended."""
         attempt = self._last(exchange)
         if head.status < 500:
             attempt.succeed(self.fleet.clock())
@@ -205,7 +207,7 @@ class Proxy:
         exchange.outcome = "complete"
 
     async def _pieces(self, exchange: Exchange, first: bytes) -> AsyncGenerator[bytes, None]:
-        """The bytes for the client. Raises UpstreamError if the response breaks and no replica can go on with it."""
+        """The bytes for the client. Raises UpstreamError if the response breaks and no replica can continue it."""
         answer, piece = exchange.answer, first
         if isinstance(answer, ResumableAnswer):
             async for shown in self._stream(exchange, answer, first):
@@ -219,7 +221,7 @@ class Proxy:
             yield answer.finish()
 
     async def _stream(self, exchange: Exchange, answer: ResumableAnswer, first: bytes) -> AsyncGenerator[bytes, None]:
-        """The events for the client, from one replica after another. Raises UpstreamError if none can go on."""
+        """The events for the client, possibly of several replicas. Raises UpstreamError if none can continue."""
         piece = first
         while True:
             try:
@@ -247,9 +249,9 @@ class Proxy:
                 return
 
     async def _go_on(self, exchange: Exchange, answer: ResumableAnswer, error: UpstreamError) -> bytes | None:
-        """The next piece of an answer that has broken: another replica's, or the end mark. None if nothing is missing.
+        """The next piece of a broken answer: another replica's, or the end mark. None if nothing is missing.
 
-        Raises `error` if nobody can go on, and ClientGoneError.
+        Raises `error` if no replica can continue, and ClientGoneError.
         """
         if isinstance(error, ClientGoneError) or not answer.continuable:
             raise error
@@ -262,7 +264,7 @@ class Proxy:
         except ClientGoneError:
             raise
         except UpstreamError:
-            if answer.finished:  # the client has all of the answer; nobody can tell its usage
+            if answer.finished:  # the client has all of the answer; its usage is unknown
                 return DONE
             raise
 
@@ -277,5 +279,5 @@ def _headers_for_client(exchange: Exchange, head: ResponseHead) -> list[tuple[by
     is_customer = exchange.client.known and not exchange.client.admin
     headers = without(head.headers, NOT_FOR_CUSTOMERS if is_customer else HOP_BY_HOP)
     if isinstance(exchange.answer, WholeAnswer) or head.status in BODYLESS:
-        return without(headers, LENGTH)  # it may change, or tells of a body that does not come
+        return without(headers, LENGTH)  # the length may change, or describe a body that is not sent
     return headers

@@ -19,9 +19,9 @@ class Rates:
         self._counts = bool(keys) or concurrent is not None
 
     def change(self, keys: Sequence[ClientKey]) -> None:
-        """Keep the limits of these keys from now on; requests that run, and those of the minute, count on.
+        """Enforce the limits of these keys from now on; running requests and the counts of the minute stay.
 
-        Raises ConfigError for limits that need a package which is not there.
+        Raises ConfigError for limits that need a missing package.
         """
         self._rates.change(keys)
         if self._shares is not None:
@@ -48,7 +48,7 @@ class Rates:
         return self._rates.counts_tokens(name or "")
 
     def leave(self, name: str | None, tokens: int) -> None:
-        """Note the end of a request that `enter` counted; it took `tokens` more tokens than were counted then."""
+        """Note the end of a request that `enter` counted; it took `tokens` more tokens than `enter` counted."""
         if self._shares is not None:
             self._shares.leave(name or "")
         self._rates.leave(name or "")

@@ -20,8 +20,8 @@ from weft.gateway.watches import PollWatch, bracketed
 PATH = "/api/serve/applications/"
 DEPLOYMENT = "weft"  # of weft.ray.serve's applications
 EVERY = ("", "0.0.0.0", "::")  # hosts of a proxy that listens at every address of its node
-ABSENT = ("NOT_STARTED", "DELETING")  # states of an application that nobody can ask; all others may still answer
-AWAY_S = 60.0  # a dashboard may have lost Ray Serve's controller for so long, whose proxies go on
+ABSENT = ("NOT_STARTED", "DELETING")  # states in which an application does not respond; in all others it may
+AWAY_S = 60.0  # how long a dashboard may be without Ray Serve's controller, while the proxies go on
 TOKEN = "RAY_AUTH_TOKEN"  # variable with the token that Ray's own clients send to a cluster with RAY_AUTH_MODE=token
 
 
@@ -48,7 +48,7 @@ class Application(msgspec.Struct):
 
 
 class ServeState(msgspec.Struct):
-    """The parts of the dashboard's answer that matter here; a cluster on which Ray Serve does not run has none."""
+    """The parts of the dashboard's answer that are read; none in a cluster without Ray Serve."""
 
     http_options: HttpOptions | None = None
     proxies: dict[str, RayProxy] = {}
@@ -56,15 +56,15 @@ class ServeState(msgspec.Struct):
 
 
 class RayWatch(PollWatch):
-    """Keeps the fleet as the proxies of Ray Serve in the cluster whose dashboard is at `url`."""
+    """Keeps the fleet equal to the Ray Serve proxies of the cluster whose dashboard is at `url`."""
 
     def __init__(self, fleet: Fleet, url: str, timeouts: Timeouts) -> None:
-        """Raises ConfigError for a URL that is none."""
+        """Raises ConfigError for an invalid URL."""
         super().__init__(fleet)
         key = TOKEN if os.environ.get(TOKEN, "").strip() else None
         self._dashboard = Replica(UpstreamConfig(url=url, key_env=key))
         self._timeouts = timeouts
-        self._seen_at: float | None = None  # when there was a proxy, by the fleet's clock
+        self._seen_at: float | None = None  # when a proxy was last seen, by the fleet's clock
 
     def close(self) -> None:
         """Close the connection to the dashboard."""
@@ -81,12 +81,12 @@ class RayWatch(PollWatch):
         try:
             state = msgspec.json.decode(body, type=ServeState)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise UpstreamError(f"{self._dashboard.name} is no dashboard of Ray: {error}", code="not-ray") from None
+            raise UpstreamError(f"{self._dashboard.name} is not a Ray dashboard: {error}", code="not-ray") from None
         now, upstreams = self._fleet.clock(), serve_upstreams(state)
         if upstreams:
             self._seen_at = now
         elif state.http_options is None and self._seen_at is not None and now < self._seen_at + AWAY_S:
-            raise UpstreamError(f"{self._dashboard.name} knows nothing of Ray Serve now", code="ray-serve-away")
+            raise UpstreamError(f"{self._dashboard.name} does not report Ray Serve now", code="ray-serve-away")
         return upstreams
 
 

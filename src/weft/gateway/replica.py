@@ -1,4 +1,4 @@
-"""Replica: one upstream with its connections, its health and what it serves."""
+"""Replica: one upstream with its connections, its health and its models."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ from weft.gateway.upstream import ResponseHead, UpstreamConnection, UpstreamErro
 
 log = logging.getLogger("weft.gateway")
 
-IDLE_CONNECTIONS = 256  # kept open for later requests
-SEND_AGAIN_S = 1.0  # a kept connection that closes without a byte later than this may have carried the request
+IDLE_CONNECTIONS = 256  # idle connections that are kept open
+SEND_AGAIN_S = 1.0  # a kept connection that closes without a response byte later than this may have carried the request
 
 
 class Replica:
     """One upstream.
 
-    `connections`: number of unfinished requests. `unanswered`: those without a token of their response, or without a
-    byte if tokens are not told apart. `movable`: those that another replica can take over. `draining`: it gets no new
-    ones. `listed`: the rows of its /v1/models by name; None before they are known. `is_weft`: it sends token ids and
-    continues answers. `asked`: it has answered the question for its models, if only by a refusal. `proved`: it has
-    answered since it last died, so that a death now is not its own fault.
+    - `connections`: number of unfinished requests. `unanswered`: requests without the first token of their response, or
+      without its first byte if the gateway reads no tokens. `movable`: requests that another replica can take over.
+    - `draining`: it gets no new requests.
+    - `listed`: the rows of its /v1/models by name; None before they are known. `asked`: it has responded to the query
+      for its models, possibly with an error.
+    - `is_weft`: it sends token ids and continues answers.
+    - `proved`: it has answered since it last died, so that its next death is not its own fault.
     """
 
     def __init__(self, config: UpstreamConfig) -> None:
         self.config = config
         self.url = parse_url(config.url)
         self.name = str(self.url)
-        self.path, self.authority = self.url.path.encode(), self.url.authority.encode()  # as requests have them
+        self.path, self.authority = self.url.path.encode(), self.url.authority.encode()  # for requests
         self.weight = config.weight
         self.key = upstream_key(config, os.environ)
         self.breaker = Breaker()
@@ -48,7 +50,7 @@ class Replica:
         self.proved = True
         self._died_s = float("-inf")
         self._died_proved = True
-        self.prefill_tok_s: float | None = None  # by the planner, as the replica reports
+        self.prefill_tok_s: float | None = None  # predicted by the replica's planner
         self.listed: dict[str, dict[str, Any]] | None = None
         self.asked = False
         self._aliases = config.aliases
@@ -70,16 +72,16 @@ class Replica:
         return any(row.get("owned_by") == "weft" for row in (self.listed or {}).values())
 
     def predicted_ttft_s(self, tokens: int) -> float | None:
-        """Predicted seconds to the first token of a prompt of `tokens` tokens, behind those that wait.
+        """Predicted seconds to the first token of a prompt of `tokens` tokens, after the waiting prompts.
 
-        None before anything is known of the replica's speed.
+        None while the replica's speed is unknown.
         """
         if self.prefill_tok_s is None:
             return None
         return (tokens + sum(attempt.tokens for attempt in self.unanswered)) / self.prefill_tok_s
 
     def serves(self, model: str) -> bool:
-        """Return True if the model is served here, or may be. Every replica serves "", a request without a model."""
+        """Return True if the model is or may be served here. Every replica serves "", a request without a model."""
         names = self._aliases if self._aliases is not None else self.listed
         return not model or names is None or model in names
 
@@ -88,15 +90,15 @@ class Replica:
         return covered is None or (self.models is not None and self.models.keys() <= covered)
 
     def own_name(self, model: str) -> str:
-        """The name that this upstream has for a model of the gateway."""
+        """This upstream's name of a model of the gateway."""
         return self._aliases.get(model, model) if self._aliases else model
 
     # Connections
 
     def idle_connection(self) -> UpstreamConnection | None:
-        """An open connection that no request uses, the one used last; None if there is none.
+        """The idle connection that was used last; None without idle connections.
 
-        Overflow upstreams have none: a request that is sent twice over a kept connection might be paid twice.
+        Overflow upstreams keep none: a request that is sent again after a kept connection closed might be billed twice.
         """
         while self._idle:
             connection = self._idle.pop()
@@ -119,7 +121,7 @@ class Replica:
                 f"cannot connect to it: {error_reason(error)}",
                 code="cannot-connect",
                 sent=False,
-                public="nobody can connect to it",
+                public="it cannot be reached",
             ) from None
 
     async def _open(self) -> UpstreamConnection:
@@ -137,9 +139,9 @@ class Replica:
             connection.close()
 
     def note_death(self, began_s: float, now: float) -> tuple[bool, bool]:
-        """Note that it died with a request that it had from `began_s` on.
+        """Note that the replica died with a request that it had since `began_s`.
 
-        Return if this is the first request that tells of this death, and if the replica was `proved` before it.
+        Return whether this is the first request that reports this death, and whether the replica was `proved` before.
         """
         is_new = began_s > self._died_s
         if is_new:
@@ -147,12 +149,12 @@ class Replica:
         return is_new, self._died_proved
 
     def give_up_movable(self, error: UpstreamError) -> None:
-        """Let requests go to other replicas, as far as these can take them over."""
+        """Move requests to other replicas, as far as these can take them over."""
         for attempt in tuple(self.movable):
             attempt.cancel(error)
 
     def close(self) -> None:
-        """Close the idle connections, and those that come back later."""
+        """Close the idle connections, and connections that become idle later."""
         self._closed = True
         while self._idle:
             self._idle.pop().close()
@@ -163,10 +165,10 @@ def _do_nothing() -> None:
 
 
 class Attempt:
-    """One request at one replica, from here until `close`.
+    """One request at one replica, until `close`.
 
-    If not `counted` it is the gateway's own, not a client's. `probes`: it may find that an ill replica has recovered.
-    `began_s` and `trial`: see `Losses`; `on_answer` is called once the request has begun to be answered, or has ended.
+    `counted`: it is a client's request, not the gateway's. `probes`: it may be the probe of an open breaker. `began_s`
+    and `trial`: see `Losses`. `on_answer` is called when the answer begins, or the request ends without an answer.
     `resent`: it was sent twice, since a kept connection closed.
     """
 
@@ -192,9 +194,9 @@ class Attempt:
     ) -> ResponseHead:
         """Send the request; return the head of the response. Raises UpstreamError.
 
-        An idle connection that turns out to be closed is replaced by a new one. One that closes later may have carried
-        the request, which is not sent again: the replica may have begun to work on it. A request that makes something
-        which stays gets no idle connection.
+        An idle connection that turns out to be closed is replaced by a new connection. If it closes later, the request
+        is not sent again: the replica may have begun to work on it. A request that is not safe to repeat gets no idle
+        connection.
         """
         connection = self.replica.idle_connection() if self._may_be_resent(method, head) else None
         if connection is not None:
@@ -220,7 +222,7 @@ class Attempt:
         return is_repeatable(method, target.decode("latin-1"))
 
     async def _connect_again(self, broken: UpstreamError, connect_s: float) -> UpstreamConnection:
-        """Open a connection in place of one that closed. Raises `broken` if that cannot be: the replica has ended."""
+        """Replace a closed connection. Raises `broken` if no new connection can be opened: the replica has ended."""
         try:
             connection = await self.replica.connect(connect_s)
         except UpstreamError:
@@ -246,7 +248,7 @@ class Attempt:
         self._connection.limit_gaps(limit_s)
 
     def pin(self) -> None:
-        """Note that no other replica can take the request over."""
+        """Note that the request can no longer move to another replica."""
         self.replica.movable.discard(self)
 
     def note_token(self) -> None:
@@ -255,7 +257,7 @@ class Attempt:
         self.on_answer()
 
     def fail(self, now: float, reason: str) -> None:
-        """Count the attempt as a failure of its replica, once; after `close` it is none."""
+        """Count the attempt as a failure of its replica, once; after `close` this does nothing."""
         if self._failed or self._closed:
             return
         self._failed = True
@@ -277,13 +279,13 @@ class Attempt:
             log.info("upstream %s gets requests again", self.replica.name)
 
     def _end_probe(self) -> None:
-        """Make room for another probe: a stream may go on for long after its outcome as a probe."""
+        """Allow another probe: a stream may go on for long after its outcome as a probe."""
         if self._probe:
             self.replica.breaker.end(self._probe)
             self._probe = False
 
     def cancel(self, error: UpstreamError) -> None:
-        """End the request with `error`, which `request` or `read` raises."""
+        """End the request with `error`, which `request` or `read` then raises."""
         if self._closed:
             return
         self._failure = error

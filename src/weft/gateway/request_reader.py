@@ -1,4 +1,4 @@
-"""RequestReader: receives requests, reads what routing needs of them, and refuses what their clients may not do."""
+"""RequestReader: receives requests, reads the fields that routing needs, and refuses forbidden requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.gateway.paths import BATCHES, DISK, PUBLIC, WITH_FORMS, is_kept, is_pu
 from weft.serving.errors import HttpError
 
 WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
-METHODS = (*WITHOUT_BODY, "POST", "PUT", "PATCH", "DELETE")  # of paths whose requests are passed on uncounted
+METHODS = (*WITHOUT_BODY, "POST", "PUT", "PATCH", "DELETE")  # of requests that are passed on uncounted
 COUNTED_METHODS = ("POST", "OPTIONS")  # browsers ask with OPTIONS before they send a POST to another site
 MODEL_CHARACTERS = 512  # characters of a name, which the log and the ledger keep
 
@@ -32,20 +32,20 @@ class RequestReader:
         self._bodies, self._accounts = bodies, accounts
 
     def identify(self, exchange: Exchange) -> None:
-        """Find who sent a request. Raises HttpError for an unknown key, or a path that it may not use."""
+        """Identify the sender of a request. Raises HttpError for an unknown key, or a path that it may not use."""
         exchange.client = self.keys.identify(exchange.scope)
         self.check_path(exchange)
         check_method(exchange)
 
     async def read_request(self, exchange: Exchange, receive: Receive) -> None:
-        """Receive the body, read what routing needs of it, and count the request. Raises WeftError."""
+        """Receive the body, read the fields that routing needs, and count the request. Raises WeftError."""
         scope = exchange.scope
         exchange.body = await self._bodies.receive(exchange.announced, receive)
         exchange.bytes_in = len(exchange.body)
         if exchange.body and scope["method"] in WITHOUT_BODY:
             raise HttpError(
                 400,
-                f"{scope['method']} comes without a body; nobody would look what it asks for",
+                f"a {scope['method']} request must not have a body: the gateway does not read it",
                 code="unexpected-body",
             )
         fields = self._read_fields(exchange)
@@ -64,7 +64,7 @@ class RequestReader:
         self._accounts.enter(exchange)
 
     def _check_model(self, exchange: Exchange) -> None:
-        """Raise HttpError for a model that the key may not use, or that no replica has."""
+        """Raise HttpError for a model that the key may not use, or that no replica serves."""
         model, client = exchange.model, exchange.client
         if len(model) > MODEL_CHARACTERS:
             raise HttpError(
@@ -82,9 +82,9 @@ class RequestReader:
 
     @staticmethod
     def _read_fields(exchange: Exchange) -> RoutedFields:
-        """The fields of a request. Raises HttpError 400 for a body that must be a JSON object, and is none.
+        """The fields of a request. Raises HttpError 400 for a body that must be a JSON object but is not.
 
-        An upstream might find a model in it, or a limit, of which keys and accounts would know nothing.
+        An upstream might find a model or a limit in it that keys and accounts do not see.
         """
         path, body = exchange.scope["path"], exchange.body
         if exchange.scope["method"] != "POST" or path not in PUBLIC or path in WITH_FORMS:
@@ -94,7 +94,7 @@ class RequestReader:
     def model_of(self, fields: RoutedFields, path: str) -> str:
         """The model that a request asks for; in Ollama's API, NAME and NAME:latest are the same.
 
-        Empty for one about files of models.
+        Empty for a request about files of models.
         """
         if path.startswith(DISK):
             return ""
@@ -110,11 +110,11 @@ class RequestReader:
 
     @property
     def open_to_all(self) -> bool:
-        """True if neither the gateway nor an upstream has keys: all clients may do what the gateway may."""
+        """True if neither the gateway nor an upstream has keys: all clients may do everything that the gateway may."""
         return not self.keys.required and all(replica.key is None for replica in self.fleet.replicas.values())
 
     def check_path(self, exchange: Exchange) -> None:
-        """Raise HttpError 403 for a path by which a client could change an upstream, with the gateway's key for it."""
+        """Raise HttpError 403 for a path by which a client could change an upstream, using the gateway's key."""
         path: str = exchange.scope["path"]
         raw_path = exchange.raw_path
         if exchange.client.known and not exchange.client.admin and is_kept(path, raw_path):
@@ -130,10 +130,10 @@ class RequestReader:
             )
 
     def _check_kept(self, exchange: Exchange) -> None:
-        """Raise HttpError 403 for files that no upstream keeps apart, and for work that no limit would count."""
+        """Raise HttpError 403 for files that no upstream separates per key, and for work that no limit would count."""
         if not any(replica.is_weft for replica in self.fleet.replicas.values()):
             raise HttpError(
-                403, "no upstream keeps the files of keys apart; this needs one of Weft", code="files-not-kept-apart"
+                403, "no upstream separates files per key; this needs an upstream of Weft", code="files-not-kept-apart"
             )
         client, path = exchange.client, exchange.scope["path"]
         if exchange.method != b"POST" or path.endswith("/cancel"):
@@ -141,23 +141,22 @@ class RequestReader:
         if client.models is not None or self._accounts.limits_tokens(client.name):
             raise HttpError(
                 403,
-                f"the key {client.name!r} has models, tpm or a quota, which nobody compares with the lines of batches; "
-                "they need a key without",
+                f"batch requests cannot be checked against the models, tpm or quota of the key {client.name!r}; use a "
+                "key without them",
                 code="batch-not-counted",
             )
         if path == BATCHES and self._accounts.counts_requests(client.name):
             raise HttpError(
                 403,
-                f"the lines of a batch would go by the limits of the key {client.name!r} and the gateway's ledger, "
-                "which count requests; batches need an admin key, or one without rpm and concurrent where there is no "
-                "ledger",
+                f"batch requests would not count toward rpm and concurrent of the key {client.name!r}, nor in the "
+                "gateway's ledger; use an admin key, or a key without rpm and concurrent at a gateway without a ledger",
                 code="batch-not-counted",
             )
 
     def check_privileges(self, exchange: Exchange, fields: RoutedFields) -> None:
-        """Raise HttpError 403 for a client that must not say what a model has said, nor unload one.
+        """Raise HttpError 403 for a client that may neither give the beginning of an answer nor unload a model.
 
-        Upstreams with keys would let the gateway do it, so it may be done by administrators only.
+        Upstreams with keys would allow it to the gateway, so only administrators may do it.
         """
         if fields.continue_token_ids is None and fields.keep_alive is None:
             return
@@ -175,7 +174,7 @@ class RequestReader:
 
 
 def check_method(exchange: Exchange) -> None:
-    """Raise HttpError 405 for a method that an upstream might take for another one, whose work nobody counts."""
+    """Raise HttpError 405 for a method that an upstream might treat as POST, with work that is not counted."""
     method, path = exchange.scope["method"], exchange.scope["path"]
     allowed = COUNTED_METHODS if path in COUNTED else METHODS
     if method not in allowed:

@@ -44,12 +44,12 @@ from weft.serving.stopping import cancel_exit_deadline, handle_stop_signals
 
 log = logging.getLogger("weft.gateway")
 
-GARBAGE_OBJECTS = 50_000  # objects that are made before the collector looks at them; nearly all are freed without it
+GARBAGE_OBJECTS = 50_000  # allocations between two collections; nearly all objects are freed without one
 KEEPALIVE_S = 75.0  # nginx's default: clients keep their connections between requests
 
 
 def run_gateway(config: GatewayConfig, admin_key: str | None, shutdown_timeout: float) -> None:
-    """Serve until SIGTERM or Ctrl-C, and then until the running requests have ended. Raises ConfigError."""
+    """Serve until SIGTERM or Ctrl-C, then until the running requests have ended. Raises ConfigError."""
     options = ServeOptions(
         host=config.host, port=config.port, ssl_keyfile=config.ssl_keyfile, ssl_certfile=config.ssl_certfile
     )
@@ -107,12 +107,14 @@ def create_accounts(config: GatewayConfig, keys: Sequence[ClientKey]) -> Account
 
 
 def _read_client_keys(config: GatewayConfig, admin_key: str | None) -> list[ClientKey]:
-    """The keys of clients. Raises ConfigError, also for limits that the gateway has not what it takes to keep."""
+    """The keys of clients. Raises ConfigError, also for limits that the gateway cannot enforce."""
     if config.keys is None:
         return []
     keys = read_keys(config.keys, {"the administrator (WEFT_ADMIN_KEY)": admin_key})
     if config.ledger is None and any(key.quota is not None for key in keys):
-        raise ConfigError("quota of a key needs a file as ledger, which remembers it", code="quota-without-ledger")
+        raise ConfigError(
+            "quota of a key needs a file as ledger, which stores the amounts", code="quota-without-ledger"
+        )
     weighted = next((key.name for key in keys if key.weight is not None), None)
     if config.concurrent is None and weighted is not None:
         raise ConfigError(
@@ -124,7 +126,7 @@ def _read_client_keys(config: GatewayConfig, admin_key: str | None) -> list[Clie
 
 
 def watches_of(proxy: Proxy, config: GatewayConfig, admin_key: str | None) -> list[Looking]:
-    """The files and sources that are looked at while the gateway runs."""
+    """The files and sources that are checked for changes while the gateway runs."""
     watches: list[Looking] = [UpstreamKeys(proxy.fleet)]
     if proxy.watch is not None:
         watches.append(proxy.watch)
@@ -147,7 +149,7 @@ def watches_of(proxy: Proxy, config: GatewayConfig, admin_key: str | None) -> li
 
 
 def check_hosts(upstreams: Sequence[UpstreamConfig], address: tuple[str, int]) -> None:
-    """Raise ConfigError for a host name that nobody knows, and for the gateway's own address."""
+    """Raise ConfigError for an unknown host name, and for the gateway's own address."""
     host, port = address[:2]
     for upstream in upstreams:
         url = parse_url(upstream.url)
@@ -155,7 +157,7 @@ def check_hosts(upstreams: Sequence[UpstreamConfig], address: tuple[str, int]) -
             resolved = {str(row[4][0]) for row in socket.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)}
         except OSError as error:
             raise ConfigError(
-                f"upstream {upstream.url}: nobody knows the host {url.host}: {error_reason(error)}",
+                f"upstream {upstream.url}: the host {url.host} is unknown: {error_reason(error)}",
                 code="unknown-host",
             ) from None
         everywhere = ip_address(host).is_unspecified
@@ -172,7 +174,7 @@ def check_hosts(upstreams: Sequence[UpstreamConfig], address: tuple[str, int]) -
 def connection_limits(body_bytes: int, files: int) -> ConnectionLimits:
     """The limits of connections that fit in `files` descriptors. Logs a line if these are fewer than usual."""
     usual = ConnectionLimits(keepalive_s=KEEPALIVE_S, held_bytes=4 * body_bytes)
-    # Half of the files: a connection to an upstream for each of a client.
+    # Half of the files: each connection of a client needs a connection to an upstream.
     limits = fit_to_files(usual, files // 2)
     if limits.connections < usual.connections:
         needed = 2 * (usual.connections + usual.spare + RESERVED_FILES + open_files())
@@ -205,7 +207,7 @@ async def _serve_gateway(
     checking = asyncio.create_task(checks.check_forever())
     listen.start_listening(listener, options)
     gc.set_threshold(GARBAGE_OBJECTS)
-    gc.freeze()  # what exists now stays: no request waits while the collector scans it
+    gc.freeze()  # objects that exist now stay, so the collector need not scan them
     upstreams = counted(len(proxy.fleet.replicas), "upstream")
     log.info("%s, %s, at %s", upstreams, config.policy, listen.public_url(listener, options))
     try:
@@ -218,7 +220,7 @@ async def _serve_gateway(
 
 @contextmanager
 def look_at_hangup(checks: CheckLoop) -> Iterator[None]:
-    """Look at all files at once when SIGHUP comes, as other servers do; without this it would end the process.
+    """Check all files at once on SIGHUP, as other servers do; by default the signal would end the process.
 
     If it is ignored, as under nohup, it stays so.
     """
@@ -226,7 +228,7 @@ def look_at_hangup(checks: CheckLoop) -> Iterator[None]:
         yield
         return
     loop = asyncio.get_running_loop()
-    # Not `loop.add_signal_handler`: that takes the descriptor by which the guard of a stop sees signals come.
+    # Not `loop.add_signal_handler`: it takes the descriptor by which the stop guard learns of signals.
     before = signal.signal(signal.SIGHUP, lambda *_: loop.call_soon_threadsafe(checks.look_now))
     try:
         yield
@@ -247,7 +249,7 @@ class GatewayServer(HttpServer):
         application: ASGIApp | None = None,
         drain_upstreams: Callable[[], None] = lambda: None,
     ) -> None:
-        """`application` answers in place of the gateway's own, and sends on through the same proxy.
+        """`application` replaces the gateway's own application, and uses the same proxy.
 
         `drain_upstreams` is called with the first signal.
         """
@@ -265,13 +267,13 @@ class GatewayServer(HttpServer):
         self._certificate = CertificateFiles(certfile, options.ssl_keyfile) if certfile is not None else None
 
     def reload_certificate(self) -> None:
-        """Use a certificate that has been replaced for new connections. A faulty one is logged once."""
+        """Use a certificate that has been replaced for new connections. A faulty certificate is logged once."""
         if self._certificate is None or self.config.ssl is None:
             return
         self._certificate.renew(self.config.ssl)
 
     def on_signal(self, number: signal.Signals, at_s: float) -> None:
-        """Begin to shut down, or hasten it."""
+        """Begin to shut down, or speed it up."""
         if self._ending is None:
             self._ending = asyncio.create_task(self._end(number))
         else:

@@ -1,4 +1,4 @@
-"""Shares: the requests that all keys may have at once, and what each key may have of them by its weight."""
+"""Shares: the requests that all keys together may have at once, and the share of each key by its weight."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 
 from weft.serving.errors import HttpError
 
-ACTIVE_S = 60.0  # after its last request, a key still counts as one that may send more
+ACTIVE_S = 60.0  # how long a key counts as active after its last request
 
 
 class Shares:
     """At most `most` requests at once, shared by the keys that are active. `clock` reads monotonic seconds.
 
-    The share of an active key is in proportion to its weight among the active ones. Whole requests within it are its
-    own: other keys do not get that room. A key may take more than its share of what nobody else has a right to.
-    Requests without a key count together as those of one key of weight 1.
+    The share of an active key is in proportion to its weight among the active keys. The whole number of requests within
+    it is reserved for the key. The rest may be taken by any key beyond its share. Requests without a key count together
+    as one key of weight 1.
     """
 
     def __init__(self, most: int, weights: Mapping[str, float], clock: Callable[[], float]) -> None:
@@ -28,7 +28,7 @@ class Shares:
         self._weights = dict(weights)
 
     def enter(self, name: str) -> None:
-        """Count a request of a key. Raises HttpError 429 if there is no room for it."""
+        """Count a request of a key. Raises HttpError 429 if no place is free for it."""
         now = self._clock()
         self._seen[name] = now
         for other in [key for key, seen in self._seen.items() if seen + ACTIVE_S < now and not self._running[key]]:

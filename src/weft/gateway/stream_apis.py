@@ -1,4 +1,4 @@
-"""StreamApi: what the gateway knows of an API whose answers have no room for token ids: Anthropic's and the like."""
+"""StreamApi: an API whose answers have no room for token ids, such as Anthropic's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LINE_MARK = b'{"weft":'
 
 
 class Mark(msgspec.Struct):
-    """Weft's word behind each part of a stream: the tokens that it is made of, and if it was the last part."""
+    """Weft's mark after each part of a stream: the part's tokens, and whether it was the last part."""
 
     token_ids: list[int] = []
     last: bool = False
@@ -37,8 +37,8 @@ class StreamApi(NamedTuple):
     """An API by its paths.
 
     `lines`: a stream is lines of JSON, not events. `streams_unasked`: it streams unless `stream` is false. `read_usage`
-    adds to a usage, with OpenAI's names, what an answer or a part of a stream tells. `name_model` gives an answer or a
-    part another name of the model. `read_limit`: the most tokens that a request asks for, if it says that.
+    adds to a usage, with OpenAI's names, the figures of an answer or a part of a stream. `name_model` renames the model
+    of an answer or a part. `read_limit`: the token limit of a request, if it has one.
     """
 
     lines: bool
@@ -53,7 +53,7 @@ class StreamApi(NamedTuple):
         return LINE if self.lines else BLANK_LINE
 
     def read_mark(self, part: bytes) -> Mark | None:
-        """The mark that a part is; None for any other part."""
+        """The mark, if a part is a mark; else None."""
         if not part.startswith(LINE_MARK if self.lines else MARK):
             return None
         try:
@@ -70,7 +70,7 @@ class StreamApi(NamedTuple):
         return event_data(part) or b""
 
     def is_error(self, part: bytes) -> bool:
-        """Return True for a part that says why a stream broke."""
+        """Return True for a part with the error that broke a stream."""
         if self.lines:
             return part.startswith(b'{"error":')
         return part.startswith((b"event: error\n", b'data: {"error":'))
@@ -85,7 +85,7 @@ def _messages_usage(values: Values, usage: Usage) -> None:
     if type(reported.get("input_tokens")) is int:
         names = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
         usage["prompt_tokens"] = sum(reported[name] for name in names if type(reported.get(name)) is int)
-    if not isinstance(message, dict):  # the first event tells of no answer yet
+    if not isinstance(message, dict):  # the first event counts no answer yet
         usage["completion_tokens"] = reported.get("output_tokens")
 
 
@@ -100,13 +100,13 @@ def _responses_usage(values: Values, usage: Usage) -> None:
 def _ollama_usage(values: Values, usage: Usage) -> None:
     """Whole answers, and the last line."""
     if "eval_count" in values or "prompt_eval_count" in values or values.get("done_reason") in ("load", "unload"):
-        # Ollama leaves out the count of a prompt that its cache has.
+        # Ollama omits the count of a cached prompt.
         usage["prompt_tokens"] = values.get("prompt_eval_count", 0)
         usage["completion_tokens"] = values.get("eval_count", 0)
 
 
 def _rename(values: dict[str, Any], name: str) -> None:
-    """Give an answer, or the one that an event carries, another model."""
+    """Rename the model of an answer, or of the answer that an event carries."""
     for holder in (values, values.get("message"), values.get("response")):
         if isinstance(holder, dict) and "model" in holder:
             holder["model"] = name

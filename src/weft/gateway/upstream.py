@@ -10,7 +10,7 @@ import httptools
 
 from weft.errors import WeftError
 
-HEAD_BYTES = 2**16  # bytes of a response's head, or of the framing between two pieces of its body
+HEAD_BYTES = 2**16  # largest head of a response, or framing between two pieces of its body, in bytes
 HEADER_FIELDS = 256
 FRAMING = (b"content-length", b"transfer-encoding")
 ENGINE_RESTARTS = "engine_restarts"  # code of a Weft server's error for a request whose engine died
@@ -21,9 +21,9 @@ HIGH_WATER = 2**16  # bytes of a body that wait for the client before reading pa
 class UpstreamError(WeftError):
     """A request without a complete response.
 
-    `sent`: the upstream may have begun to work on it, and may charge for it. `stalled`: it took too long. `died`: the
-    upstream, or its engine, ended while it had the request. `public`: the message without the addresses of upstreams,
-    for clients. `upstream`: name of the upstream; "" for the one that was asked last.
+    `sent`: the upstream may have begun to work on it, and may bill it. `stalled`: it took too long. `died`: the
+    upstream, or its engine, ended while it had the request. `public`: the message for clients, without the addresses of
+    upstreams. `upstream`: name of the upstream; "" for the upstream that was tried last.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class UpstreamError(WeftError):
 
 
 def error_code(content: Mapping[str, Any]) -> str:
-    """The code of an error in OpenAI's shape; "" if it has none."""
+    """The code of an error in OpenAI's form; "" without a code."""
     error = content.get("error")
     code = error.get("code") if isinstance(error, dict) else None
     return code if isinstance(code, str) else ""
@@ -56,7 +56,7 @@ class ResponseHead(NamedTuple):
     headers: list[tuple[bytes, bytes]]
 
     def header(self, name: bytes) -> bytes:
-        """Value of a header; empty if it is not there."""
+        """Value of a header; empty if the header is missing."""
         for header, value in self.headers:
             if header == name:
                 return value
@@ -64,12 +64,12 @@ class ResponseHead(NamedTuple):
 
     @property
     def is_event_stream(self) -> bool:
-        """True for events that can be read: of unknown length, and not compressed."""
+        """True for a readable stream of events: of unknown length and not compressed."""
         return self._is_stream(b"text/event-stream")
 
     @property
     def is_line_stream(self) -> bool:
-        """True for lines of JSON that can be read."""
+        """True for readable lines of JSON."""
         return self._is_stream(b"application/x-ndjson")
 
     def _is_stream(self, kind: bytes) -> bool:
@@ -80,7 +80,7 @@ class ResponseHead(NamedTuple):
 class UpstreamConnection(asyncio.Protocol):
     """One connection with at most one request in flight.
 
-    `received`: a byte of the response has come. `reusable`: the response is complete, and the connection can carry
+    `received`: a byte of the response has arrived. `reusable`: the response is complete, and the connection can carry
     another request.
     """
 
@@ -94,7 +94,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._begin(b"")
 
     def _begin(self, method: bytes) -> None:
-        """Forget the last response. Its parser goes on, unless it still waits for the body that HEAD does not get."""
+        """Forget the last response. Its parser is reused, unless it still waits for the body that HEAD does not get."""
         if not self._complete or self._method == b"HEAD":
             self._parser: Any = httptools.HttpResponseParser(self)
         self._method = method
@@ -141,7 +141,7 @@ class UpstreamConnection(asyncio.Protocol):
         return self._head
 
     async def read_piece(self) -> bytes:
-        """The bytes of the body that have come, at least one; empty at its end. Raises UpstreamError after the last."""
+        """The received bytes of the body, at least one; empty at its end. Raises UpstreamError after a failure."""
         while not self._pieces and not self._complete and self._error is None:
             await self._change()
         if self._pieces:
@@ -182,7 +182,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._complete or not self._method:
-            self._keep = False  # bytes that nobody asked for
+            self._keep = False  # bytes without a request
             self.close()
             return
         self.received = True
@@ -210,7 +210,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self._head is not None and not self._framed and not self._complete and error is None and self._error is None:
             self._complete = True  # a body without a length ends with its connection
         elif self._error is None and not self._complete:
-            # A connection that closes before the first byte may have been closed before the request came.
+            # A connection that closes before the first byte may have been closed before the request arrived.
             place = "in the middle of its response" if self.received else "before it answered"
             code = "closed-in-response" if self.received else "closed-before-response"
             self._error = UpstreamError(f"it closed the connection {place}", code=code, died=True)
@@ -260,7 +260,7 @@ class UpstreamConnection(asyncio.Protocol):
     # Waiting
 
     def _change(self) -> asyncio.Future[None]:
-        """A future that is done when something has come, or gone wrong."""
+        """A future that is done when bytes have arrived, or the request has failed."""
         self._waiter = self._loop.create_future()
         return self._waiter
 
@@ -280,7 +280,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._timer = self._loop.call_at(self._deadline, self._expire)
 
     def _extend(self) -> None:
-        """Count the limit anew. The timer looks at the deadline when it fires: no piece or request has its own."""
+        """Restart the limit. The timer compares with the deadline when it fires, so pieces and requests share it."""
         if self._head is not None and self._deadline:
             self._deadline = self._loop.time() + self._limit_s
 
@@ -288,7 +288,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._timer = None
         if self._complete or not self._deadline:
             return
-        if self._paused:  # it is the client that is slow
+        if self._paused:  # the client is slow, not the upstream
             self._deadline = self._loop.time() + self._limit_s
         if self._loop.time() < self._deadline:
             self._timer = self._loop.call_at(self._deadline, self._expire)

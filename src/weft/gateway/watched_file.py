@@ -19,7 +19,7 @@ Stamp = tuple[int, int, int, int]
 
 
 class WatchedFile(Generic[T]):
-    """A file, and what becomes of a new content. `read` runs in a thread, and `take` in the event loop.
+    """A file, and the functions for a new content. `read` runs in a thread, and `take` in the event loop.
 
     Both raise ConfigError for a faulty content. Then one line with `code` says that `subject` stays, and nothing
     changes until the file does.
@@ -31,7 +31,7 @@ class WatchedFile(Generic[T]):
         self._stamp: Stamp | None = None
 
     async def look(self) -> None:
-        """Read the file if it has changed. A disk that does not answer keeps a thread waiting, and nothing else."""
+        """Read the file if it has changed. A disk that does not respond blocks only a thread."""
         try:
             for content in await asyncio.to_thread(self._read_changed):
                 self._take(content)
@@ -39,7 +39,7 @@ class WatchedFile(Generic[T]):
             log.error("%s as before: %s", self._subject, error, extra=event_fields(self._code))
 
     def _read_changed(self) -> list[T]:
-        """The content of a file that has changed; else nothing. Raises ConfigError."""
+        """The content of a changed file; else nothing. Raises ConfigError."""
         stamp = _stamp_of(self._path)
         if stamp == self._stamp:
             return []

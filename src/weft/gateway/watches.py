@@ -28,7 +28,7 @@ class Watch:
         self._replicas: dict[str, Replica] = {}
 
     async def look(self) -> None:
-        """Look at the source, and follow it. A failure is logged once, and changes nothing."""
+        """Query the source, and follow it. A failure is logged once, and changes nothing."""
         raise NotImplementedError
 
     def follow(self, wanted: Iterable[UpstreamConfig]) -> None:
@@ -45,7 +45,7 @@ class Watch:
                 log.info("upstream %s is added", name)
 
     def close(self) -> None:
-        """Close its own connections, if it has any."""
+        """Close the watch's own connections."""
 
 
 class FileWatch(Watch):
@@ -59,7 +59,7 @@ class FileWatch(Watch):
         )
 
     async def look(self) -> None:
-        """Read the file if it has changed. A faulty one is logged once, and changes nothing."""
+        """Read the file if it has changed. A faulty file is logged once, and changes nothing."""
         await self._file.look()
 
     def apply(self) -> None:
@@ -72,14 +72,14 @@ class FileWatch(Watch):
         marked = next((upstream.url for upstream in upstreams if upstream.overflow), None)
         if marked is not None:
             raise ConfigError(
-                f"upstream {marked} is marked overflow; only the file of --config may have such ones",
+                f"upstream {marked} is marked overflow; only the file of --config may have overflow upstreams",
                 code="overflow-in-discovery",
             )
         return upstreams
 
 
 class UpstreamKeys:
-    """Follows the files of the keys that upstreams want."""
+    """Follows the files of the keys that upstreams require."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -93,7 +93,7 @@ class UpstreamKeys:
 
     @staticmethod
     def _watch(replica: Replica, path: str) -> WatchedFile[str | None]:
-        # Without a reference to the replica, of which the dictionary's value must not keep hold.
+        # Without a reference to the replica, which the dictionary's value must not keep alive.
         config, upstream = replica.config, ref(replica)
 
         def take(key: str | None) -> None:

@@ -35,7 +35,7 @@ MODEL_COMMANDS = {"reset_prefix_cache": "POST", "layout": "GET", "is_sleeping": 
 
 
 async def root(front: SetProxy, request: Request) -> Response:
-    """/: the line by which clients know a server of Ollama's API."""
+    """/: the line by which clients recognize a server of Ollama's API."""
     return PlainTextResponse("Ollama is running")
 
 
@@ -55,7 +55,7 @@ async def live(front: SetProxy, request: Request) -> Response:
 
 
 async def ready(front: SetProxy, request: Request) -> Response:
-    """/health/ready: the models that are loaded with the set have been, and new requests are accepted."""
+    """/health/ready: the models that are loaded with the set have been loaded, and new requests are accepted."""
     if front.draining:
         raise HttpError(503, "the server is shutting down", code="shutting-down")
     if not front.keeper.started:
@@ -70,7 +70,7 @@ async def ready(front: SetProxy, request: Request) -> Response:
 
 
 async def health(front: SetProxy, request: Request) -> Response:
-    """/health: the models that must be awake are, no engine of one that is awake has a fault, and none stays down."""
+    """/health: all models that must be awake are, no engine of an awake model has a fault, and no model is down."""
     for name in front.keeper.models:
         if fault := front.keeper.fault_of(name):
             raise HttpError(503, fault, code="model-down")
@@ -88,14 +88,14 @@ def identify_reader(front: SetProxy, request: Request) -> GatewayClient:
 
 
 async def list_models(front: SetProxy, request: Request) -> Response:
-    """/v1/models: every name of every model, as far as the key may use it."""
+    """/v1/models: every name of every model that the key may use."""
     client = identify_reader(front, request)
     rows = [front.catalogue.model_row(name, entry) for name, entry in front.catalogue.listed() if client.may_use(name)]
     return JsonResponse({"object": "list", "data": rows})
 
 
 async def get_model(front: SetProxy, request: Request) -> Response:
-    """/v1/models/NAME, and the list behind a slash alone."""
+    """/v1/models/NAME, and the list if NAME is empty."""
     if not request.path_params["name"]:
         return await list_models(front, request)
     client, name = identify_reader(front, request), request.path_params["name"]
@@ -178,7 +178,7 @@ async def _change(front: SetProxy, name: str, change: str) -> Response:
     if change in ("load", "wake"):
         await front.keeper.wake(own)
     elif change in ("sleep", "unload"):
-        await front.keeper.put_down(own, unload=change == "unload")
+        await front.keeper.sleep_or_unload(own, unload=change == "unload")
     else:
         raise HttpError(404, f"there is no change {change!r:.60}; load, wake, sleep or unload", code="unknown-url")
     return JsonResponse(front.catalogue.admin_row(hosted.plan.entry))
@@ -223,7 +223,7 @@ def _named(front: SetProxy, request: Request) -> str:
 
 
 async def status(front: SetProxy, request: Request) -> Response:
-    """/gateway/status: the processes as the gateway's code sees them, for `weft top`."""
+    """/gateway/status: the processes in the form of the gateway's status, for `weft top`."""
     front.keys.check_admin(request.scope)
     now = front.fleet.clock()
     rows = [describe_replica(replica, now) for replica in front.fleet.replicas.values()]

@@ -26,8 +26,8 @@ from weft.serving.errors import HttpError
 from weft.serving.ollama.details import NEVER, family_of, figures_of, local_row, size_label, timestamp
 from weft.serving.ollama.types import ModelDetails, ModelRow, RunningRow, ShowAnswer
 
-RELIST_S = 1.0  # seconds between two looks at the cache of fetched models
-FETCHED_SHARERS = 2  # fetched models that divide a CPU's memory for KV: another one finds room beside one that sleeps
+RELIST_S = 1.0  # seconds between two scans of the cache of fetched models
+FETCHED_SHARERS = 2  # number of fetched models that share a CPU's memory for KV: so a model fits while another sleeps
 
 
 def look_up_entry(entry: ModelEntry) -> Model:
@@ -46,7 +46,7 @@ def fetched_models(keep_alive_s: float) -> ModelSet:
 
 
 class SetFleet(Fleet):
-    """The processes of the models, of which some are not there yet."""
+    """The processes of the models; fetched models have none before their first request."""
 
     catalogue: Catalogue
 
@@ -73,14 +73,14 @@ class Catalogue:
         self.created = int(time.time())
 
     def take_plan(self, plan: SetPlan) -> None:
-        """Take the planned models of a file in."""
+        """Register the planned models of a file."""
         for model in plan.models:
             self.keeper.add(model)
 
     # Names
 
     def find(self, name: str) -> ModelEntry | None:
-        """The model that a name means; None for an unknown one."""
+        """The model of a name; None for an unknown name."""
         entry = self.models.find(name)
         if entry is not None or not self.models.grows:
             return entry
@@ -95,14 +95,14 @@ class Catalogue:
         return self.models.find(local.name) if local is not None else None
 
     def relist(self) -> None:
-        """Look for models that have been fetched or removed meanwhile, at most once in RELIST_S."""
+        """Look for models that have been fetched or removed, at most once in RELIST_S."""
         now = time.monotonic()
         if self.models.grows and now - self._listed_s >= RELIST_S:
             self._listed_s = now
             self.models = fetched_models(self.models.keep_alive_s)
 
     def own_name(self, name: str) -> str:
-        """The model's name as its process has it. Raises HttpError 404."""
+        """The name of the model's process. Raises HttpError 404."""
         entry = self.find(name)
         if entry is None:
             raise unknown_model(name)
@@ -128,7 +128,7 @@ class Catalogue:
         return self.keeper.models[entry.name]
 
     def _plan(self, entry: ModelEntry) -> ModelPlan:
-        """The plan of a fetched model beside those that are awake."""
+        """The plan of a fetched model, given the awake models."""
         tenants = self.keeper.residency.tenants
         taken = {
             device
@@ -145,7 +145,7 @@ class Catalogue:
         return self._facts[entry.name]
 
     def listed(self) -> list[tuple[str, ModelEntry]]:
-        """Every name of every model that can answer, with the model."""
+        """Every name of every model that can answer, with its model."""
         self.relist()
         down = {name for name, hosted in self.keeper.models.items() if hosted.down}
         return [(name, entry) for entry in self.models.entries if entry.name not in down for name in entry.names]
@@ -153,7 +153,7 @@ class Catalogue:
     # Rows
 
     def model_row(self, name: str, entry: ModelEntry) -> dict[str, Any]:
-        """One row of /v1/models: that of the model's own server, once it has been there."""
+        """One row of /v1/models: the row of the model's own server, if that has run."""
         hosted = self.keeper.models.get(entry.name)
         own = (hosted.member.replica.listed or {}).get(name) if hosted is not None else None
         row = {"object": "model", "created": self.created, "owned_by": "weft", "root": entry.config.model}
@@ -184,7 +184,7 @@ class Catalogue:
             "load_s": hosted.load_s,
             "wake_s": hosted.wake_s,
             "failures": hosted.failures,
-            "fault": str(hosted.fault) if hosted.fault is not None and hosted.failures else hosted.ill or None,
+            "fault": str(hosted.fault) if hosted.fault is not None and hosted.failures else hosted.engine_fault or None,
         }
 
     def tag_rows(self) -> list[ModelRow]:
@@ -264,6 +264,6 @@ def _digest(entry: ModelEntry) -> str:
 
 
 def _is_gguf(model: Model) -> bool:
-    """Return True for a model of a GGUF file, also one given as its folder, or under a name without a suffix."""
+    """Return True for a model of a GGUF file, also if it is given as a folder or a name without a suffix."""
     path = Path(model.source)
     return model.precision in gguf_types.MIXES or (path.is_file() and gguf.is_gguf(path))

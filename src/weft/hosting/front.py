@@ -31,7 +31,7 @@ from weft.serving.ollama.chat import ChatParts, GenerateParts
 from weft.serving.ollama.keep_alive import parse_keep_alive
 from weft.serving.options import ServeOptions
 
-LOADING = {"/api/generate": GenerateParts, "/api/chat": ChatParts}  # where clients load and unload models
+LOADING = {"/api/generate": GenerateParts, "/api/chat": ChatParts}  # paths by which clients load and unload models
 KEPT = ("/v1/files", "/v1/batches")
 BODY_BYTES = 2**26  # bytes of a request, as the gateway's default
 SMALL_BYTES = 2**20  # bytes of a request that the front itself decodes, in the event loop: a name and a few options
@@ -52,7 +52,7 @@ class SetReader(RequestReader):
 
     @property
     def open_to_all(self) -> bool:
-        """True if clients need no key. The processes of the models have keys of their own, which open nothing more."""
+        """True if clients need no key. The keys of the models' processes give no further access."""
         return not self.keys.required
 
     def check_path(self, exchange: Exchange) -> None:
@@ -60,7 +60,7 @@ class SetReader(RequestReader):
         if any(path == kept or path.startswith(f"{kept}/") for kept in KEPT):
             raise HttpError(
                 501,
-                f"{path!r:.200} is not served beside several models; serve one model for batches",
+                f"{path!r:.200} is not served for several models; serve one model for batches",
                 code="not-supported",
             )
         if exchange.method in (b"GET", b"HEAD"):
@@ -76,7 +76,7 @@ class SetReader(RequestReader):
                 raise RequestError(str(error), param="keep_alive", code=error.code) from None
 
     def model_of(self, fields: RoutedFields, path: str) -> str:
-        """The model by its own name. Raises HttpError for a request that names none of several."""
+        """The model's own name. Raises HttpError for a request that names none of several models."""
         named = fields.model if isinstance(fields.model, str) else ""
         if not named and path.startswith("/api/") and isinstance(fields.name, str):
             named = fields.name
@@ -98,7 +98,7 @@ class SetProxy(Proxy):
         super().__init__(
             fleet,
             Keys(client_keys, options.admin_key),
-            # A queue may be long; a process that ends or hangs is noticed by `Keeper`.
+            # No timeout, since a queue may be long; `Keeper` notices a process that ends or hangs.
             Timeouts(first_byte=0, idle=0, wait=0),
             GatewayMetrics(fleet),
             bodies=BodyPool(body_bytes, 8 * body_bytes),
@@ -128,7 +128,7 @@ class SetProxy(Proxy):
                 exchange.status, exchange.outcome = 200, "complete"
                 await answer(exchange.scope, receive, send)
                 return
-            waiting = self.keeper.using(name, keep_alive_s=stays_s, gone=lambda: exchange.gone, limit_s=self._limit_s)
+            waiting = self.keeper.lease(name, keep_alive_s=stays_s, gone=lambda: exchange.gone, limit_s=self._limit_s)
             async with waiting:
                 await super()._serve(exchange, receive, send)
                 if exchange.outcome == "complete" and exchange.status < 500:
@@ -146,7 +146,7 @@ class SetProxy(Proxy):
             await error_response(error, exchange.scope["path"])(exchange.scope, receive, send)
 
     def _unloaded(self, exchange: Exchange, name: str) -> Response | None:
-        """The answer to a client that asks for a model to leave which is not awake; None for any other request."""
+        """The answer to a request to unload a model that is not awake; None for any other request."""
         kind = LOADING.get(exchange.scope["path"])
         if kind is None or self.keeper.residency.tenants[name].state is State.AWAKE:
             return None
@@ -162,6 +162,6 @@ def keys_of(options: ServeOptions) -> list[ClientKey]:
 
 
 def _is_empty(body: bytes) -> bool:
-    """Return True for a body without anything to answer."""
+    """Return True for a body without a prompt."""
     fields = read_fields(body)
     return bytes(fields.prompt) in (b"", b'""', b"null") and bytes(fields.messages) in (b"", b"[]", b"null")

@@ -13,11 +13,11 @@ from weft.hosting.residency import Residency, State
 
 log = logging.getLogger("weft.hosting")
 
-CHECK_EVERY_S = 1.0  # between two looks at the health of a model
+CHECK_EVERY_S = 1.0  # between two health checks of a model
 
 
 class HealthChecks:
-    """Looks at the health of all models; `spawn` begins each look as a task."""
+    """Checks the health of all models; `spawn` starts each check as a task."""
 
     def __init__(
         self,
@@ -28,16 +28,18 @@ class HealthChecks:
     ) -> None:
         self._models, self._residency, self._clock, self._spawn = models, residency, clock, spawn
 
-    def leave_pause_out(self, paused_s: float) -> None:
-        """Leave out seconds for which this process has been stopped itself, most likely with all models, as in a
-        container that is paused: responses that came meanwhile are not read yet."""
+    def discount_suspension(self, paused_s: float) -> None:
+        """Do not count `paused_s` seconds during which this process was itself suspended.
+
+        The models were probably suspended too, as in a paused container, and responses may still be unread.
+        """
         if paused_s > 0:
             now = self._clock()
             for hosted in self._models.values():
                 hosted.answered_s = min(now, hosted.answered_s + paused_s)
 
     def begin(self) -> None:
-        """Begin the looks at health that are due. One that waits for its response holds up no other."""
+        """Start the health checks that are due. A check that waits for its response does not delay the others."""
         now = self._clock()
         for hosted in self._models.values():
             waits = hosted.check is not None and not hosted.check.done()
@@ -46,14 +48,14 @@ class HealthChecks:
                 hosted.check = self._spawn(self._check(hosted))
 
     async def _check(self, hosted: Hosted) -> None:
-        """Ask a model for its health. A process that does not respond for `stall_s` is killed, and starts again.
+        """Check a model's health. A process that does not respond for `stall_s` is killed and started again.
 
-        While it loads it need not respond, but must not be stopped. Faults of its engine are its own to mend.
+        While it loads it need not respond, but must not be suspended. The process itself handles faults of its engine.
         """
         name, member = hosted.plan.entry.name, hosted.member
         try:
             if self._residency.tenants[name].state is not State.LOADING:
-                hosted.ill = await member.ask_health(hosted.stall_s)
+                hosted.engine_fault = await member.ask_health(hosted.stall_s)
             elif member.is_suspended:
                 raise UpstreamError("it is stopped", code="process-stopped")
         except UpstreamError as error:
@@ -62,6 +64,6 @@ class HealthChecks:
                 reason = f"its process showed no sign of life for {silent_s:.1f} s: {error}"
                 log.error("%s is killed: %s", name, reason)
                 member.kill(reason)
-                hosted.answered_s = self._clock()  # its end is still to be noticed
+                hosted.answered_s = self._clock()  # its end has not been noticed yet
             return
         hosted.answered_s = self._clock()

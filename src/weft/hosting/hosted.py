@@ -1,4 +1,4 @@
-"""Hosted: one model of a set, as its keeper knows it."""
+"""Hosted: the keeper's state of one model of a set."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from weft.hosting.options import stall_limit
 from weft.hosting.set_plan import ModelPlan
 from weft.serving.errors import HttpError
 
-FAILURES = 5  # in a row, between which no request was answered: then the model stays down
+FAILURES = 5  # consecutive failures, without an answered request between them, after which the model stays down
 
 
 class Hosted:
     """One model of the set: its plan, its process group, the requests that wait for it, and its failures.
 
-    `words`: the flags of its process. `due`: it is to be awake all the time from now on. `ill`: the fault that its
-    process told last. `answered_s`: the time of its last response to a look at its health.
+    `argv`: the flags of its process. `due`: it must stay loaded (pinned, or loaded with the set). `engine_fault`: the
+    fault in its process's last response to a health check; `answered_s` is the time of that response.
     """
 
-    def __init__(self, plan: ModelPlan, member: Member, words: Sequence[str]) -> None:
-        self.plan, self.member, self.words = plan, member, tuple(words)
-        self.stall_s = stall_limit(self.words)
+    def __init__(self, plan: ModelPlan, member: Member, argv: Sequence[str]) -> None:
+        self.plan, self.member, self.argv = plan, member, tuple(argv)
+        self.stall_s = stall_limit(self.argv)
         self.waiters: list[asyncio.Future[None]] = []
         self.wanted = False  # an administrator, or the start, wants it awake without a request
         self.due = False
@@ -32,13 +32,13 @@ class Hosted:
         self.again_s = -math.inf
         self.load_s: float | None = None
         self.wake_s: float | None = None
-        self.ill = ""
+        self.engine_fault = ""
         self.answered_s = self.check_s = -math.inf
         self.check: asyncio.Task[None] | None = None
-        self.watch: asyncio.Task[None] | None = None  # for an end of the process that nobody asked for
+        self.watch: asyncio.Task[None] | None = None  # waits for an unexpected end of the process
 
     async def stop(self) -> None:
-        """End the process, as somebody asks."""
+        """End the process on request."""
         if self.watch is not None and self.watch is not asyncio.current_task():
             self.watch.cancel()
         self.watch = None
@@ -46,5 +46,5 @@ class Hosted:
 
     @property
     def down(self) -> bool:
-        """True if it is not started again unless somebody asks for it."""
+        """True if it is started again only on an administrator's request."""
         return self.failures >= FAILURES

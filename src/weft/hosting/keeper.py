@@ -1,4 +1,4 @@
-"""Keeper: loads, wakes, puts to sleep and unloads the models of a set as `Residency` says, and starts failed ones."""
+"""Keeper: loads, wakes, puts to sleep and unloads models as `Residency` decides, and restarts failed models."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from weft.gateway.fleet import Fleet
 from weft.hosting.health import HealthChecks
 from weft.hosting.hosted import Hosted
 from weft.hosting.member import Member
-from weft.hosting.residency import Residency, Room, State
+from weft.hosting.residency import PlacementDecision, Residency, State
 from weft.hosting.set_plan import ModelPlan
 from weft.serving.errors import HttpError
 
 log = logging.getLogger("weft.hosting")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0  # before a failed model is started again
-LOAD_TIMEOUT_S = 300.0  # that a request waits for its model; Ollama's OLLAMA_LOAD_TIMEOUT
-TICK_S, LATE_TICK_S = 0.5, 3.0  # between two looks at times; the longest time that counts in full
-SETTLE_POLL_S = 0.02  # between two looks for the end of a model's requests
-GONE_POLL_S = 0.2  # between two looks for a client that has gone
+LOAD_TIMEOUT_S = 300.0  # longest wait of a request for its model, as Ollama's OLLAMA_LOAD_TIMEOUT
+TICK_S, LATE_TICK_S = 0.5, 3.0  # between two rounds of `run`; a longer time between two rounds is not counted in full
+SETTLE_POLL_S = 0.02  # between two checks for the end of a model's requests
+GONE_POLL_S = 0.2  # between two checks for a disconnected client
 
 
 class Keeper:
@@ -40,23 +40,23 @@ class Keeper:
         fleet: Fleet,
         create_member: Callable[[str, Sequence[str]], Member],
         clock: Callable[[], float] = time.monotonic,
-        words: Sequence[str] = (),
+        argv: Sequence[str] = (),
     ) -> None:
-        """`create_member` gets the names of a model; `words` are flags of all processes."""
+        """`create_member` gets the names of a model; `argv`: the flags of all processes."""
         self.residency, self.fleet, self.clock = residency, fleet, clock
         self.models: dict[str, Hosted] = {}
-        self._create_member, self._words = create_member, tuple(words)
+        self._create_member, self._argv = create_member, tuple(argv)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._order: list[str] = []  # models that are wanted awake, the first one first
+        self._order: list[str] = []  # models that should be awake, in order of request
         self._closed = False
         self._checks = HealthChecks(self.models, residency, clock, self._spawn)
         self.started = False  # the models that begin with the set have been loaded
 
     def add(self, plan: ModelPlan) -> Hosted:
-        """Take a model in, unloaded."""
+        """Register a model; it starts unloaded."""
         name = plan.entry.name
         member = self._create_member(name, plan.entry.names)
-        self.models[name] = hosted = Hosted(plan, member, [*self._words, *plan.words])
+        self.models[name] = hosted = Hosted(plan, member, [*self._argv, *plan.argv])
         self.residency.tenants.setdefault(name, plan.tenant)
         self.fleet.replicas[member.replica.name] = member.replica
         return hosted
@@ -64,7 +64,7 @@ class Keeper:
     # Requests and commands of the administrator
 
     @contextlib.asynccontextmanager
-    async def using(
+    async def lease(
         self,
         name: str,
         *,
@@ -72,9 +72,9 @@ class Keeper:
         gone: Callable[[], bool] = lambda: False,
         limit_s: float = LOAD_TIMEOUT_S,
     ) -> AsyncIterator[Hosted]:
-        """Keep a model awake while the block runs, once it is awake, and `keep_alive_s` longer; None: as configured.
+        """Keep a model awake, once it is, during the block and for `keep_alive_s` after it (None: as configured).
 
-        Raises HttpError 503 if it does not become so within `limit_s`, or if it is down, and PlanError without room.
+        Raises HttpError 503 if it is down or not awake within `limit_s`, and PlanError if it does not fit.
         """
         hosted, tenant = self.models[name], self.residency.tenants[name]
         if tenant.state is not State.AWAKE or tenant.ends_turn:
@@ -115,23 +115,23 @@ class Keeper:
             waiter.result()
         except BaseException:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                self.residency.tenants[name].running -= 1  # granted in the moment in which nobody waited any more
+                self.residency.tenants[name].running -= 1  # the lease was granted as the client gave up
             elif waiter in hosted.waiters:
                 hosted.waiters.remove(waiter)
             self.pump()
             raise
 
     async def wake(self, name: str) -> None:
-        """Load or wake a model, also one that is down. Raises HttpError and PlanError."""
+        """Load or wake a model, even if it is down. Raises HttpError and PlanError."""
         hosted = self.models[name]
         hosted.failures, hosted.fault, hosted.again_s = 0, None, -math.inf
-        async with self.using(name):
+        async with self.lease(name):
             pass
 
-    async def put_down(self, name: str, *, unload: bool, limit_s: float = LOAD_TIMEOUT_S) -> None:
-        """Put a model to sleep, or unload it, once its running requests have ended; new ones wait, and wake it again.
+    async def sleep_or_unload(self, name: str, *, unload: bool, limit_s: float = LOAD_TIMEOUT_S) -> None:
+        """Put a model to sleep, or unload it, after its running requests. New requests wait, and wake it again.
 
-        Raises HttpError 409 if they have not ended within `limit_s`, and 502 if its process does not obey.
+        Raises HttpError 409 if the running requests have not ended within `limit_s`, and 502 if its process refuses.
         """
         hosted, tenant = self.models[name], self.residency.tenants[name]
         resting = (State.UNLOADED,) if unload else (State.UNLOADED, State.ASLEEP)
@@ -160,12 +160,12 @@ class Keeper:
         self.models[name].failures = 0
 
     def fault_of(self, name: str) -> str:
-        """The reason why a model does not answer that should; "" if it does, or need not."""
+        """The reason why a model that should answer does not; "" if it does, or need not answer."""
         hosted, state = self.models[name], self.residency.tenants[name].state
         if hosted.down:
             return f"{name!r} is down: {hosted.fault}"
         if state is State.AWAKE:
-            return f"{name!r}: {hosted.ill}" if hosted.ill else ""
+            return f"{name!r}: {hosted.engine_fault}" if hosted.engine_fault else ""
         if not hosted.due:
             return ""
         cause = f": {hosted.fault}" if hosted.failures else ""
@@ -179,18 +179,18 @@ class Keeper:
         self.pump()
 
     def pump(self) -> None:
-        """Begin all changes that can begin now, and let requests go whose models are awake."""
+        """Begin all changes that can begin now, and release requests whose models are awake."""
         if self._closed:
             return
         now = self.clock()
-        self._release()  # first: a model that has just been woken has requests to answer before it sleeps again
+        self._release()  # first, so that a model that was just woken answers requests before it sleeps again
         for tenant in self.residency.tenants.values():
             tenant.ends_turn = tenant.leaves
         blocked: set[str] = set()
         for name in tuple(self._order):
             hosted, tenant = self.models[name], self.residency.tenants[name]
             if not (hosted.waiters or hosted.wanted):
-                self._order.remove(name)  # one that is awake may end its turn, with requests that wait
+                self._order.remove(name)  # an awake model may be ending its turn while requests wait
             elif tenant.state in (State.UNLOADED, State.ASLEEP) and (hosted.down or now >= hosted.again_s):
                 self._make_room(hosted, now, blocked)
         for name in self.residency.expired(now):
@@ -198,7 +198,7 @@ class Keeper:
         self._release()
 
     def _make_room(self, hosted: Hosted, now: float, blocked: set[str]) -> None:
-        """Begin to load or wake a model, or to make room for it. One that waits keeps its devices from later ones."""
+        """Begin to load or wake a model, or to free memory for it; while it waits, its devices are blocked."""
         name, devices = hosted.plan.entry.name, {*hosted.plan.need.awake}
         if devices & blocked:
             return
@@ -206,27 +206,27 @@ class Keeper:
             self._refuse(hosted, hosted.fault or HttpError(503, f"{name!r} is down", code="model-down"))
             return
         try:
-            room = self.residency.room_for(name, now)
+            decision = self.residency.decide_placement(name, now)
         except WeftError as error:
             self._refuse(hosted, error)
             return
-        if room.ready:
+        if decision.ready:
             tenant = self.residency.tenants[name]
             tenant.state = State.LOADING if tenant.state is State.UNLOADED else State.WAKING
             self._spawn(self._bring_up(hosted, tenant.state is State.LOADING))
             return
         blocked |= devices
-        self._clear(room)
+        self._apply(decision)
 
-    def _clear(self, room: Room) -> None:
-        """Have models make room."""
-        for name in room.waits_for:
+    def _apply(self, decision: PlacementDecision) -> None:
+        """Put models to sleep and unload models as decided."""
+        for name in decision.waits_for:
             self.residency.tenants[name].ends_turn = True
-        for name in (*room.sleepers, *room.leavers):
-            self._begin_rest(name, unload=name in room.leavers)
+        for name in (*decision.sleepers, *decision.leavers):
+            self._begin_rest(name, unload=name in decision.leavers)
 
     def _release(self) -> None:
-        """Let the requests go whose models are awake."""
+        """Release the requests whose models are awake."""
         for name, hosted in self.models.items():
             tenant = self.residency.tenants[name]
             if tenant.state is State.AWAKE and not tenant.ends_turn:
@@ -248,10 +248,10 @@ class Keeper:
     async def _bring_up(self, hosted: Hosted, load: bool) -> None:
         """Load a model, or wake it."""
         entry, tenant, began = hosted.plan.entry, self.residency.tenants[hosted.plan.entry.name], self.clock()
-        hosted.answered_s, hosted.ill = began, ""
+        hosted.answered_s, hosted.engine_fault = began, ""
         try:
             if load:
-                await hosted.member.start(entry.config.model, hosted.words)
+                await hosted.member.start(entry.config.model, hosted.argv)
                 hosted.load_s = self.clock() - began
                 await read_models(hosted.member.replica, Timeouts())
                 hosted.watch = self._spawn(self._watch(hosted))
@@ -288,13 +288,13 @@ class Keeper:
         except Exception as error:
             if unload or hosted.member.is_running:
                 await self._fail(hosted, _as_refusal(name, error))
-            return  # `_watch` sees to a process that has ended
+            return  # `_watch` handles a process that has ended
         tenant.state, tenant.slept = (State.UNLOADED, False) if unload else (State.ASLEEP, True)
         log.info("%s is %s", name, tenant.state.value)
         self.pump()
 
     async def _watch(self, hosted: Hosted) -> None:
-        """Wait for the end of a model's process: nobody has asked for it, so the model has failed."""
+        """Wait for the end of a model's process. It is unexpected, so the model has failed."""
         await hosted.member.wait_ended()
         if not self._closed:
             await self._fail(hosted, hosted.member.exit_error())
@@ -329,7 +329,7 @@ class Keeper:
     # The life of the set
 
     async def start(self, names: Sequence[str]) -> None:
-        """Load models, one after the other: each measures the free memory. A failure is logged."""
+        """Load models one after another, since each measures the free memory. A failure is logged."""
         for name in names:
             hosted = self.models[name]
             hosted.wanted, hosted.due = True, hosted.plan.entry.must_be_awake
@@ -341,22 +341,22 @@ class Keeper:
         self.started = True
 
     async def tick_forever(self) -> None:
-        """Look at the times and at the health of all models, until it is cancelled."""
+        """Apply keep-alives and check the health of all models, until it is cancelled."""
         logged = ""
         while True:
             began = time.monotonic()
             await asyncio.sleep(TICK_S)
             try:
-                self._checks.leave_pause_out(time.monotonic() - began - LATE_TICK_S)
+                self._checks.discount_suspension(time.monotonic() - began - LATE_TICK_S)
                 self.pump()
                 self._checks.begin()
-            except Exception as error:  # a fault of ours: without a look at the times no model would sleep or start
+            except Exception as error:  # a bug: without further rounds no model would sleep or start
                 if repr(error) != logged:
                     logged = repr(error)
                     log.exception("a look at the models failed; they go on")
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        # In a context of its own: its log lines are not of the request that has it begun.
+        # In a new context, so that its log lines do not carry the id of the request that started it.
         task = asyncio.get_running_loop().create_task(work, context=Context())
         self._tasks.add(task)
         task.add_done_callback(self._note_end)
@@ -388,7 +388,7 @@ def _shutting_down() -> HttpError:
 
 
 def _as_refusal(name: str, error: Exception) -> HttpError:
-    """The error for the requests that wait for a model; one that nobody has foreseen is logged with its stack."""
+    """The error for the requests that wait for a model; an unexpected exception is logged with its stack."""
     if isinstance(error, HttpError):
         return error
     log.error("a fault of ours about %s", name, exc_info=error)

@@ -28,7 +28,7 @@ from weft.serving.errors import HttpError
 
 log = logging.getLogger("weft.hosting")
 
-POLL_S = 0.05  # pause between two looks at a process that starts
+POLL_S = 0.05  # pause between two checks of a starting process
 STOP_S = 3.0  # seconds from SIGTERM to SIGKILL
 ADMIN_S = 300.0  # seconds for the response to an administrator's request: a large model may have to be read again
 TAIL_LINES = 20  # last lines of output that are kept
@@ -47,13 +47,13 @@ class SteadyBreaker(Breaker):
 
 
 class MemberReplica(Replica):
-    """A member's server, as the gateway's code sends requests to it."""
+    """A member's server, in the form to which the gateway's code sends requests."""
 
     def __init__(self, names: Sequence[str], path: Path) -> None:
         super().__init__(UpstreamConfig(url="http://localhost", models=list(names)))
         self.name, self._path = f"unix://{path}", os.fspath(path)
         self.breaker = SteadyBreaker()
-        self.draining = True  # no requests until `Keeper` says that the model is awake
+        self.draining = True  # no requests until `Keeper` marks the model as awake
 
     async def _open(self) -> UpstreamConnection:
         loop = asyncio.get_running_loop()
@@ -143,7 +143,7 @@ class Member:
         ours.sendall(line)
 
     async def _until_ready(self) -> None:
-        """Wait without a deadline, since loading may take long; `Keeper` kills a process that is suspended meanwhile.
+        """Wait without a deadline, since loading may take long; `Keeper` kills a process that is suspended.
 
         Raises HttpError 503 if the process ends.
         """
@@ -165,7 +165,7 @@ class Member:
             return self._kill_reason
         status = self._process.returncode if self._process is not None else None
         lines = [line for line in self.tail if "error" in line.lower()] or list(self.tail)
-        if status is not None and status < 0:  # what it logged last is no cause
+        if status is not None and status < 0:  # its last log line is no cause
             return describe_exit(status, "").cause
         return lines[-1] if lines else f"exit status {status}"
 
@@ -176,14 +176,14 @@ class Member:
             try:
                 line = await process.stdout.readline()
             except ValueError:
-                continue  # longer than any line of ours
+                continue  # longer than any line that Weft prints
             if not line:
                 return
             text = line.decode(errors="replace").rstrip()
             row = _json_row(text) if self._logs_json else None
             self.tail.append(f"{row.get('level', '')} {row.get('message', '')}".strip() if row else text)
             shown = json.dumps({"model": self.name, **(row or {"message": text})}) if self._logs_json else None
-            with contextlib.suppress(OSError):  # nobody may read our own lines any more; the process goes on
+            with contextlib.suppress(OSError):  # the output of this process may be closed; the model's process goes on
                 print(shown or f"{self.name} | {text}", file=sys.stderr, flush=True)
 
     async def wait_ended(self) -> None:

@@ -15,11 +15,11 @@ from weft.formats.model_names import find_tagged, tagged
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One model of a set.
 
-    - `names`: what requests call it, the first of them in messages.
-    - `config`: the engine's options; `words` are the flags of `weft serve` that give them and those of its answers.
-    - `keep_alive_s`: seconds that it stays awake after its last request; infinity: it must always be awake.
-    - `priority`: of the models that could make room, the one with the largest number sleeps first.
-    - `always`: it is loaded with the set. Others are loaded at their first request.
+    - `names`: its names in requests; messages use the first.
+    - `config`: the engine's options; `words` are the flags of `weft serve` for these options and for its answers.
+    - `keep_alive_s`: seconds that it stays awake after its last request; infinity: it must stay awake.
+    - `priority`: models with larger numbers sleep first to free memory.
+    - `always`: it is loaded with the set, and not at its first request.
     """
 
     names: tuple[str, ...]
@@ -35,16 +35,16 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def must_be_awake(self) -> bool:
-        """True if it never sleeps to make room for another model."""
+        """True if it never sleeps to free memory for another model."""
         return math.isinf(self.keep_alive_s)
 
 
 class ModelSet(msgspec.Struct, frozen=True, kw_only=True):
-    """The models of one address. `source` is the file that names them; `port` is the one that it gives, if any.
+    """The models of one address. `source` is the file that names them, `port` the port in that file, if any.
 
-    `warnings` are lines about what the file says in vain. With `grows`, models that are fetched later belong to it, and
-    stay awake for `keep_alive_s` after their last request. `equal_shares`: the models get equal numbers of GPUs if all
-    fit, as the servers of a node's file do.
+    `warnings` are lines about settings of the file without effect. With `grows`, models that are fetched later are
+    added, and stay awake for `keep_alive_s` after their last request. `equal_shares`: the models get equal numbers of
+    GPUs if all fit, like the servers of a node's file.
     """
 
     entries: tuple[ModelEntry, ...]
@@ -56,7 +56,7 @@ class ModelSet(msgspec.Struct, frozen=True, kw_only=True):
     keep_alive_s: float = math.inf
 
     def find(self, name: str) -> ModelEntry | None:
-        """The model that a name means, with or without the tag `latest`."""
+        """The model of a name, with or without the tag `latest`."""
         return next((entry for entry in self.entries if find_tagged(name, entry.names) is not None), None)
 
 

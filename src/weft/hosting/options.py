@@ -1,4 +1,4 @@
-"""The server's options for a set: the front heeds them, passes them on to the models' servers, or refuses them."""
+"""The server's options for a set: the front applies them, passes them on to the models' servers, or refuses them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from weft.hosting.model_set import ModelSet
 from weft.serving.options import ServeOptions
 from weft.serving.server import check_keys
 
-# Every option is in HEEDED, PASSED_ON (or both), or REFUSED.
-HEEDED = frozenset(
+# Every option is in APPLIED, PASSED_ON (or both), or REFUSED.
+APPLIED = frozenset(
     [
         "host",
         "port",
@@ -86,11 +86,11 @@ def member_words(options: ServeOptions) -> list[str]:
     return [_word(_flag(name), value) for name, value in given if value != getattr(DEFAULTS, name)]
 
 
-def stall_limit(words: Sequence[str]) -> float:
+def stall_limit(argv: Sequence[str]) -> float:
     """Seconds of --progress-timeout in the flags of a model's server; the last one counts."""
     start = f"--{_flag('progress_timeout')}="
-    given = [float(word.removeprefix(start)) for word in words if word.startswith(start)]
-    return given[-1] if given else DEFAULTS.progress_timeout
+    limits = [float(word.removeprefix(start)) for word in argv if word.startswith(start)]
+    return limits[-1] if limits else DEFAULTS.progress_timeout
 
 
 def _flag(name: str) -> str:

@@ -1,6 +1,7 @@
-"""Residency: which models of a set are awake, asleep or unloaded, and who makes room for whom. Pure: no clock, no I/O.
+"""Residency: which models of a set are awake, asleep or unloaded, and which models free memory for which others.
 
-All sizes are bytes by device: "cuda:N" is a GPU, "cpu" the memory of the host. Times are seconds of one clock.
+Pure: no clock, no I/O. All sizes are bytes by device: "cuda:N" is a GPU, "cpu" the memory of the host. Times are
+seconds of one clock.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import msgspec
 
 from weft.errors import PlanError
 
-TURN_S = 5.0  # seconds for which a model answers requests before it ends its turn for another one
+TURN_S = 5.0  # seconds for which a model answers requests before it ends its turn for another model
 
 
 class State(Enum):
-    """The state of a model; LOADING, WAKING, SLEEPING and UNLOADING last until a process has obeyed."""
+    """The state of a model; LOADING, WAKING, SLEEPING and UNLOADING last until a process has done so."""
 
     UNLOADED = "unloaded"
     LOADING = "loading"
@@ -37,11 +38,14 @@ class Need(msgspec.Struct, frozen=True):
 
 
 class Tenant(msgspec.Struct, kw_only=True, eq=False):
-    """One model: its needs, and what is known of its use. `running` requests keep it awake.
+    """One model: its needs and its use.
 
-    `stays_s`: seconds that it stays awake after its last request, as this says; None: as configured. `ends_turn`:
-    requests wait, since another model waits for its room. `leaves`: so does an administrator. `slept`: it has slept
-    since it was loaded, and what it took for that of the host's memory stays taken. `pinned`: it makes room for nobody.
+    - `running`: number of running requests; they keep it awake.
+    - `stays_s`: seconds that it stays awake after its last request, as this request says; None: as configured.
+    - `ends_turn`: new requests wait, because another model needs this memory, or because an administrator asked for
+      sleep or an unload (`leaves`).
+    - `slept`: it has slept since it was loaded, so its copy in the host's memory stays allocated.
+    - `pinned`: it never frees memory for other models.
     """
 
     name: str
@@ -70,7 +74,7 @@ class Tenant(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def awake_bytes(self) -> Mapping[str, int]:
-        """Bytes by device that it takes while it is awake; of weights on GPUs a copy stays in the host's memory."""
+        """Bytes by device that it takes while it is awake, with the host's copy of GPU weights if there is one."""
         if not self.slept:
             return self.need.awake
         devices = {**self.need.awake, **self.need.asleep}
@@ -84,10 +88,11 @@ class Tenant(msgspec.Struct, kw_only=True, eq=False):
         return self.used_s + (self.keep_alive_s if self.stays_s is None else self.stays_s)
 
 
-class Room(NamedTuple):
-    """The way to a model's room: `sleepers` and `leavers` make it now, `waits_for` do once their requests have ended.
+class PlacementDecision(NamedTuple):
+    """The changes of other models that free the memory for a model.
 
-    `settling`: models that change their state already. `again_s`: the time at which the next turn may end.
+    `sleepers` are put to sleep and `leavers` unloaded now, `waits_for` as soon as their requests have ended.
+    `settling`: models that must change are changing their state. `again_s`: the time at which the next turn may end.
     """
 
     sleepers: tuple[str, ...] = ()
@@ -98,12 +103,12 @@ class Room(NamedTuple):
 
     @property
     def ready(self) -> bool:
-        """True if the model fits now."""
+        """True if the model fits without changes."""
         return not (self.sleepers or self.leavers or self.waits_for or self.settling or math.isfinite(self.again_s))
 
 
 class Residency:
-    """The models of a set, and the memory that they divide. `rooms`: bytes of each device that they may take."""
+    """The models of a set, and the memory that they share. `rooms`: bytes of each device that they may take."""
 
     def __init__(self, rooms: Mapping[str, int], tenants: Iterable[Tenant] = ()) -> None:
         self.rooms = dict(rooms)
@@ -113,29 +118,29 @@ class Residency:
         """Bytes of a device that are taken."""
         return sum(tenant.held.get(device, 0) for tenant in self.tenants.values())
 
-    def room_for(self, name: str, now: float) -> Room:
-        """The way to the room that a model needs to be awake.
+    def decide_placement(self, name: str, now: float) -> PlacementDecision:
+        """The changes that free the memory which a model needs to be awake.
 
-        The models that sleep for it are those with the largest priority number, and of these the least recently used.
-        If the host has no room for one more that sleeps, models that sleep already are unloaded in the same order.
-        Raises PlanError if it has no room though all others that may make room have done so.
+        Models with the largest priority number sleep first, and among equals the least recently used. If the host has
+        no memory for another sleeping model, sleeping models are unloaded in the same order. Raises PlanError if the
+        model does not fit after all possible changes.
         """
         need = self.tenants[name].awake_bytes
         states = {other.name: other.held for other in self.tenants.values() if other.name != name}
         changed: dict[str, Tenant] = {}
-        for victim, held in self._ways(name):
-            short = self._short(need, states)
+        for victim, held in self._steps(name):
+            short = self._lacking_devices(need, states)
             if not short:
                 break
             if any(states[victim.name].get(device, 0) > held.get(device, 0) for device in short):
                 states[victim.name] = held
                 changed[victim.name] = victim
-        if short := self._short(need, states):
-            raise self._no_room(name, short[0], states)
-        return _room([(victim, bool(states[victim.name])) for victim in changed.values()], now)
+        if short := self._lacking_devices(need, states):
+            raise self._overflow_error(name, short[0], states)
+        return _decide([(victim, bool(states[victim.name])) for victim in changed.values()], now)
 
-    def _ways(self, name: str) -> list[tuple[Tenant, Mapping[str, int]]]:
-        """The steps that make room, first to last: each a model, and the bytes that it holds afterwards."""
+    def _steps(self, name: str) -> list[tuple[Tenant, Mapping[str, int]]]:
+        """The steps that free memory, first to last: each a model, and the bytes that it holds afterwards."""
         others = [other for other in self.tenants.values() if other.name != name and not other.pinned]
         order = sorted(others, key=lambda other: (-other.priority, other.used_s))
         awake = [other for other in order if other.state not in (State.ASLEEP, State.UNLOADED)]
@@ -146,35 +151,35 @@ class Residency:
             *((other, {}) for other in awake),
         ]
 
-    def _short(self, need: Mapping[str, int], states: Mapping[str, Mapping[str, int]]) -> list[str]:
-        """The devices that lack room for `need` beside what the others hold."""
+    def _lacking_devices(self, need: Mapping[str, int], states: Mapping[str, Mapping[str, int]]) -> list[str]:
+        """The devices on which `need` does not fit together with the bytes of the other models."""
         return [
             device
             for device in sorted({*self.rooms, *need})
             if need.get(device, 0) + sum(held.get(device, 0) for held in states.values()) > self.rooms.get(device, 0)
         ]
 
-    def _no_room(self, name: str, device: str, states: Mapping[str, Mapping[str, int]]) -> PlanError:
+    def _overflow_error(self, name: str, device: str, states: Mapping[str, Mapping[str, int]]) -> PlanError:
         taken = sum(held.get(device, 0) for held in states.values())
         return PlanError(
             f"{name!r} needs {self.tenants[name].awake_bytes.get(device, 0):,} bytes of {device}, which has "
-            f"{self.rooms.get(device, 0):,}, {taken:,} of them held by models that make no room; unload one, or give "
-            "one a keep-alive",
+            f"{self.rooms.get(device, 0):,}, {taken:,} of them held by models that cannot be unloaded; unload a "
+            "model, or give a model a keep-alive",
             code="no-room-for-model",
         )
 
     def may_sleep(self, name: str) -> bool:
-        """Return True if the host has room for the model while it sleeps; else it has to be unloaded."""
+        """Return True if the host has memory for the model while it sleeps; else it has to be unloaded."""
         states = {other.name: other.held for other in self.tenants.values() if other.name != name}
-        return not self._short(self.tenants[name].need.asleep, states)
+        return not self._lacking_devices(self.tenants[name].need.asleep, states)
 
     def expired(self, now: float) -> list[str]:
-        """The models whose time awake is over."""
+        """The models whose keep-alive has expired."""
         return [tenant.name for tenant in self.tenants.values() if tenant.expires_s <= now]
 
 
-def _room(changed: Sequence[tuple[Tenant, bool]], now: float) -> Room:
-    """The room that models make by what they are to do: sleep (True), or leave."""
+def _decide(changed: Sequence[tuple[Tenant, bool]], now: float) -> PlacementDecision:
+    """The decision to have these models sleep (True) or unload (False)."""
     sleepers: list[str] = []
     leavers: list[str] = []
     waits_for: list[str] = []
@@ -189,4 +194,4 @@ def _room(changed: Sequence[tuple[Tenant, bool]], now: float) -> Room:
             waits_for.append(victim.name)
         else:
             (sleepers if sleeps else leavers).append(victim.name)
-    return Room(tuple(sleepers), tuple(leavers), tuple(waits_for), settling, again_s)
+    return PlacementDecision(tuple(sleepers), tuple(leavers), tuple(waits_for), settling, again_s)

@@ -41,7 +41,7 @@ log = logging.getLogger("weft.hosting")
 
 
 def serve_set(models: ModelSet, options: ServeOptions) -> None:
-    """Serve until SIGTERM or Ctrl-C, and then until the running requests have ended.
+    """Serve until SIGTERM or Ctrl-C, then until the running requests have ended.
 
     Raises ConfigError, ModelError and PlanError before anything is started.
     """
@@ -66,7 +66,7 @@ def serve_set(models: ModelSet, options: ServeOptions) -> None:
 
 
 def plan_models(models: ModelSet, cluster: Cluster) -> SetPlan:
-    """The plan of a set on this machine; fetched models are planned when they are asked for."""
+    """The plan of a set on this machine; fetched models are planned at their first request."""
     host_bytes = probe_host().memory_free_bytes
     if models.grows:
         return SetPlan(models=(), rooms=device_rooms(cluster, host_bytes))
@@ -84,7 +84,7 @@ async def _serve_models(
     began = time.monotonic()
     keeper, proxy = create_front(models, plan, cluster, options, folder)
     limits = fit_to_files(
-        # Half of the files: a connection to a model for each of a client.
+        # Half of the files: each connection of a client needs a connection to a model.
         ConnectionLimits(keepalive_s=KEEPALIVE_S, held_bytes=max(ConnectionLimits.held_bytes, 4 * body_limit(options))),
         raise_file_limit() // 2,
     )
@@ -95,7 +95,7 @@ async def _serve_models(
         options,
         options.shutdown_timeout,
         application=create_app(proxy),
-        drain_upstreams=keeper.drain,  # the models' servers know best which of their requests can still end
+        drain_upstreams=keeper.drain,  # the models' servers decide which of their requests can still end
     )
     address = listen.public_url(listener, options)
     names = [name for name, _ in proxy.catalogue.listed()]
@@ -103,7 +103,7 @@ async def _serve_models(
     if options.enable_ssl_refresh:
         tasks.append(asyncio.create_task(_renew_certificate(server)))
     listen.start_listening(listener, options)
-    gc.freeze()  # what exists now stays: no request waits while the collector scans it
+    gc.freeze()  # objects that exist now stay, so the collector need not scan them
     tasks.append(asyncio.create_task(_load(keeper, models, names, address, began)))
     try:
         with announced(names, address), handle_stop_signals(server.on_signal, options.shutdown_timeout):
@@ -116,14 +116,14 @@ async def _serve_models(
 
 
 async def _renew_certificate(server: GatewayServer) -> None:
-    """Look for a certificate that has been replaced from time to time."""
+    """Check periodically for a replaced certificate."""
     while True:
         await asyncio.sleep(RENEW_S)
         server.reload_certificate()
 
 
 async def _load(keeper: Keeper, models: ModelSet, names: Sequence[str], address: str, began: float) -> None:
-    """Load the models that begin with the set, and say so."""
+    """Load the models that begin with the set, and log it."""
     await keeper.start([entry.name for entry in models.entries if entry.always])
     listed = ", ".join(names) or "the models that are fetched"
     log.info("serving %s at %s (%.2f s)", listed, address, time.monotonic() - began)
@@ -138,7 +138,7 @@ def create_front(
     def create_member(name: str, names: Sequence[str]) -> Member:
         return Member(name, names, environment=os.environ, path=folder.new_path())
 
-    keeper = Keeper(Residency(plan.rooms), fleet, create_member, words=member_words(options))
+    keeper = Keeper(Residency(plan.rooms), fleet, create_member, argv=member_words(options))
     catalogue = Catalogue(models, keeper, cluster)
     fleet.catalogue = catalogue
     catalogue.take_plan(plan)

@@ -32,7 +32,7 @@ from weft.planner.ranking import Candidate
 from weft.planner.search import search
 from weft.probes.machine import PCIE_SHARE, split_cpu
 
-# Options that divide the memory of devices in ways of their own, or over several machines.
+# Options that divide the memory of devices in another way, or over several machines.
 UNPLANNED = ("plan", "device_map", "max_memory", "nnodes", "node_rank", "master_addr", "headless")
 HOST = "cpu"  # the memory of the host, as a device
 
@@ -40,9 +40,9 @@ HOST = "cpu"  # the memory of the host, as a device
 class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One model of a set: its devices, and its bytes on each of them while it is awake and while it sleeps.
 
-    `kv_bytes` is the KV cache of all ranks, `kv_rank_bytes` that of one on a CPU, None on GPUs, whose engines take
-    what their share leaves. `wake_s`: seconds that its weights take from the host's memory, which is pinned: that of
-    GPUs stays taken when the model is awake again, until it is unloaded.
+    `kv_bytes` is the KV cache of all ranks. `kv_rank_bytes` is the KV cache of one rank on a CPU; None on GPUs, where
+    engines use the rest of their share. `wake_s`: seconds to load its weights from the host's memory. That memory is
+    pinned: with GPUs it stays allocated after the model wakes, until the model is unloaded.
     """
 
     entry: ModelEntry
@@ -55,20 +55,20 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tenant(self) -> Tenant:
-        """The model as `Residency` takes it."""
+        """The model in the form of `Residency`."""
         entry = self.entry
         return Tenant(name=entry.name, need=self.need, keep_alive_s=entry.keep_alive_s, priority=entry.priority)
 
     @property
-    def words(self) -> list[str]:
+    def argv(self) -> list[str]:
         """The flags with which `weft serve` runs it as planned."""
-        words = list(self.entry.words)
+        argv = list(self.entry.words)
         numbers = [device.removeprefix("cuda:") for device in self.devices]
         if self.devices != (HOST,) and self.entry.config.device_ids is None:
-            words.append(f"--device-ids={','.join(numbers)}")
+            argv.append(f"--device-ids={','.join(numbers)}")
         if self.kv_rank_bytes is not None and self.entry.config.kv_cache_memory_bytes is None:
-            words.append(f"--kv-cache-memory-bytes={self.kv_rank_bytes}")
-        return words
+            argv.append(f"--kv-cache-memory-bytes={self.kv_rank_bytes}")
+        return argv
 
 
 class SetPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +83,7 @@ class SetPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sleepless(self) -> tuple[ModelPlan, ...]:
-        """Models that are to sleep, for whose weights the host has too little memory even alone: they are unloaded."""
+        """Models that cannot sleep, since their weights alone exceed the host's memory: they are unloaded."""
         rest = (model for model in self.models if not model.entry.must_be_awake and model.need.awake.keys() != {HOST})
         return tuple(model for model in rest if model.need.asleep.get(HOST, 0) > self.rooms.get(HOST, math.inf))
 
@@ -115,16 +115,16 @@ def plan_set(
 ) -> SetPlan:
     """Plan all models of a set on one machine.
 
-    A model without device-ids gets the fewest GPUs on which it fits, of those that no other model names if there are
-    enough; in a set of equal shares, equal numbers of them if all models fit. `host_bytes`: free memory of the host
-    beside GPUs, None if unknown. Raises PlanError, with the bytes, for a model that does not fit, and for models that
-    must be awake and do not fit together; ModelError.
+    A model without device-ids gets the fewest GPUs on which it fits, and if possible GPUs that no other model names. In
+    a set of equal shares, all models get equal numbers of GPUs if they fit. `host_bytes`: free memory of a host with
+    GPUs, None if unknown. Raises ModelError, and PlanError, with the bytes, for a model that does not fit and for
+    models that must be awake but do not fit together.
     """
     if models.equal_shares and not cluster.on_cpu and len(cluster.gpus) >= len(models.entries):
         try:
             return plan_set(_shared_equally(models, len(cluster.gpus)), cluster, look_up, host_bytes)
         except PlanError:
-            pass  # one of them needs more
+            pass  # a model needs more GPUs
     rooms = device_rooms(cluster, host_bytes)
     taken = {f"cuda:{number}" for entry in models.entries for number in entry.config.device_ids or ()}
     planned = []
@@ -138,7 +138,7 @@ def plan_set(
 
 
 def _shared_equally(models: ModelSet, gpus: int) -> ModelSet:
-    """The models with equal numbers of neighbouring GPUs, the first ones with one more if some are left."""
+    """The models with equal numbers of neighbouring GPUs; the first models get one more if GPUs are left."""
     share, left = divmod(gpus, len(models.entries))
     starts = [number * share + min(number, left) for number in range(len(models.entries) + 1)]
     shares = (tuple(range(start, end)) for start, end in pairwise(starts))
@@ -155,7 +155,7 @@ def with_gpus(models: ModelSet, shares: Iterable[tuple[int, ...]]) -> ModelSet:
 
 
 def device_rooms(cluster: Cluster, host_bytes: int | None) -> dict[str, int]:
-    """Bytes of each device that models may take: what other processes leave."""
+    """Bytes of each device that models may take: the memory that other processes leave."""
     if cluster.on_cpu:
         return {HOST: cluster.gpus[0].memory_bytes}
     rooms = {f"cuda:{number}": gpu.memory_bytes - gpu.held_bytes for number, gpu in enumerate(cluster.gpus)}
@@ -165,7 +165,7 @@ def device_rooms(cluster: Cluster, host_bytes: int | None) -> dict[str, int]:
 def plan_model(
     entry: ModelEntry, model: Model, cluster: Cluster, taken: Collection[str] = (), *, sharers: int = 1
 ) -> ModelPlan:
-    """The plan of one model beside those on the devices `taken`; on a CPU, `sharers` models divide the memory for KV.
+    """The plan of one model, given the bytes `taken` on devices; on a CPU, `sharers` models share the memory for KV.
 
     Raises PlanError if it fits nowhere.
     """
@@ -186,7 +186,7 @@ def plan_model(
 
 
 def check_plannable(entry: ModelEntry, cluster: Cluster) -> None:
-    """Raise ConfigError for options of a model by which its memory is not known beside others."""
+    """Raise ConfigError for options of a model that do not allow to plan its memory together with other models."""
     config = entry.config
     given = next((name for name in UNPLANNED if getattr(config, name) != getattr(DEFAULT_CONFIG, name)), None)
     given = "distributed_executor_backend" if config.executor == "ray" else given
@@ -211,7 +211,7 @@ def check_plannable(entry: ModelEntry, cluster: Cluster) -> None:
 
 
 def _choices(entry: ModelEntry, cluster: Cluster, taken: Collection[str]) -> list[list[int]]:
-    """The lists of GPUs to try for a model: its own, or first the free ones and then all, the fewest first."""
+    """The lists of GPUs to try for a model: its own; or first the free GPUs and then all, the shortest lists first."""
     if entry.config.device_ids is not None:
         return [[number for number in entry.config.device_ids if number != "cpu"]]
     everyone = list(range(len(cluster.gpus)))
@@ -249,7 +249,7 @@ def _best(entry: ModelEntry, model: Model, cluster: Cluster) -> Candidate | None
 
 
 def _speculation(config: EngineConfig, model: Model) -> Speculation | None:
-    """The speculative decoding of a model, whose memory counts. Raises ConfigError and ModelError."""
+    """The speculative decoding of a model, since it needs memory. Raises ConfigError and ModelError."""
     if config.speculative_config is None:
         return None
 
@@ -274,13 +274,13 @@ def _fixed_bytes(rank: RankMemory) -> int:
 
 
 def _cpu_plan(entry: ModelEntry, best: Candidate, cluster: Cluster, sharers: int) -> ModelPlan:
-    """The plan on a CPU, where a sleeping model keeps its weights and gives its KV cache back."""
+    """The plan on a CPU, where a sleeping model keeps its weights and frees its KV cache."""
     ranks = best.memory.ranks
     given = entry.config.kv_cache_memory_bytes
     each = given if given is not None else max(rank.kv_room_bytes for rank in ranks) // sharers
     weights, kv = sum(rank.weights.total for rank in ranks), each * len(ranks)
     asleep = weights + sum(rank.runtime_bytes + rank.draft_bytes for rank in ranks)
-    # The two steps that are rehearsed read them.
+    # The two warm-up steps read them.
     wake_s = 2 * weights / cluster.gpus[0].bandwidth_Bps
     return ModelPlan(
         entry=entry,
@@ -321,7 +321,7 @@ def _number(device: str) -> int:
 
 
 def check_together(plan: SetPlan) -> None:
-    """Raise PlanError if the models that must be awake do not fit together, or one does not fit beside them."""
+    """Raise PlanError if the models that must be awake do not fit together, or another model does not fit with them."""
     pinned = [model for model in plan.models if model.entry.must_be_awake]
     for device, room in plan.rooms.items():
         needs = {model.entry.name: model.need.awake.get(device, 0) for model in pinned}
@@ -340,7 +340,7 @@ def check_together(plan: SetPlan) -> None:
 
 
 def _check_beside(residency: Residency, model: ModelPlan, pinned: Sequence[ModelPlan]) -> None:
-    """Raise PlanError if a model that may sleep never fits beside those that must be awake."""
+    """Raise PlanError if a model that may sleep does not fit together with the models that must be awake."""
     for device, size in model.need.awake.items():
         held = sum(other.need.awake.get(device, 0) for other in pinned)
         room = residency.rooms.get(device, size + held)

@@ -1,4 +1,4 @@
-"""SocketFolder: the Unix sockets of a set's processes, which nobody else on this machine can reach."""
+"""SocketFolder: the Unix sockets of a set's processes, which no other user of this machine can reach."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from weft.errors import ConfigError, error_reason
 
 PREFIX = "weft-set-"
 LONGEST = 107  # bytes of a socket's path, see unix(7)
-YOUNG_S = 60.0  # a folder that is younger may have an owner that has not locked it yet
+YOUNG_S = 60.0  # a younger folder may not be locked yet by its owner
 
 
 class SocketFolder:
-    """A folder that only this user may enter, in that for temporary files.
+    """A folder that only this user may enter, in the folder for temporary files.
 
-    As long as the set runs it is locked, which also keeps systemd-tmpfiles(8) away from it. One that is left over, of a
-    set that was killed, is removed by the next set of this user. Raises ConfigError.
+    While the set runs the folder is locked, so that systemd-tmpfiles(8) does not remove it. The folder of a set that
+    was killed is removed by the next set of this user. Raises ConfigError.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class SocketFolder:
             )
 
     def new_path(self) -> Path:
-        """A path in the folder that no socket has."""
+        """An unused path in the folder."""
         return self.path / f"{secrets.token_hex(4)}.sock"
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ def _remove_left_over(base: Path) -> None:
                 continue
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:
-            continue  # it has gone, or is no folder
+            continue  # it was removed, or is no folder
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)

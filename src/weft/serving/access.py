@@ -35,8 +35,8 @@ def check_admin_key(request: Request) -> None:
 def check_owner(request: Request) -> None:
     """`check_admin_key`; without such a key, HttpError 403 for a request that does not come from this machine.
 
-    Nobody may without the key if --api-key, --root-path or --uds is set: such a server may stand behind a proxy on this
-    machine that adds no header, and the requests of its clients look like this machine's.
+    No client may without the key if --api-key, --root-path or --uds is set: such a server may be behind a local proxy
+    that adds no header, and its clients' requests look like local requests.
     """
     service: GuardedService = request.app.state.service
     options = service.options
@@ -74,9 +74,9 @@ def check_page(request: Request) -> None:
 def comes_from_here(scope: Scope) -> bool:
     """Return True for a request that seems to come from a process of this machine.
 
-    Not one through a proxy that names its client in a header, nor one of another server's page in a browser, which may
-    also send under a name that leads here. A proxy on this machine that adds no header and sends an address as Host is
-    not told apart.
+    Not a request through a proxy that names its client in a header, nor a request of another server's page in a
+    browser, which may also use a name that resolves to this server. A local proxy that adds no header and sends an
+    address as Host is not recognized.
     """
     headers, peer = Headers(scope=scope), scope.get("client")
     if "x-forwarded-for" in headers or "forwarded" in headers:

@@ -23,7 +23,7 @@ Endpoint = Callable[[Service, Request], Awaitable[Response]]
 
 
 async def sleep(service: Service, request: Request) -> Response:
-    """/sleep?level=1: give the memory of the KV cache and of the weights back; 2 drops the weights."""
+    """/sleep?level=1: free the GPU memory of the KV cache and the weights; level 2 drops the weights."""
     await service.engine.call(Sleep(integer_query(request, "level", 1)))
     return Response()
 
@@ -70,7 +70,7 @@ async def stop_profile(service: Service, request: Request) -> Response:
 
 
 async def profile(service: Service, request: Request) -> Response:
-    """/profile: the last profile's files, and once all are complete its report; ?partial=1: of those that are."""
+    """/profile: the last profile's files, and its report once all are complete; ?partial=1: of the complete files."""
     monitor = service.monitor
     await monitor.refresh()
     forecast = monitor.forecasts[0] if len(monitor.forecasts) == 1 else None
@@ -91,7 +91,7 @@ async def layout(service: Service, request: Request) -> Response:
 
 
 def integer_query(request: Request, name: str, default: int) -> int:
-    """A query parameter of the URL. Raises RequestError if it is no whole number."""
+    """A query parameter of the URL. Raises RequestError unless it is an integer."""
     text = request.query_params.get(name, str(default))
     if not text.isdecimal():
         raise RequestError(f"{name} is {text!r:.60}; it must be a whole number", param=name, code="no-whole-number")
@@ -99,7 +99,7 @@ def integer_query(request: Request, name: str, default: int) -> int:
 
 
 def for_owner(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
-    """Let only requests with the admin key reach an endpoint; without such a key, only those of this machine."""
+    """Let only requests with the admin key reach an endpoint; without such a key, only local requests."""
 
     @functools.wraps(endpoint)
     async def checked(request: Request) -> Response:

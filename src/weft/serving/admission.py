@@ -16,7 +16,8 @@ log = logging.getLogger("weft.serving")
 MAX_FILES = 65536  # the soft limit is raised to this; beyond it, programs that walk their descriptors get slow
 RESERVED_FILES = 32  # descriptors kept for pipes, files and the engine
 LOG_EVERY_S = 60.0
-# Key of a scope: a function by which an application tells that it has put so many bytes of the body on a disk.
+# Key of a scope: a function by which an application reports the number of bytes of the body that it has written to
+# disk.
 STORED = "weft.stored"
 
 
@@ -24,15 +25,12 @@ STORED = "weft.stored"
 class ConnectionLimits:
     """Limits of the HTTP transport. Times are seconds.
 
-    Per connection:
-        `head_bytes`: URL and header fields together. `header_fields`: number of header fields.
-        `chunks`: chunks of a chunked body, plus one for every `chunk_bytes` received.
-        `queued_requests`: pipelined requests behind the one that is being answered.
-        `head_s`: time until a head is complete. `body_s`: time without a byte of the body.
-        `keepalive_s`: idle time after a response. `linger_s`: time to read an error while the client still sends.
-    All connections together:
-        `connections`: connections that are served. `spare`: further ones that only get answers to health probes.
-        `held_bytes`: bytes of requests that are incomplete or queued.
+    Per connection: `head_bytes`: URL and header fields together. `header_fields`: number of header fields. `chunks`:
+    chunks of a chunked body, plus one for every `chunk_bytes` received. `queued_requests`: pipelined requests behind
+    the current request. `head_s`: time until a head is complete. `body_s`: time without a byte of the body.
+    `keepalive_s`: idle time after a response. `linger_s`: time to read an error while the client still sends. All
+    connections together: `connections`: connections that are served. `spare`: further connections, on which only health
+    probes are answered. `held_bytes`: bytes of requests that are incomplete or queued.
     """
 
     head_bytes: int = 2**16
@@ -69,8 +67,8 @@ class TrackedConnection(Protocol):
 class Admission:
     """The connections of one server.
 
-    If there is no room, the oldest connection that only waits gives way (a spare one, or one with an unfinished
-    request), so that clients that never finish their requests cannot keep out those that do.
+    At the limit, the oldest connection that only waits is closed (a spare connection, or one whose request is
+    unfinished), so that clients that never finish their requests cannot keep out others.
     """
 
     def __init__(self, limits: ConnectionLimits) -> None:
@@ -78,7 +76,7 @@ class Admission:
         self._served: set[TrackedConnection] = set()
         self._spare: dict[TrackedConnection, None] = {}  # oldest first
         self._held: dict[TrackedConnection, int] = {}  # bytes, oldest first
-        self._unread: dict[TrackedConnection, tuple[float, int]] = {}  # since when, and bytes at the last look
+        self._unread: dict[TrackedConnection, tuple[float, int]] = {}  # since when, and bytes at the last check
         self._held_bytes = 0
         self._refused = 0
         self._logged_at = float("-inf")
@@ -109,9 +107,10 @@ class Admission:
             self._unread.pop(connection, None)
 
     def unread_s(self) -> list[float]:
-        """Seconds for which each client that bytes wait for has taken none, the longest first.
+        """Seconds for which each client with unsent bytes has taken none, the longest first.
 
-        A client that has taken some since the last look has begun anew: a long answer is unread until nearly its end.
+        The time restarts if a client has taken bytes since the last check: a long answer has unsent bytes until nearly
+        its end.
         """
         now = time.monotonic()
         for connection, (since, before) in self._unread.items():
@@ -186,7 +185,7 @@ def raise_file_limit() -> int:
 
 
 def fit_to_files(limits: ConnectionLimits, files: int) -> ConnectionLimits:
-    """Copy of `limits` with at most as many connections as fit in `files` descriptors beside those already open."""
+    """Copy of `limits` with at most as many connections as fit in `files` descriptors, given the open descriptors."""
     room = files - open_files() - RESERVED_FILES - limits.spare
     return replace(limits, connections=max(1, min(limits.connections, room)))
 

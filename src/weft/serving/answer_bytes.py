@@ -14,7 +14,7 @@ class AnswerBytes:
         self._most, self.taken = most, 0
 
     def take(self, size: int) -> None:
-        """Take bytes. An answer that is larger than all of them goes alone. Raises HttpError 429."""
+        """Reserve bytes. An answer that is larger than the bound is sent alone. Raises HttpError 429."""
         if self.taken and self.taken + size > self._most:
             raise HttpError(
                 429,
@@ -26,5 +26,5 @@ class AnswerBytes:
         self.taken += size
 
     def give_back(self, size: int) -> None:
-        """Give bytes back that were taken."""
+        """Release reserved bytes."""
         self.taken -= size

@@ -1,4 +1,4 @@
-"""The grammar of a chat answer: what the caller wants of it, the tools that it must call, and its reasoning before."""
+"""The grammar of a chat answer: the caller's constraint, the tools that it must call, and its reasoning before."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def answer_grammar(
     if not use.forced and wanted is None:
         return ""
     rules = Rules(mark_of(tokenizer))
-    calls_free = bool(use.callable) and not use.forced  # the answer is a call, or what is wanted
+    calls_free = bool(use.callable) and not use.forced  # the answer is a call, or follows the constraint
     ways = []
     if use.forced or calls_free:
         ways.append(answer_format.tools.calls.rule(rules, use.forced or use.callable, several=several))
@@ -49,7 +49,7 @@ def _only(start: str, rules: Rules) -> str:
 
 
 def mark_of(tokenizer: Tokenizer) -> Mark:
-    """Lark of a mark: its token if it is a special one, else its text."""
+    """Lark of a mark: its token if it is a special token, else its text."""
 
     def mark(text: str) -> str:
         id = tokenizer.id(text)
@@ -67,7 +67,7 @@ def _final(rules: Rules, answer_format: AnswerFormat) -> str:
 
 
 def _before(rules: Rules, answer_format: AnswerFormat, begin: Begin) -> str:
-    """The reasoning before the answer, as far as there may be some."""
+    """The reasoning before the answer, if the model may reason."""
     mark = rules.mark
     if answer_format.harmony:
         channel, message, start = map(mark, (harmony.CHANNEL, harmony.MESSAGE, harmony.START))

@@ -1,4 +1,4 @@
-"""StreamState and AnswerIds: a stream that may go on at another server, and ids that are the same at every server."""
+"""StreamState and AnswerIds: a stream that another server may continue, and ids that are equal at every server."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ ID_CHARACTERS = 128
 
 
 class StreamState(msgspec.Struct, kw_only=True):
-    """A stream as its client has it so far.
+    """The part of a stream that its client has received.
 
-    `id`: any text; ids within the stream are made of it, the same ones at every server. `created`: its time in seconds
+    `id`: any text; ids within the stream are derived from it, equal at every server. `created`: its time in seconds
     since 1970. `events`: number of events that the client has.
     """
 
@@ -40,7 +40,7 @@ def check_state(state: StreamState | None) -> None:
 
 
 class AnswerIds:
-    """Makes the ids of an answer and of its parts: random ones, or those of a stream's state.
+    """Makes the ids of an answer and of its parts, at random or from a stream's state.
 
     The n-th id of a kind is the same at every server.
     """

@@ -41,7 +41,7 @@ from weft.serving.scores import rerank, score
 from weft.serving.service import Service
 from weft.serving.tracing import TraceHeaders
 
-# Health probes carry no API key, nor do clients that ask which kind of server this is; administrators have another one.
+# Health probes carry no API key, nor do clients that ask for the kind of server; administrators have another key.
 KEYLESS_PATHS = ("/", "/health/live", "/health/ready", *(route.path for route in ADMIN_ROUTES))
 
 log = logging.getLogger("weft.serving")
@@ -96,7 +96,7 @@ ROUTES = (
 )
 
 
-# Whose requests a batch may hold.
+# Endpoints whose requests a batch may contain.
 BATCH_ENDPOINTS = {
     "/v1/chat/completions": chat,
     "/v1/completions": completions,

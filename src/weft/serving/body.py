@@ -27,7 +27,7 @@ GOT_FLOAT = "got `float`"  # in msgspec's message
 
 
 class BodyReceiver:
-    """Receives bodies of at most `limit` bytes each, and at most `LIMITS.bodies` times that at once.
+    """Receives bodies of at most `limit` bytes each, and of `LIMITS.bodies` times `limit` bytes together.
 
     `on_drop` is called when a large body is abandoned and its memory is free again.
     """
@@ -40,8 +40,8 @@ class BodyReceiver:
     async def receive(self, request: Request) -> bytes:
         """Receive the body.
 
-        Raises HttpError 413 as soon as the body is known to exceed the limit, and 503 if it does not fit beside the
-        bodies that are being received.
+        Raises HttpError 413 as soon as the body is known to exceed the limit, and 503 if it does not fit together with
+        the bodies that are being received.
         """
         encoding = request.headers.get("content-encoding", "identity").lower()
         if encoding not in ("identity", ""):
@@ -137,7 +137,7 @@ def convert_object(raw: dict[str, Any], target: type[T]) -> T:
 
 
 def _whole_numbers(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return an object whose floats without a fraction, and those of objects in it, are ints: some clients' are."""
+    """Return an object with floats without a fraction as ints, also in nested objects: some clients send floats."""
     return {
         name: {key: _whole(part) for key, part in value.items()} if isinstance(value, dict) else _whole(value)
         for name, value in raw.items()
@@ -169,7 +169,7 @@ def field_names(target: type[msgspec.Struct]) -> frozenset[str]:
 
 
 class SeenNames:
-    """Names that have come up, so that each appears in the log once.
+    """Names that have occurred, so that each is logged once.
 
     At most `LIMITS.unknown_names` are remembered, each cut to `LIMITS.unknown_name` characters.
     """
@@ -179,7 +179,7 @@ class SeenNames:
         self._lock = Lock()
 
     def add(self, names: Iterable[str]) -> list[str]:
-        """Remember names; return those that are new."""
+        """Remember names; return the new names."""
         cut = dict.fromkeys(name[: LIMITS.unknown_name] for name in names)
         with self._lock:
             new = [name for name in cut if name not in self._seen][: LIMITS.unknown_names - len(self._seen)]
@@ -188,7 +188,7 @@ class SeenNames:
 
 
 class Notes:
-    """Log lines about what clients ask for and do not get. Each subject is worth one line, however often it comes."""
+    """Log lines about requested features without effect. Each subject is logged once."""
 
     def __init__(self) -> None:
         self._subjects = SeenNames()

@@ -21,8 +21,9 @@ def framing_fields(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, 
 def parser_in_body(connection: Any, framing: list[tuple[bytes, bytes]]) -> httptools.HttpRequestParser:
     """A parser that calls the methods of `connection` from the body of its last request on.
 
-    httptools takes any request with `Upgrade` to end with its head, whatever its length says, and its body for the next
-    request. Here the head is read once more without that field, and its callbacks reach nobody. Raises HttpParserError.
+    httptools assumes that a request with `Upgrade` ends with its head, whatever its length, and reads its body as the
+    next request. Here the head is parsed again without that field, and its callbacks are ignored. Raises
+    HttpParserError.
     """
     in_body = False
 

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 
 class BucketCounts:
-    """Counts of values by bucket. `bounds` are the upper bounds of the buckets, ascending; above them is one more."""
+    """Counts of values by bucket. `bounds` are the ascending upper bounds; another bucket has no bound."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
@@ -22,7 +22,7 @@ class BucketCounts:
 
     @property
     def cumulative(self) -> list[int]:
-        """Number of values up to each bound, and at the end that of all values."""
+        """Number of values up to each bound, and last the number of all values."""
         return list(accumulate(self._counts))
 
     @property

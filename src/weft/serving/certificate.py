@@ -12,7 +12,7 @@ from weft.regular_files import open_regular
 
 log = logging.getLogger("weft.serving")
 
-RENEW_S = 2.0  # seconds between two looks at the files
+RENEW_S = 2.0  # seconds between two checks of the files
 PEM_BYTES = 1_000_000  # a chain of certificates or a key, usually some KB
 # Codes of OpenSSL's verification.
 FAULTS = {9: "is not valid yet", 10: "has expired"}
@@ -21,8 +21,8 @@ FAULTS = {9: "is not valid yet", 10: "has expired"}
 def validity_fault(certfile: str, keyfile: str | None) -> str:
     """Fault in the dates of a certificate; "" if there is none.
 
-    A client that trusts exactly this certificate shakes hands with a server that has it, in memory: Python's ssl reads
-    the dates of a certificate only for a connection. Raises OSError for files that cannot be used.
+    A client that trusts exactly this certificate does a TLS handshake in memory with a server that has it: Python's ssl
+    reads the dates of a certificate only for a connection. Raises OSError for files that cannot be used.
     """
     for path in (certfile, keyfile or certfile):
         open_regular(path, PEM_BYTES).close()  # OpenSSL would wait for the writer of a pipe
@@ -55,9 +55,9 @@ class CertificateFiles:
         self._stamp = self._read_stamp()
 
     def reload(self, context: ssl.SSLContext) -> bool:
-        """Use files that have changed for new connections; those that are open go on. Returns True if they are new.
+        """Use changed files for new connections; open connections go on. Returns True if the files have changed.
 
-        Raises ValueError, once for each change, for files that cannot be used: the old ones stay in use.
+        Raises ValueError, once for each change, for files that cannot be used: the old files stay in use.
         """
         stamp = self._read_stamp()
         if stamp == self._stamp:
@@ -81,7 +81,7 @@ class CertificateFiles:
             log.error("the old certificate stays in use: %s", error)
 
     async def renew_forever(self, context: ssl.SSLContext) -> None:
-        """Look for changed files from time to time."""
+        """Check for changed files periodically."""
         while True:
             await asyncio.sleep(RENEW_S)
             self.renew(context)

@@ -34,7 +34,7 @@ from weft.serving.openai_types import (
 from weft.serving.service import Service
 from weft.serving.sse import encode_event
 
-MARK = "\ue000text\ue001"  # in the place of a text, in an event that is made once
+MARK = "\ue000text\ue001"  # stands for the text in an event that is encoded once
 
 
 async def chat(request: Request) -> Response:
@@ -109,7 +109,8 @@ class ChatStream(OpenAIStream[ChatChunkChoice]):
 
     def _new_choices(self, number: int, delta: Delta) -> list[ChatChunkChoice]:
         news = self._answers.read_delta(delta)
-        # With the first token, not before: load generators take the first chunk's time for that of the first token.
+        # With the first token, not before: load generators take the time of the first chunk as the time of the first
+        # token.
         choices, self._unsent_roles = self._unsent_roles, []
         if news.empty and self._top_logprobs is None and not self._sends_ids:
             return choices
@@ -121,8 +122,8 @@ class ChatStream(OpenAIStream[ChatChunkChoice]):
             stop_reason=news.stop_reason,
             token_ids=list(news.token_ids) if self._sends_ids else UNSET,
         )
-        # The end is a chunk of its own, as at OpenAI: some clients read nothing else of that chunk. Token ids stay with
-        # the text that they made, so that a gateway counts both or none; it parts text and end itself.
+        # The finish reason is a separate chunk, as at OpenAI: some clients read nothing else of that chunk. With token
+        # ids, text and finish reason stay in one chunk, so that a gateway counts both or none; it splits them itself.
         says = news.content or news.reasoning or news.tool_calls or choice.logprobs
         if says and news.finish_reason is not None and not self._sends_ids:
             return [*choices, *_without_end(choice)]
@@ -173,7 +174,7 @@ class ChatStream(OpenAIStream[ChatChunkChoice]):
 
 
 def _without_end(choice: ChatChunkChoice) -> list[ChatChunkChoice]:
-    """A chunk's choice as two: what it says, and its end."""
+    """A chunk's choice as two: its content, and its finish reason."""
     end = ChatChunkChoice(
         index=choice.index, delta=ChatDelta(), finish_reason=choice.finish_reason, stop_reason=choice.stop_reason
     )

@@ -43,7 +43,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True):
 
 
 class AnswerDelta(msgspec.Struct, frozen=True):
-    """News of one choice: text of the answer and of its reasoning, parts of tool calls, and its tokens.
+    """New content of one choice: text of the answer and of its reasoning, parts of tool calls, and its tokens.
 
     `finish_reason` comes with the choice's last delta: "stop", "length", "tool_calls" or "abort".
     """
@@ -64,7 +64,7 @@ class AnswerDelta(msgspec.Struct, frozen=True):
 
     @property
     def new_calls(self) -> tuple[ToolCallDelta, ...]:
-        """Calls that begin here. They come behind this delta's text."""
+        """Calls that begin here. They come after this delta's text."""
         return tuple(call for call in self.tool_calls if call.id is not None)
 
     @property
@@ -77,7 +77,7 @@ class AnswerDelta(msgspec.Struct, frozen=True):
 class ToolCall:
     """A call of the tool `name`. `arguments` is JSON as the model wrote it, which need not be valid.
 
-    If the tool has another `form` for the client and is a custom one, they are its input.
+    If the tool has another `form` for the client and is a custom tool, they are its input.
     """
 
     id: str
@@ -111,11 +111,11 @@ class ChoiceReader:
         self._named = prepared.named_tool
         self._forms = prepared.use.forms
         self._held: ToolCallDelta | None = None  # the call of such a tool, until it is whole
-        self._calls = 0  # that have begun; those over the limit are left out
+        self._calls = 0  # calls that have begun; calls over the limit are left out
         self._is_cut = False  # the answer has ended within its last call
 
     def read_text(self, text: str, *, last: bool, cut: bool = False) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
-        """Content, reasoning and calls of new text; `last`: nothing follows, and with `cut` the model would go on."""
+        """Content, reasoning and calls of new text. `last`: nothing follows. `cut`: the answer was cut off."""
         if self._parser is None:
             self.choice.content += text
             return text, "", ()
@@ -162,7 +162,7 @@ class ChoiceReader:
         return [] if self._held else [ToolCallDelta(len(self.choice.tool_calls) - 1, arguments=text)]
 
     def _release(self) -> list[ToolCallDelta]:
-        """Give out the call that is held, now that it is whole."""
+        """Return the held call, which is now complete."""
         held, self._held = self._held, None
         if held is None or held.form is None:
             return []
@@ -170,14 +170,14 @@ class ChoiceReader:
         call.arguments = call_text(held.form, call.arguments)
         return [msgspec.structs.replace(held, arguments=call.arguments)]
 
-    def finish_reason(self, given: str | None) -> str | None:
+    def finish_reason(self, reason: str | None) -> str | None:
         """The reason as OpenAI's API says it.
 
-        A call that the caller named does not count as one of the model's, nor does one that a stop string cuts.
+        A call that the caller named does not count as the model's, nor does a call that a stop string cuts.
         """
-        if given == "stop" and self.choice.tool_calls and not self._named and not self._is_cut:
+        if reason == "stop" and self.choice.tool_calls and not self._named and not self._is_cut:
             return "tool_calls"
-        return given
+        return reason
 
 
 def _is_json(text: str) -> bool:
@@ -189,7 +189,7 @@ def _is_json(text: str) -> bool:
 
 
 def _joined(calls: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:
-    """Deltas in which those of one call are one."""
+    """Deltas, with the deltas of each call joined."""
     joined: list[ToolCallDelta] = []
     for call in calls:
         if joined and joined[-1].index == call.index:
@@ -203,7 +203,7 @@ def _joined(calls: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:
 class ChatAnswers:
     """The answers to one chat request. Iterating gives AnswerDeltas of all choices as they arrive, until all ended.
 
-    `begun`: the deltas of tokens that another server has answered, and has sent. `ids` makes the ids of the answer.
+    `begun`: the deltas of tokens that another server has generated and sent. `ids` makes the ids of the answer.
 
     `aclose` must be called; it aborts unfinished choices. Raises what `EngineStream` raises.
     """
@@ -222,7 +222,7 @@ class ChatAnswers:
 
     @property
     def continued(self) -> bool:
-        """True if the answer began elsewhere, and goes on here."""
+        """True if the answer began at another server, and continues here."""
         return bool(self.collector.requests[0].answered)
 
     async def __aiter__(self) -> AsyncIterator[AnswerDelta]:
@@ -252,7 +252,7 @@ class ChatAnswers:
         await self.stream.aclose()
 
     def _read_begun(self) -> Iterator[AnswerDelta]:
-        """Read the answered tokens as they came at the other server: one by one."""
+        """Read the answered tokens one by one, as the other server did."""
         reader = self._choices[0]
         for token, text in zip(self.collector.requests[0].answered, self.collector.begun, strict=True):
             content, reasoning, calls = reader.read_text(text, last=False)

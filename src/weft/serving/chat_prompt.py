@@ -30,7 +30,7 @@ from weft.text.limits import LIMITS
 
 
 class PreparedChat(msgspec.Struct, frozen=True):
-    """A checked and tokenized chat request, ready for the engine. `state`: that of a stream which moves."""
+    """A checked and tokenized chat request. `state`: the state of a stream that another server began."""
 
     body: ChatRequest
     model: str
@@ -55,7 +55,7 @@ class PreparedChat(msgspec.Struct, frozen=True):
         return self.use.named
 
     def report(self, service: Service, request: Request) -> PrefixReport | None:
-        """Report for the answer on its prompt's place in the prefix cache; to be asked before it is submitted."""
+        """Report for the answer on its prompt's place in the prefix cache; to be created before the submission."""
         return service.prefix_report(request, self.collectors[0], self.body.messages, self.use.tools)
 
     def new_parser(self, prompt: str) -> StreamParser | None:
@@ -73,8 +73,8 @@ async def prepare_chat(
 ) -> PreparedChat:
     """Check a request, render its messages and tokenize them. Raises RequestError and HttpError.
 
-    `tools` are those of an API with forms of its own. `clips`: an answer may be shorter than its max_tokens ask, as in
-    the APIs whose clients always send some.
+    `tools` are the tools of an API with its own forms. `clips`: max_tokens is reduced to the context, as in APIs whose
+    clients always send it.
     """
     check_state(state)
     model = service.resolve_model(body.model)
@@ -159,9 +159,9 @@ def _template_input(
 
 
 def continue_last(body: ChatRequest) -> None:
-    """Let the answer go on where the last message ends, if the assistant says it and calls no tool.
+    """Let the answer continue the last message, if it is the assistant's and calls no tool.
 
-    So do Anthropic's and Ollama's APIs, which have no field for it.
+    Anthropic's and Ollama's APIs do the same, without a field for it.
     """
     last = body.messages[-1] if body.messages else None
     if isinstance(last, Mapping) and last.get("role") == "assistant" and not last.get("tool_calls"):

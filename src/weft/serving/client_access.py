@@ -1,4 +1,4 @@
-"""Middleware that lets clients with a key in, within their rates."""
+"""Middleware that admits clients with a key, within their rates."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LISTINGS = ("/v1/models", "/api/tags", "/api/version", "/api/ps")
 
 
 class RequireKey:
-    """Middleware that answers 401 to requests without a key, and 429 to those that a key's rates forbid.
+    """Middleware that answers 401 to requests without a key, and 429 to requests beyond a key's rates.
 
-    `keyless` paths need no key, nor do listings from this machine if they are `open_listing`.
+    `keyless` paths need no key, nor do local requests for lists with `open_listing`.
     """
 
     def __init__(self, app: ASGIApp, clients: Clients, keyless: Iterable[str], open_listing: bool) -> None:

@@ -1,7 +1,7 @@
-"""The kinds of tools that clients send, as the functions that models call, and calls of them in the clients' form.
+"""The kinds of tools that clients send, as functions that models call, and the calls in the clients' form.
 
-A client runs functions, custom tools (whose input is a text), those of a namespace, and a local shell. Other kinds are
-run by a provider's own servers; without them the model answers as well as it can, so they are left out.
+A client runs functions, custom tools (whose input is a text), tools of a namespace, and a local shell. Other kinds run
+on a provider's own servers. They are left out, and the model answers without them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHELL_PARAMETERS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class ToolForm:
-    """The client's form of a tool that the model knows as a function, maybe under another name."""
+    """The client's form of a tool that the model knows as a function, possibly under another name."""
 
     kind: Literal["function", "custom", "local_shell"]
     name: str
@@ -40,11 +40,11 @@ class ToolForm:
 
 @dataclass(frozen=True)
 class ClientTools:
-    """Tools as OpenAI's functions, and the forms of those that are none for the client, by the model's names."""
+    """Tools as OpenAI's functions; and by the model's name, the forms of tools that are no functions for the client."""
 
     functions: list[dict[str, Any]] = field(default_factory=list)
     forms: dict[str, ToolForm] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)  # kinds of which there is none here
+    left_out: list[str] = field(default_factory=list)  # kinds that are not supported here
     _model_names: dict[tuple[str, str | None], str] = field(default_factory=dict)  # by the client's, and its namespace
 
     def add(self, function: Mapping[str, Any], form: ToolForm | None = None) -> None:
@@ -77,9 +77,9 @@ def chat_tools(tools: Sequence[Mapping[str, Any]]) -> ClientTools:
 
 
 def response_tools(tools: Sequence[Mapping[str, Any]]) -> ClientTools:
-    """Return the tools of /v1/responses, whose fields lie beside their type. Raises RequestError.
+    """Return the tools of /v1/responses, whose fields are on the level of their type. Raises RequestError.
 
-    A namespace's tools have their own names for the model, with that of the namespace before if two have one name.
+    The model knows a namespace's tools by their own names, with the namespace as prefix if two names are equal.
     """
     flat: list[tuple[Mapping[str, Any], str | None, str]] = []
     for number, tool in enumerate(tools):
@@ -120,7 +120,7 @@ def _add_function(read: ClientTools, tool: Mapping[str, Any], namespace: str | N
 
 
 def _add_custom(read: ClientTools, tool: Mapping[str, Any], namespace: str | None, known_as: str) -> None:
-    """Add a custom tool as a function of one text. A grammar of it is told to the model, and binds it to nothing."""
+    """Add a custom tool as a function of one text. Its grammar is described to the model, but not enforced."""
     name = tool.get("name")
     if not isinstance(name, str):
         raise _wrong(f"a custom tool's name must be a text, not {name!r:.80}")
@@ -136,7 +136,7 @@ def _add_custom(read: ClientTools, tool: Mapping[str, Any], namespace: str | Non
 
 
 def _describe_format(given: object) -> str:
-    """Tell the form of a custom tool's input; the two APIs nest it differently."""
+    """Describe the form of a custom tool's input; the two APIs nest it differently."""
     if not isinstance(given, Mapping) or given.get("type") != "grammar":
         return ""
     grammar = given.get("grammar")
@@ -150,7 +150,7 @@ def encode_input(text: str) -> str:
 
 
 def call_text(form: ToolForm, arguments: str) -> str:
-    """Return what the model gives to a tool of another form than a function's: of a custom tool, the input."""
+    """Return the arguments of a call in the client's form; for a custom tool, its input."""
     if form.kind != "custom":
         return arguments
     given: Mapping[str, Any] = json.loads(repaired(arguments) or "{}")  # a call may be cut within its input
@@ -160,7 +160,7 @@ def call_text(form: ToolForm, arguments: str) -> str:
 
 
 def functions_called(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Return a chat's messages with earlier calls of custom tools as those of functions."""
+    """Return a chat's messages with earlier calls of custom tools as calls of functions."""
     if not any(_has_custom_calls(message) for message in messages):
         return messages
     return [

@@ -1,4 +1,4 @@
-"""The clients of a server by their keys: what each may do, its rates, and its share of the engine."""
+"""The clients of a server by their keys: permissions, rates and shares of the engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 
 from weft.core.request import Request
 from weft.errors import ConfigError
-from weft.serving.front_client import as_told
+from weft.serving.front_client import client_from_header
 from weft.serving.key_file import ClientKey, read_keys
 from weft.serving.key_rates import KeyRates
 from weft.serving.keys import digest_key, matching_index, sent_key
@@ -19,9 +19,9 @@ from weft.serving.options import ServeOptions
 
 
 class Client(NamedTuple):
-    """The sender of a request. `number` is 0 for a client without a key, and tells those with keys apart.
+    """The sender of a request. `number` is 0 for a client without a key, and unique for each client with a key.
 
-    `models`: the only ones that it may use; None for all. `salt`: goes into the identity of its cached prefixes.
+    `models`: the models that it may use; None for all. `salt`: a part of the identity of its cached prefixes.
     """
 
     name: str = ""
@@ -35,7 +35,7 @@ class Client(NamedTuple):
         return self.models is None or model in self.models
 
     def sign(self, request: Request) -> Request:
-        """The request as the engine gets it: with its owner, whose cached prefixes are its own."""
+        """The request with its owner and with a salt that separates the owner's cached prefixes."""
         if not self.number:
             return request
         identity = request.identity
@@ -49,7 +49,7 @@ current: ContextVar[Client] = ContextVar("client", default=ANYBODY)
 
 
 class Clients:
-    """The clients that have keys: those of --api-key, of --api-key-file, and the administrator."""
+    """The clients that have keys: from --api-key, --api-key-file, and the administrator's."""
 
     def __init__(self, options: ServeOptions) -> None:
         """Read the key file. Raises ConfigError."""
@@ -59,7 +59,7 @@ class Clients:
         _check_served(keys, options.api_key_file or "")
         self.weighted = next((key.name for key in keys if key.weight is not None), None)
         self.rates = KeyRates(keys)
-        # A single key has nobody to share prefixes with.
+        # With a single key there is no other client to separate prefixes from.
         salted = options.prefix_cache_per_key and len(keys) + len(given) > 1
         self._behind_front = options.behind_front
         self._digests: list[bytes] = []
@@ -72,28 +72,28 @@ class Clients:
         self.required = bool(self._clients)
         self.has_admin = options.admin_key is not None or any(key.admin for key in keys)
         if options.admin_key:
-            # Whoever has the admin key may do what clients may, and continue answers.
+            # The administrator may do everything that clients may, and continue answers.
             self._digests.append(digest_key(options.admin_key))
             self._clients.append(Client("admin", len(self._clients) + 1, admin=True))
 
     def find(self, headers: Headers) -> Client | None:
-        """The client whose key a request has; None without one."""
+        """The client whose key a request has; None without a key."""
         index = matching_index(self._digests, sent_key(headers))
         if index is None:
             return None
         client = self._clients[index]
-        return as_told(client, headers) if self._behind_front else client
+        return client_from_header(client, headers) if self._behind_front else client
 
     def key_of(self, headers: Headers) -> str:
-        """Digest of a request's key, 64 hexadecimal digits; "" without one, and on a server that asks for none."""
+        """Digest of a request's key, 64 hexadecimal digits; "" without a key, or on a server without keys."""
         key = sent_key(headers) if self.required else ""
         return digest_key(key).hex() if key else ""
 
     def of_batch(self, key: str, owner: str) -> Client | None:
-        """The client that stored a batch; None if the server asks for keys, and that client's is none of them.
+        """The client that stored a batch; None if the server requires keys and the client's key is not among them.
 
-        `key` is the `key_of` its request. Earlier versions kept none: there `owner`, the name under which its files
-        are kept, may be the beginning of one.
+        `key` is the `key_of` its request. Earlier versions stored none: there `owner`, the name under which its files
+        are stored, may be the beginning of a digest.
         """
         for digest, client in zip(self._digests, self._clients, strict=True):
             if digest.hex() == key or (owner and not key and digest.hex().startswith(owner)):
@@ -102,7 +102,7 @@ class Clients:
 
 
 def _check_served(keys: Iterable[ClientKey], path: str) -> None:
-    """Raise ConfigError for what only a gateway counts."""
+    """Raise ConfigError for limits that only a gateway counts."""
     for key in keys:
         if key.quota is not None:
             raise ConfigError(

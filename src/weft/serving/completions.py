@@ -74,9 +74,9 @@ async def prepare_completion(service: Service, content: bytes) -> PreparedComple
     return PreparedCompletion(body, model, collectors, scoring)
 
 
-def tokenize_prompt(frontend: Frontend, given: PromptLike, body: CompletionRequest) -> Prompt:
+def tokenize_prompt(frontend: Frontend, source: PromptLike, body: CompletionRequest) -> Prompt:
     """Tokenize one prompt. With echo, add its text: decoding it here keeps that work out of the event loop."""
-    prompt = frontend.parse_prompt(given, special=body.add_special_tokens is not False)
+    prompt = frontend.parse_prompt(source, special=body.add_special_tokens is not False)
     prompt = replace(prompt, cache_salt=body.cache_salt)
     if body.echo and prompt.text is None and frontend.tokenizer is not None:
         return replace(prompt, text=frontend.decode(list(prompt.ids)))
@@ -115,7 +115,7 @@ class CompletionStream(OpenAIStream[CompletionChoice]):
         self._continue_offsets()
 
     def _continue_offsets(self) -> None:
-        """Count the characters of an answer that began elsewhere as sent."""
+        """Count the characters of an answer that another server began as sent."""
         collector = self._stream.collectors[0]
         if collector.requests[0].answered:
             sent = len(collector.output.outputs[0].text)

@@ -41,8 +41,8 @@ class Connection(HttpToolsProtocol):
     """One client's connection.
 
     The parser gets one head at a time, so that at most as many requests are accepted as `ConnectionLimits` allows.
-    Further bytes wait here, and then in the client. A protocol error is answered after the requests before it, as the
-    API's JSON, and the connection ends once the client could read the error.
+    Further bytes wait here, and then in the client. A protocol error is answered as the API's JSON, after the requests
+    before it. The connection ends when the client has had time to read the error.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class Connection(HttpToolsProtocol):
         self._chunks = 0  # chunks received of a body of unknown length
         self._chunked_bytes = 0  # in these chunks
         self._unfinished = 0  # bytes of the request that is being received
-        self._queued = 0  # bytes of complete requests behind the one that is being answered
+        self._queued = 0  # bytes of complete requests behind the current request
         self._held = 0  # bytes reported to Admission
         self._running: RequestResponseCycle | None = None
-        self._leave: Callable[[], None] | None = None  # to be called when the client of that one has disconnected
+        self._leave: Callable[[], None] | None = None  # called when its client has disconnected
         self._fault: HttpError | None = None  # raised by a parser callback
         self._last_error: HttpError | None = None  # to be sent after all requests before it
         self._early = False  # the response began before the request was complete, and ends the connection
@@ -91,7 +91,7 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._pending = b""
         self._admission.leave(self)
-        if self._running is not None:  # uvicorn tells only the newest request, which may be a queued one
+        if self._running is not None:  # uvicorn informs only the newest request, which may be queued
             self._running.disconnected = True
             self._running.message_event.set()
         if self._leave is not None:
@@ -115,7 +115,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def note_unread(self, unread: bool) -> None:
-        """Note that bytes wait for the client, or no longer do."""
+        """Note whether bytes wait for the client."""
         self._admission.note_unread(self, unread)
 
     def on_leave(self, call: Callable[[], None] | None) -> None:
@@ -155,7 +155,7 @@ class Connection(HttpToolsProtocol):
         return running is not None and not running.response_complete and not running.disconnected
 
     def queue_full(self) -> bool:
-        """Return True if so much waits on this connection that reading has to pause."""
+        """Return True if reading has to pause, since too many bytes or requests wait on this connection."""
         if self._discarding:
             return False
         waiting = len(self.pipeline) >= self._limits.queued_requests or self._queued > self._limits.head_bytes
@@ -187,7 +187,7 @@ class Connection(HttpToolsProtocol):
             self._admission.hold(self, held)
 
     def _note_stored(self, cycle: RequestResponseCycle, size: int) -> None:
-        """Count bytes of a body no longer: the application has put them on a disk."""
+        """Stop counting bytes of a body that the application has written to disk."""
         if cycle.more_body and not self._discarding:
             self._unfinished = max(0, self._unfinished - size)
             self._report_held()
@@ -281,7 +281,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _body_ahead(self) -> bool:
-        """True if the parser takes a request with Upgrade to end with its head, though it has a body."""
+        """True if the parser assumes that a request with Upgrade ends with its head, though it has a body."""
         return self.parser.should_upgrade() and bool(framing_fields(self.headers))
 
     def on_message_complete(self) -> None:
@@ -428,7 +428,7 @@ class Connection(HttpToolsProtocol):
 
 
 def is_forwarded(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Return True if a proxy tells where a request came from."""
+    """Return True if a proxy names the client of a request."""
     for name, _ in headers:  # noqa: SIM110 - any() takes twice as long, for every request
         if name in FORWARDED:
             return True

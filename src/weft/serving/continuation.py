@@ -1,4 +1,4 @@
-"""Answers that began elsewhere: checks of `continue_token_ids`."""
+"""Answers that began at another server: checks of `continue_token_ids`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PARAM = "continue_token_ids"
 
 
 class Continuable(Protocol):
-    """A request whose answer may have begun elsewhere."""
+    """A request whose answer may have begun at another server."""
 
     continue_token_ids: list[int] | None
 
@@ -40,7 +40,7 @@ def answered_ids(body: SamplingRequest, vocab: int, prompts: int = 1) -> TokenId
 def check_continuation_key(request: Request, body: Continuable) -> None:
     """Let only the admin key continue answers on a server with API keys. Raises HttpError.
 
-    A client that continues an answer puts words into the model's mouth: only an administrator of the server may.
+    A client that continues an answer chooses the model's words, so only an administrator of the server may.
     """
     service: Service = request.app.state.service
     if body.continue_token_ids and service.clients.required:

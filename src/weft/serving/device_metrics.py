@@ -19,7 +19,7 @@ from weft.monitor.gpus import sample_moments
 from weft.monitor.history import GpuMoment
 from weft.plan.plan import Plan
 
-FRESH_S = 1.0  # the ranks are not asked again within this time: they answer between two steps
+FRESH_S = 1.0  # least seconds between two queries of the ranks, which answer between two steps
 PATIENCE_S = 1.0  # seconds for the answer; a step of a long prompt takes longer, and the last report stands
 RANK_LABELS = ("rank", "stage", "device")
 # Labels as dcgm-exporter writes them.
@@ -50,7 +50,7 @@ class DeviceMetrics(PrometheusCollector):
         call_each: Callable[[RankStats], Awaitable[list[tuple[RunningReplica, Replies]]]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`plans` are those of all replicas. `call_each` has their ranks execute a command between two steps."""
+        """`plans` are the plans of all replicas. `call_each` has their ranks execute a command between two steps."""
         self._call = call_each
         self._clock = clock
         self._asked_s = float("-inf")
@@ -60,8 +60,7 @@ class DeviceMetrics(PrometheusCollector):
         self._gpus = GpuWatch([device.name for plan in plans for device in plan.devices])
 
     async def refresh(self) -> None:
-        """Ask the ranks and the driver again, unless that was a moment ago. A rank that does not answer keeps its
-        figures."""
+        """Query the ranks and the driver, unless a query is recent. A rank that does not answer keeps its figures."""
         if self._clock() - self._asked_s < FRESH_S:
             return
         self._asked_s = self._clock()
@@ -70,11 +69,11 @@ class DeviceMetrics(PrometheusCollector):
         if self._gpus.devices and (self._sampling is None or self._sampling.done()):
             self._sampling = asyncio.ensure_future(asyncio.to_thread(self._gpus.sample))
         waits = [future for future in (self._question, self._sampling) if future is not None]
-        # Not cancelled after this time: neither ranks nor a driver that does not answer now is asked twice.
+        # Not cancelled after this time: ranks and a driver that do not answer are not queried twice.
         await asyncio.wait(waits, timeout=PATIENCE_S)
 
     async def _ask(self) -> None:
-        """Ask the ranks; a failed engine keeps the last reports."""
+        """Query the ranks; a failed engine keeps the last reports."""
         with contextlib.suppress(WeftError):
             self._answers = await self._call(RankStats(reset=False))
 
@@ -100,7 +99,7 @@ class DeviceMetrics(PrometheusCollector):
         return self._gpus.moments
 
     def _rank_metrics(self) -> Iterator[Metric]:
-        """Counters and gauges per rank; a figure that is not known has no sample."""
+        """Counters and gauges per rank; an unknown figure has no sample."""
         fields = (
             ("compute_seconds", "Seconds within steps, computing.", "compute_s"),
             ("communication_seconds", "Seconds within steps, exchanging tensors.", "communication_s"),
@@ -123,7 +122,7 @@ class DeviceMetrics(PrometheusCollector):
         yield self._expert_metric()
 
     def _expert_metric(self) -> Metric:
-        """A counter for each expert of each rank: a rank of busy experts is what the others of a step wait for."""
+        """A counter for each expert of each rank: all ranks of a step wait for a rank with busy experts."""
         counter = CounterMetricFamily(
             "weft:expert_tokens", "Tokens that an expert has computed, over all layers.", labels=("rank", "expert")
         )

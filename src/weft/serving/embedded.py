@@ -1,4 +1,4 @@
-"""A Service in this process without a server of its own: for offline batches, and for replicas of Ray Serve."""
+"""A Service in this process without an HTTP server: for offline batches, and for replicas of Ray Serve."""
 
 from __future__ import annotations
 

@@ -74,8 +74,8 @@ def collect(service: Service, inputs: Sequence[PromptLike], body: EmbeddingsRequ
     return limited(service, made, "input")
 
 
-def _salted(given: PromptLike, salt: str) -> PromptLike:
-    return {"prompt" if isinstance(given, str) else "prompt_token_ids": given, "cache_salt": salt}
+def _salted(source: PromptLike, salt: str) -> PromptLike:
+    return {"prompt" if isinstance(source, str) else "prompt_token_ids": source, "cache_salt": salt}
 
 
 def _check_form(body: EmbeddingsRequest) -> None:
@@ -92,16 +92,16 @@ def _check_form(body: EmbeddingsRequest) -> None:
             )
 
 
-def split_inputs(given: str | list[str | int | list[int]]) -> list[PromptLike]:
+def split_inputs(inputs: str | list[str | int | list[int]]) -> list[PromptLike]:
     """List of inputs: one text or one list of ids is one input, a list of either is several."""
-    if isinstance(given, str):
-        return [given]
-    kinds = {type(part) for part in given}
+    if isinstance(inputs, str):
+        return [inputs]
+    kinds = {type(part) for part in inputs}
     if len(kinds) > 1:
         raise RequestError(
             "input is a text, token ids, or a list of only one of the two", param="input", code="mixed-prompts"
         )
-    return [cast(list[int], given)] if kinds == {int} else cast(list[PromptLike], given)
+    return [cast(list[int], inputs)] if kinds == {int} else cast(list[PromptLike], inputs)
 
 
 def _answer(service: Service, prepared: PreparedEmbeddings) -> Embeddings:

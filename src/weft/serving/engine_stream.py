@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("weft.serving")
 
 
-RESTART_S = 5  # told to clients whose request no engine can take while engines start again
+RESTART_S = 5  # seconds after which clients should retry while engines restart
 
 
 class EngineStream:
     """The engine's outputs for one HTTP request: (prompt number, Delta) as they arrive, until every choice has ended.
 
-    `aclose` must be called; it aborts unfinished choices. One that is not `counted` is a part of another open stream,
-    to which the limits of its key and --request-timeout apply.
+    `aclose` must be called; it aborts unfinished choices. Without `counted` it is a part of another open stream, to
+    which the limits of its key and --request-timeout apply.
     """
 
     def __init__(self, service: Service, collectors: Sequence[Collector], *, counted: bool = True) -> None:
@@ -55,7 +55,7 @@ class EngineStream:
         service = self._service
         signed = [[self._client.sign(request) for request in collector.requests] for collector in self.collectors]
         outputs = service.engine.submit([request for requests in signed for request in requests])
-        # Not before: one for which there is no room may come again, and again.
+        # After submit: a refused request may be retried, and must not be signed, counted or logged twice.
         for collector, requests in zip(self.collectors, signed, strict=True):
             collector.requests = requests
             service.monitor.prefixes.add(requests[0])
@@ -86,11 +86,11 @@ class EngineStream:
                 if not running:
                     return
         except EngineError as error:
-            raise self._told(error) from error
+            raise self._client_error(error) from error
         raise timeout_error(self._service) if self._timed_out else shutting_down_error()
 
-    def _told(self, error: EngineError) -> Exception:
-        """The error of a request that an engine has left; HttpError 503 if engines start again."""
+    def _client_error(self, error: EngineError) -> Exception:
+        """The error of a request whose engine has ended; HttpError 503 if engines restart."""
         engine = self._service.engine
         if engine.failure is not None or error.cause == CLOSED:
             return error
@@ -117,7 +117,7 @@ class EngineStream:
         """Abort unfinished choices and leave the service's list of open streams."""
         try:
             await self._outputs.aclose()
-        finally:  # whatever the engine raises: with a stream that stays open it would look stalled
+        finally:  # also if the engine raises: with an open stream it would look stalled
             if self._timer is not None:
                 self._timer.cancel()
             if not self._charged:

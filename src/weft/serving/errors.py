@@ -1,4 +1,4 @@
-"""Error responses, in the shape of the API that is called: OpenAI's, Anthropic's or Ollama's."""
+"""Error responses in the form of the called API: OpenAI's, Anthropic's or Ollama's."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from weft.executors.ranks import CLOSED
 WHOLE = "weft.whole"
 
 
-# Code of what the context has no room for, by which agents know to compact a conversation; and ours for it.
+# Code of a prompt that exceeds the context, by which agents know to compact a conversation; and Weft's code for it.
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 NO_ROOM = ("prompt-too-long", "max-tokens-too-large")
 
 FATAL = "request_ends_engines"  # code of a request that is refused, since engines have died with it
-CODE_HEADER = b"x-weft-code"  # of errors in a shape that has no code; a gateway reads it
+CODE_HEADER = b"x-weft-code"  # header with the code of errors whose form has no code; a gateway reads it
 
 
 class HttpError(WeftError):
@@ -196,7 +196,7 @@ def api_path(scope: Scope) -> str:
     return path.removeprefix(scope.get("root_path", ""))
 
 
-# A handler for Exception alone would do, but Starlette re-raises what that one caught, and the server logs it.
+# A handler for Exception alone would do, but Starlette re-raises its exceptions, and the server logs them.
 HANDLERS: Mapping[Any, Any] = dict.fromkeys((HTTPException, ClientDisconnect, WeftError, Exception), handle_exception)
 
 

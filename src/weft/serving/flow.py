@@ -10,7 +10,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 
 class Backlog(Protocol):
-    """A connection, as its flow control sees it: requests wait for answers, and bytes for the client."""
+    """The part of a connection that flow control uses: requests wait for answers, and bytes for the client."""
 
     def queue_full(self) -> bool: ...
 

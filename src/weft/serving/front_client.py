@@ -1,4 +1,4 @@
-"""The header by which the front of a set tells a model's server whose request it sends on."""
+"""The header by which the front of a set names the client of a request to a model's server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEADER = "x-weft-client"
 
 
 class FrontClient(msgspec.Struct, frozen=True):
-    """The part of a `Client` that a model's engine heeds."""
+    """The part of a `Client` that affects a model's engine."""
 
     name: str
     number: int
@@ -30,7 +30,7 @@ def header_of(client: Client) -> bytes:
     ).encode("ascii")
 
 
-def as_told(own: Client, headers: Headers) -> Client:
+def client_from_header(own: Client, headers: Headers) -> Client:
     """The client that the front names in a request with its key; `own`, the front itself, if it names none."""
     text = headers.get(HEADER)
     if text is None:

@@ -53,7 +53,7 @@ async def metrics(request: Request) -> Response:
 async def monitor(request: Request) -> Response:
     """/monitor: the figures of the server, its ranks and GPUs as `weft top` shows them, with the diagnosis.
 
-    Only the owner of the server learns the processes that hold memory of its GPUs: they may be other users'.
+    Only the owner of the server sees the processes that use memory of its GPUs: they may be other users'.
     """
     service: Service = request.app.state.service
     await service.monitor.refresh()

@@ -1,4 +1,4 @@
-"""HttpServer: uvicorn's server with our bounded connections and our shutdown, for any ASGI application."""
+"""HttpServer: uvicorn's server with Weft's bounded connections and shutdown, for any ASGI application."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.serving.connection import Connection
 
 log = logging.getLogger("weft.serving")
 
-# Gives uvicorn's log lines the form of ours.
+# Gives uvicorn's log lines the form of Weft's.
 logging.getLogger("uvicorn").parent = log
 # uvicorn reports these as faults, but both are intended: cutting a failed stream, and a client slower than CUT_S.
 INTENDED = ("without completing response", "timeout graceful shutdown exceeded")
@@ -30,7 +30,7 @@ CUT_S = 1  # time that connections get for their last bytes at shutdown
 
 
 class HttpServer(uvicorn.Server):
-    """Serves an application on a socket. Whoever runs it decides when it ends, with `leave`."""
+    """Serves an application on a socket until the caller ends it with `leave`."""
 
     def __init__(
         self,

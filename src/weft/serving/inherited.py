@@ -15,9 +15,9 @@ VARIABLES = ("LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")
 def inherited_listener(environ: MutableMapping[str, str]) -> socket.socket | None:
     """The listening socket that `environ` passes to this process; None if it passes none.
 
-    LISTEN_PID has to be this process: another number is meant for a parent. The variables are removed from `environ`,
-    and the descriptor is closed in programs that this process starts, so that none of them takes it for its own. Raises
-    ConfigError for more than one descriptor, and for one that is no listening stream socket.
+    LISTEN_PID must be this process: another number is meant for a parent. The variables are removed from `environ`, and
+    the descriptor is closed in child processes, so that they do not use it. Raises ConfigError unless it is exactly one
+    listening stream socket.
     """
     count, pid = environ.get("LISTEN_FDS", ""), environ.get("LISTEN_PID", "")
     if not count or pid != f"{os.getpid()}":
@@ -40,10 +40,10 @@ def _listening_socket(descriptor: int) -> socket.socket:
         os.set_inheritable(descriptor, False)
         listener = socket.socket(fileno=descriptor)
     except OSError as error:
-        raise _unusable(f"is no socket ({error_reason(error)})") from None
+        raise _unusable(f"is not a socket ({error_reason(error)})") from None
     if listener.type != socket.SOCK_STREAM or not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         listener.detach()  # it stays open, as it was given
-        raise _unusable("is no stream socket that listens")
+        raise _unusable("is not a listening stream socket")
     return listener
 
 

@@ -1,4 +1,4 @@
-"""Responses in fewer writes than uvicorn's: a whole one at once, or the head with the first bytes of the body."""
+"""Responses in fewer writes than uvicorn's: a whole response at once, or the head with the first bytes of the body."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class JoinedTransport:
         cycle.transport = self
 
     def write(self, data: bytes) -> None:
-        """Hold the first bytes; send the next ones behind them."""
+        """Hold the first bytes; send them together with the next."""
         if self._head:
             self._cycle.transport = self._transport
             self._transport.write(self._head + data)

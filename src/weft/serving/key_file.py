@@ -19,14 +19,14 @@ UNKNOWN_FIELD = re.compile(r"unknown field `([^`]*)`")
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The most in the current hour, and in the last 24 hours with it: dollars of a gateway, or tokens of a key."""
+    """Limits for the current hour, and for the last 24 hours with it: dollars of a gateway, or tokens of a key."""
 
     hour: Annotated[float, msgspec.Meta(ge=0)] | None = None
     day: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
 
 class ClientKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A key that clients send. Either `key` or `sha256`, its hash in hexadecimal, is given.
+    """A key that clients send: either `key` or `sha256`, its hash in hexadecimal, is set.
 
     `models`: the only models that it may ask for; None for all. `admin`: it may change the server. `rpm`, `tpm`:
     requests and tokens per minute. `concurrent`: requests at once. `quota`: tokens per hour and day, of a gateway with
@@ -57,11 +57,11 @@ class ClientKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return bytes.fromhex(self.sha256) if self.sha256 is not None else digest_key(self.key or "")
 
 
-def read_keys(path: str, others: Mapping[str, str | None] | None = None) -> list[ClientKey]:
-    """The keys of a YAML file. `others` are keys that come from elsewhere, by the names that errors have for them.
+def read_keys(path: str, other_keys: Mapping[str, str | None] | None = None) -> list[ClientKey]:
+    """The keys of a YAML file. `other_keys` are keys from other sources, by their names in errors.
 
-    Raises ConfigError for a bad file, also one with plain keys that others may read, for two keys with one name, and
-    for a key that is there twice or is one of `others`.
+    Raises ConfigError for a bad file, for a file with plain keys that other users may read, for two keys with one name,
+    and for a repeated key or a key in `other_keys`.
     """
     keys = _convert(_read_yaml(path), path)
     names = [key.name for key in keys]
@@ -72,13 +72,13 @@ def read_keys(path: str, others: Mapping[str, str | None] | None = None) -> list
         raise ConfigError(f"{path} has no key; without keys leave the file out", code="no-keys")
     if any(key.key is not None for key in keys):
         _check_private(path)
-    _check_distinct(keys, path, others or {})
+    _check_distinct(keys, path, other_keys or {})
     return keys
 
 
-def _check_distinct(keys: Sequence[ClientKey], path: str, others: Mapping[str, str | None]) -> None:
-    """Raise ConfigError for a key that has two places: the limits and models of one of them would not be heeded."""
-    places = {digest_key(key): name for name, key in others.items() if key}
+def _check_distinct(keys: Sequence[ClientKey], path: str, other_keys: Mapping[str, str | None]) -> None:
+    """Raise ConfigError for a key in two places: the limits and models of one of them would not apply."""
+    places = {digest_key(key): name for name, key in other_keys.items() if key}
     for key in keys:
         other = places.setdefault(key.digest, repr(key.name))
         if other != repr(key.name):
@@ -88,7 +88,7 @@ def _check_distinct(keys: Sequence[ClientKey], path: str, others: Mapping[str, s
 
 
 def _check_private(path: str) -> None:
-    """Raise ConfigError for a file that others than its owner may read or write; its group may read it."""
+    """Raise ConfigError for a file that users other than its owner may read or write; its group may read it."""
     mode = stat.S_IMODE(Path(path).stat().st_mode)
     if mode & 0o027:
         raise ConfigError(

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from limits.storage import MemoryStorage
     from limits.strategies import SlidingWindowCounterRateLimiter
 
-MORE_THAN_A_MINUTE = "over-rate-limit"  # code of the error for a request that the limit never has room for
+MORE_THAN_A_MINUTE = "over-rate-limit"  # code of the error for a request that always exceeds the limit
 
 
 class RateError(HttpError):
-    """A limit has no room for a request now. `tokens`: those of its prompt, if they are what does not fit; else 0."""
+    """A request exceeds a limit now. `tokens`: tokens of its prompt, if they exceed the limit of tokens; else 0."""
 
     def __init__(self, message: str, *, retry_after_s: int, tokens: int = 0) -> None:
         super().__init__(429, message, code="rate-limit", retry_after_s=retry_after_s)
@@ -31,11 +31,11 @@ class RateError(HttpError):
 class KeyRates:
     """The limits `rpm`, `tpm` and `concurrent` of keys, by their names.
 
-    Minutes slide; the counts are in memory and begin anew with the process.
+    Minutes slide; the counts are in memory and restart with the process.
     """
 
     def __init__(self, keys: Sequence[ClientKey]) -> None:
-        # For all keys, also those without limits: they may get some while requests of theirs run.
+        # For all keys, also without limits: a key may get limits while its requests run.
         self._running: Counter[str] = Counter()
         self._expected: Counter[str] = Counter()  # requests that are yet to be counted, by `RequestCount`
         self._limiter: SlidingWindowCounterRateLimiter | None = None
@@ -62,7 +62,7 @@ class KeyRates:
         return {name: RateLimitItemPerMinute(most) for name, most in units if most}
 
     def test(self, name: str, *, requests: int = 0, tokens: int = 0) -> None:
-        """Raise HttpError 429 if a limit has no room. One that is forbidden must not count for another limit."""
+        """Raise HttpError 429 if a limit is reached. A refused request must not count for another limit."""
         key = self._keys.get(name)
         if key is None:
             return
@@ -85,7 +85,7 @@ class KeyRates:
         self.count_prompt(name, tokens)
 
     def expect(self, name: str) -> None:
-        """Note a request that begins, and for which `test` found room; it is yet to be counted."""
+        """Note a request that begins and that `test` admitted; it is counted later."""
         self._expected[name] += 1
         self._running[name] += 1
 
@@ -100,12 +100,12 @@ class KeyRates:
         self._running[name] -= 1
 
     def count_prompt(self, name: str, tokens: int) -> None:
-        """Count tokens that `test` found room for."""
+        """Count tokens that `test` admitted."""
         if tokens:
             self._hit(name, "tokens", tokens)
 
     def count_answer(self, name: str, tokens: int) -> None:
-        """Count tokens that nothing can forbid any more, as far as the minute has room for them."""
+        """Count tokens of an admitted request, at most up to the limit of the minute."""
         item = self._items.get((name, "tokens"))
         if item is not None and self._limiter is not None and tokens > 0:
             left = self._limiter.get_window_stats(item, name, "tokens").remaining
@@ -126,7 +126,7 @@ class KeyRates:
             limiter.hit(item, name, unit, cost=cost)
 
     def _test(self, name: str, unit: str, cost: int, expected: int = 0) -> None:
-        """Raise HttpError 429 if a limit has no room for `cost`, beside what is `expected`."""
+        """Raise HttpError 429 if a limit does not allow `cost` in addition to `expected`."""
         item, limiter = self._items.get((name, unit)), self._limiter
         if item is None or limiter is None:
             return
@@ -148,9 +148,9 @@ class KeyRates:
 def seconds_until_room(window: tuple[int, float, int, float], expiry: int, most: int) -> int:
     """Whole seconds until a sliding window has counted at most `most`, if nothing is added to it.
 
-    `window` is as `limits` reports it: the count of the period of `expiry` seconds that has ended, the seconds after
-    which that counts for nothing, the count of the period that runs, and the seconds after which that will. The count
-    of a period that has ended falls linearly during the next one; parts of one do not count.
+    `window` is as `limits` reports it: the count of the last period of `expiry` seconds, the seconds until it no longer
+    counts, and the same for the current period. The count of an ended period falls linearly during the next period;
+    fractions of a request do not count.
     """
     previous, previous_s, current, current_s = window
     room = max(1, most + 1)
@@ -165,7 +165,7 @@ class RequestCount:
     """The place of one request among the limits of its key.
 
     It is counted when its prompt is accepted, at the latest when it ends, and not if it is refused. Until then it
-    takes its place as one that is expected.
+    counts as expected.
     """
 
     def __init__(self, rates: KeyRates, name: str) -> None:
@@ -174,7 +174,7 @@ class RequestCount:
         self._paid_tokens = 0  # counted before the request came
 
     def enter(self) -> None:
-        """Begin. Raises HttpError 429 if a limit has no room for the request.
+        """Begin. Raises HttpError 429 if a limit does not allow the request.
 
         At least one token: a client without any left is refused before its body is read.
         """
@@ -195,7 +195,7 @@ class RequestCount:
     def accepting(self, tokens: int) -> Iterator[None]:
         """Count the request and the tokens of its prompt if the block accepts it: if that raises nothing.
 
-        Raises HttpError 429 before the block if a limit has no room for them.
+        Raises HttpError 429 before the block if a limit does not allow them.
         """
         left = max(0, tokens - self._paid_tokens)
         try:
@@ -213,7 +213,7 @@ class RequestCount:
         self._rates.count_answer(self._name, tokens)
 
     def pay_tokens(self, tokens: int) -> bool:
-        """Count the tokens of a prompt that will come, if the limit has room for them now; else return False."""
+        """Count the tokens of a later prompt, if the limit allows them now; else return False."""
         try:
             self._rates.test(self._name, tokens=tokens)
         except RateError:

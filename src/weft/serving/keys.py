@@ -1,4 +1,4 @@
-"""Keys that clients send: where a request has them, and the comparison that tells nothing about them."""
+"""Keys that clients send: their places in a request, and a comparison in constant time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def digest_key(key: str) -> bytes:
 
 
 def sent_key(headers: Headers) -> str:
-    """The key of `Authorization: Bearer KEY`, else of `x-api-key`; "" without one."""
+    """The key of `Authorization: Bearer KEY`, else of `x-api-key`; "" without a key."""
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     given = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
     # Starlette reads header fields as latin-1; keys are configured as text, and sent in UTF-8.
@@ -23,7 +23,7 @@ def sent_key(headers: Headers) -> str:
 
 
 def matching_index(digests: Sequence[bytes], key: str) -> int | None:
-    """Index of the first digest that is the key's; None for "" and for a key of none.
+    """Index of the first digest that is the key's; None for "" and for an unknown key.
 
     Every digest is compared: the time taken reveals nothing about a key, not even its length.
     """

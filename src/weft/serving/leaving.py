@@ -18,7 +18,7 @@ class LeaveNotice(Protocol):
     """Reports that a client has disconnected, without a task that waits for it."""
 
     def on_leave(self, call: Callable[[], None] | None) -> None:
-        """Call `call` when the client has disconnected, at once if it has; None: nothing is to be called any more."""
+        """Call `call` when the client has disconnected, at once if it has; None: call nothing any more."""
         ...
 
 
@@ -31,7 +31,7 @@ async def wait_for_disconnect(receive: Receive) -> None:
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
     """Return the result of `work`. If the client disconnects first, cancel `work` and return None.
 
-    The work has its own task: each token's way through all callers of this would cost a short answer more than that.
+    The work has its own task, which costs a short answer less than passing each token through all callers.
     """
     task, this_task = asyncio.ensure_future(work), asyncio.current_task()
     assert this_task is not None
@@ -55,14 +55,14 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T |
 
 
 class WaitingTask:
-    """The LeaveNotice of a client whose server has none."""
+    """The LeaveNotice for a server that does not report disconnects."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._task: asyncio.Task[None] | None = None
 
     def on_leave(self, call: Callable[[], None] | None) -> None:
-        """Call `call` when the client has disconnected; None: nothing is to be called any more."""
+        """Call `call` when the client has disconnected; None: call nothing any more."""
         if self._task is not None:
             self._task.cancel()
         self._task = None if call is None else asyncio.create_task(self._wait(call))

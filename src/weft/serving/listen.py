@@ -25,7 +25,7 @@ BACKLOG = 2048  # connections waiting to be accepted; uvicorn's default
 
 
 def bind(options: ServeOptions) -> socket.socket:
-    """Bind a socket that does not listen yet, or take the one that systemd passes, which does.
+    """Bind a socket that does not listen yet, or take the listening socket that systemd passes.
 
     Raises ConfigError for an address that cannot be bound.
     """
@@ -45,17 +45,17 @@ def bind(options: ServeOptions) -> socket.socket:
         )[0]
     except OSError as error:
         raise ConfigError(
-            f"--host {options.host} is no address of this machine: {error.strerror}", code="host-not-here"
+            f"--host {options.host} is not an address of this machine: {error.strerror}", code="host-not-here"
         ) from None
     listener = socket.socket(family, kind, protocol)
-    # The port of a server that has just ended is free, though its last connections linger.
+    # The port of a server that has just ended counts as free, though its last connections linger.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
     except OSError as error:
         listener.close()
         raise _bind_error(options, error) from None
-    # While this one does not listen, another socket that may reuse the address could be bound beside it.
+    # While this socket does not listen, another socket that may reuse the address could be bound to it too.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     return listener
 
@@ -68,18 +68,18 @@ def bound_options(listener: socket.socket, options: ServeOptions) -> ServeOption
 
 
 def start_listening(listener: socket.socket, options: ServeOptions) -> None:
-    """Begin to accept clients. Raises ConfigError if another process took the address meanwhile."""
+    """Begin to accept clients. Raises ConfigError if another process has taken the address."""
     if options.uds is None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # `bind` cleared it
     try:
-        # Here and not in the event loop, which would go on silently after a failure.
+        # Here and not in the event loop, which would ignore a failure.
         listener.listen(BACKLOG)
     except OSError as error:
         raise _bind_error(options, error) from None
 
 
 def bind_beside(listener: socket.socket) -> socket.socket | None:
-    """Listen at ::1 too, at the port of a listener on 127.0.0.1 or 0.0.0.0, for clients that take localhost for ::1.
+    """Listen also at ::1, at the port of a listener on 127.0.0.1 or 0.0.0.0, for clients that resolve localhost to ::1.
 
     None for other listeners, on machines without IPv6, and with a warning if another process has that port.
     """
@@ -147,8 +147,8 @@ def public_url(listener: socket.socket, options: ServeOptions) -> str:
 class PathListener(socket.socket):
     """A Unix socket that one process at a time may own.
 
-    A lock file beside it shows the owner from the first moment, before the socket listens. Closing the socket removes
-    both files. Raises OSError.
+    A lock file next to it shows the owner from the start, before the socket listens. Closing the socket removes both
+    files. Raises OSError.
     """
 
     def __init__(self, path: str) -> None:
@@ -192,7 +192,7 @@ def _bind_path(path: str) -> socket.socket:
 
 
 def _lock(path: str) -> int:
-    """Descriptor of a locked file, which the system unlocks when this process ends in any way.
+    """Descriptor of a locked file, which the system unlocks at the end of this process.
 
     Raises BlockingIOError if another process holds the lock.
     """
@@ -210,7 +210,7 @@ def _lock(path: str) -> int:
 
 
 def _is_left_over(path: str) -> bool:
-    """Return True if `path` is a socket on which no process listens any more."""
+    """Return True if `path` is a socket on which no process listens."""
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             return False

@@ -1,4 +1,4 @@
-"""Logprobs in the two shapes of OpenAI's API."""
+"""Logprobs in the two forms of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def chat_logprobs(
 def completion_logprobs(
     tokens: Sequence[str], positions: Sequence[dict[int, Logprob] | None], top: int, offset: int
 ) -> CompletionLogprobs:
-    """Logprobs of a completion choice, or of a part of one.
+    """Logprobs of a completion choice, or of a part of a choice.
 
     `tokens[i]` is the text of position i. `positions[i]` is None for the first token of a prompt. `offset` is the
     number of characters of the choice's text before the first token.

@@ -1,8 +1,8 @@
-"""StreamMarks: marks between the parts of a stream that may go on at another server.
+"""StreamMarks: marks between the parts of a stream that another server may continue.
 
 The chunks of OpenAI's completions have room for token ids; the events of Anthropic's API, of /v1/responses and the
-lines of Ollama's have none. There a mark follows each part of the stream. It names the tokens that the part was made
-of, so that a gateway, which takes the marks out, knows from where another server has to go on.
+lines of Ollama's have none. There a mark follows each part of the stream. It names the tokens of the part, so that a
+gateway, which removes the marks, knows where another server has to continue.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weft.serving.chat_answer import AnswerDelta
 
 
 class Mark(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The tokens of the part before it; `last`: the stream is complete."""
+    """The tokens of the part before the mark; `last`: the stream is complete."""
 
     token_ids: list[int] = []
     last: bool = False
@@ -32,9 +32,9 @@ def line_mark(content: bytes) -> bytes:
 
 
 class StreamMarks:
-    """The marks of one stream; none if nobody `wants` them.
+    """The marks of one stream; none unless a gateway `wants` them.
 
-    The part with an answer's last token and all that follows it is one part: a server that goes on behind its last
+    The part with an answer's last token and everything after it is one part: a server that continued after the last
     token would have nothing to sample.
     """
 
@@ -44,7 +44,7 @@ class StreamMarks:
         self._held_ids: list[int] = []
 
     def __call__(self, token_ids: Sequence[int] = (), *, last: bool = False) -> bytes:
-        """A mark behind what was made of `token_ids`."""
+        """A mark after the part of `token_ids`."""
         if not self._wants:
             return b""
         return self._form(msgspec.json.encode(Mark(token_ids=list(token_ids), last=last)))

@@ -127,7 +127,7 @@ class Metrics:
         return sum(replica.finished.total() for replica in self.replicas)
 
     def bucket_counts(self, field: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Bounds of the histogram in a field of `ReplicaMetrics`, and counts of values up to each, of all replicas."""
+        """Bounds of the histogram in a field of `ReplicaMetrics`, and counts up to each, over all replicas."""
         histograms: list[BucketCounts] = [getattr(replica, field) for replica in self.replicas]
         totals = [float(sum(counts)) for counts in zip(*(each.cumulative for each in histograms), strict=True)]
         return (*histograms[0].bounds, math.inf), tuple(totals)
@@ -153,7 +153,7 @@ class CacheConfig(PrometheusCollector):
 
 
 class ReplicaMetrics:
-    """Histograms of one replica; a request counts for the one that gave the token in question.
+    """Histograms of one replica; a request counts for the replica that generated the token in question.
 
     `tokens` are the bounds for numbers of tokens. `finished` counts choices by the reason of their end.
     """

@@ -17,13 +17,13 @@ from weft.text.limits import LIMITS
 
 
 async def list_models(request: Request) -> Response:
-    """/v1/models: every name that the model is served under, while it is served."""
+    """/v1/models: every name under which the model is served, while it is served."""
     service: Service = request.app.state.service
     return JsonResponse({"object": "list", "data": [describe_model(service, name) for name in service.listed_names]})
 
 
 async def get_model(request: Request) -> Response:
-    """/v1/models/NAME, and the list behind a slash alone."""
+    """/v1/models/NAME, and the list if NAME is empty."""
     if not request.path_params["name"]:
         return await list_models(request)
     service: Service = request.app.state.service

@@ -36,7 +36,7 @@ PREFIXES = 4096  # prefixes of the latest prompts
 
 
 class PrefixCount:
-    """Counts prompts that begin like an earlier one, whatever the prefix cache makes of them."""
+    """Counts prompts that begin like an earlier prompt, whether or not the prefix cache has it."""
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
@@ -45,11 +45,11 @@ class PrefixCount:
 
     @property
     def repeated_tokens(self) -> int:
-        """Tokens of all common beginnings, of which only the first ones of a prompt count."""
+        """Tokens of all common beginnings; only the first tokens of a prompt are compared."""
         return self.repeated * self._tokens
 
     def add(self, request: Request) -> None:
-        """Count a prompt. Short ones tell nothing, and one with prompt logprobs is computed from its first token on."""
+        """Count a prompt, unless it is short, or has prompt logprobs and so is computed completely."""
         ids = request.prompt
         if len(ids) <= self._tokens or request.params.prompt_logprobs is not None:
             return
@@ -64,10 +64,10 @@ class PrefixCount:
 
 
 class ServerMonitor(PrometheusCollector):
-    """Snapshots of a server, at most one each FRESH_S, and what follows from them.
+    """Snapshots of a server, at most one per FRESH_S, and their diagnosis.
 
-    `unread_s` gives the seconds for which each stalled client has taken nothing, `forecasts` are the planner's of each
-    replica, `caching` says if the prefix cache is on: a server sets all three once it knows them.
+    `unread_s` gives the seconds for which each stalled client has taken nothing. `forecasts` are the planner's
+    forecasts for each replica. `caching`: the prefix cache is on. A server sets all three once it knows them.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class ServerMonitor(PrometheusCollector):
 
     @property
     def _before(self) -> Snapshot:
-        """The server's start: what ranks did while they loaded is little."""
-        # Delays while they loaded are not: these count from now on.
+        """The server's start: ranks compute little while they load."""
+        # Delays during loading are not small: they count from now on.
         unused = {"steps": 0, "compute_s": 0.0, "communication_s": 0.0, "waiting_s": 0.0, "idle_s": 0.0}
         return Snapshot(time_s=self._began_s, ranks=tuple(replace(rank, **unused) for rank in self._ranks()))
 
@@ -112,7 +112,7 @@ class ServerMonitor(PrometheusCollector):
 
     async def refresh(self) -> None:
         """Take a snapshot unless the last one is fresh, and diagnose; a new finding is logged once."""
-        async with self._refreshing:  # many clients may ask at once
+        async with self._refreshing:  # for concurrent clients
             if not self._snapshots or self._clock() - self._snapshots[-1].time_s >= FRESH_S:
                 await self._grow()
 

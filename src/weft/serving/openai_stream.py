@@ -66,7 +66,7 @@ class OpenAIStream(ABC, Generic[ChunkChoice]):
 
     @abstractmethod
     def _outputs(self) -> AsyncIterator[tuple[int, Delta]]:
-        """Outputs of the engine, as they arrive."""
+        """Outputs of the engine as they arrive."""
 
     def _opening_choices(self) -> Sequence[ChunkChoice]:
         """Choices of the chunks that are sent before the engine's first output."""
@@ -77,7 +77,7 @@ class OpenAIStream(ABC, Generic[ChunkChoice]):
         """Choices of the chunks, one each, that an output of prompt `number` makes."""
 
     def _text_event(self, number: int, delta: Delta) -> bytes | None:
-        """Event of an output that is text and nothing else, made in a shorter way; None: as any other output."""
+        """Event of an output that is only text, made in a faster way; None: make it in the general way."""
         return None
 
     @abstractmethod

@@ -15,9 +15,9 @@ class StreamOptions(Struct):
 class SamplingRequest(Struct, kw_only=True):
     """Fields that both completion endpoints accept. None counts as absent: OpenAI's clients send it.
 
-    `return_token_ids`: send the token ids of the answer, and with its beginning those of the prompt.
-    `continue_token_ids`: the beginning of a streamed answer that another server gave; this one streams the rest. Even
-    an empty list says that the prompt's ids are not wanted.
+    `return_token_ids`: send the token ids of the answer, and with its beginning the prompt's ids. `continue_token_ids`:
+    the beginning of a streamed answer of another server; this server streams the rest. Even an empty list means that
+    the prompt's ids are not sent.
     """
 
     model: str | None = None

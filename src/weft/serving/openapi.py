@@ -38,7 +38,7 @@ from weft.serving.openai_types import (
 from weft.serving.pooling_types import Embeddings, EmbeddingsRequest, Ranking, RerankRequest, ScoreRequest, Scores
 from weft.serving.responses import types as responses
 
-# With what any path may answer: a wrong or too long request, a missing key, a server that is full or ends.
+# Statuses of any path: a wrong or too long request, a missing key, a server that is full or shuts down.
 STATUSES = (400, 401, 403, 404, 405, 408, 409, 413, 414, 429, 431, 500, 501, 503)
 REF = "#/components/schemas/{name}"
 EVENTS, LINES = "text/event-stream", "application/x-ndjson"
@@ -184,7 +184,7 @@ def methods_of(route: Route) -> list[str]:
 
 
 def _schemas() -> tuple[dict[Any, Any], dict[str, Any]]:
-    """The schema of each wire type, and those that they refer to."""
+    """The schema of each wire type, and of the types that they refer to."""
     types: dict[Any, None] = dict.fromkeys(FRAMES)
     for operation in OPERATIONS.values():
         types |= dict.fromkeys(kind for kind in (operation.request, operation.answer, operation.part) if kind)
@@ -225,7 +225,7 @@ def _answer(operation: Operation, schemas: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _errors(path: str, more: Sequence[int], schemas: Mapping[Any, Any]) -> dict[str, Any]:
-    """The errors that a path may give, in the shape of its API; `more`: what else it may answer."""
+    """The errors of a path, in the form of its API; `more`: further statuses."""
     frame = type(shape_error(400, ErrorBody("", ""), path))
     content = _content("application/json", schemas[frame])
     described = {str(status): {"description": HTTPStatus(status).phrase, "content": content} for status in STATUSES}

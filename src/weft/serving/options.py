@@ -101,6 +101,6 @@ class ServeOptions(Options):
     storage_days: float = option(
         30.0, metavar="DAYS", help="how long files, batches and their results are kept; 0: until a client deletes them"
     )
-    admin_key: str | None = None  # of the endpoints in serving.admin; without one these are refused
+    admin_key: str | None = None  # for the endpoints in serving.admin, which are refused without a key
     announces: bool = True  # `weft ps` shows the server; not each of several behind one address
     behind_front: bool = False  # its only client is the front of a set, which names its own clients in a header

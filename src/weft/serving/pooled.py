@@ -25,8 +25,8 @@ INPUTS = 2048  # inputs of one HTTP request, as OpenAI's
 WAVE = 256  # requests that one HTTP request has in the engine at once
 FULL_POLL_S = 0.02
 NUMBER_BYTES = 24  # bytes of an answer, for each of its numbers: as text, twice while it is encoded
-PIECE_BYTES = 2**18  # bytes of an answer that is sent at once
-LOOP_NUMBERS = 2**13  # numbers of an answer that is built and encoded in the event loop; a longer one is in a thread
+PIECE_BYTES = 2**18  # bytes of an answer that are sent at once
+LOOP_NUMBERS = 2**13  # most numbers of an answer that is built in the event loop and not in a thread
 
 
 def check_inputs(count: int, param: str) -> None:
@@ -38,7 +38,7 @@ def check_inputs(count: int, param: str) -> None:
 
 
 def limited(service: Service, collectors: Iterable[Collector], param: str) -> list[Collector]:
-    """List collectors as they are made. Raises RequestError for more tokens than one HTTP request may have."""
+    """List collectors as they are created. Raises RequestError for more tokens than one HTTP request may have."""
     most_tokens = max(LIMITS.prompt_tokens, 4 * service.frontend.max_model_len)
     listed, tokens = [], 0
     for collector in collectors:
@@ -64,7 +64,7 @@ def usage_of(collectors: Iterable[Collector]) -> PoolingUsage:
 class PooledSource:
     """The engine's streams for one HTTP request. The first wave begins at once, so that refusals come before any work.
 
-    It is one of the service's open streams until `aclose`, which must be called; that aborts what has not ended.
+    It is one of the service's open streams until `aclose`, which must be called, and which aborts unfinished requests.
     """
 
     def __init__(self, service: Service, collectors: list[Collector]) -> None:
@@ -93,8 +93,10 @@ class PooledSource:
                 self._stream = await self._open_next()
 
     async def _open_next(self) -> EngineStream:
-        """Begin the next wave, as soon as the queue has room for it: the request has been accepted, and a server that
-        shuts down lets it end."""
+        """Begin the next wave as soon as it fits in the queue.
+
+        The request has been accepted, so that it also ends normally during a shutdown.
+        """
         wave = self._waves.pop(0)
         while not (self._cut or self._timed_out):
             try:
@@ -131,7 +133,7 @@ class PooledSource:
 
 
 class PooledAnswer(JsonResponse):
-    """An answer that goes out in pieces, as the client reads, and then gives its bytes back to the budget."""
+    """An answer that is sent in pieces, as the client reads, and then returns its bytes to the budget."""
 
     given_back: Callable[[], None]
 
@@ -149,9 +151,9 @@ class PooledAnswer(JsonResponse):
 async def reply_pooled(
     request: Request, collectors: list[Collector], build: Callable[[], object], numbers: int
 ) -> Response:
-    """Run the requests of `collectors`, and answer with what `build` makes of them then, of about so many `numbers`.
+    """Run the requests of `collectors`, and answer with the result of `build`, which has about `numbers` numbers.
 
-    A client that leaves ends the requests. Raises HttpError if answers under way take all bytes that they may.
+    A disconnect of the client ends the requests. Raises HttpError if the answers under way use all allowed bytes.
     """
     service: Service = request.app.state.service
     size = numbers * NUMBER_BYTES
@@ -163,7 +165,7 @@ async def reply_pooled(
         if answer is None:
             service.answer_bytes.give_back(size)
     if answer is None:
-        return Response()  # the client is gone: nobody reads this one
+        return Response()  # the client has disconnected
     answer.given_back = partial(service.answer_bytes.give_back, size)
     return answer
 

@@ -8,7 +8,7 @@ from weft.serving.openai_types import PromptTokensDetails
 
 
 class PoolingRequest(Struct, kw_only=True):
-    """Fields of all three. `truncate_prompt_tokens`: cut prompts to that many tokens, -1: to the model's length."""
+    """Fields of all three. `truncate_prompt_tokens`: length to which prompts are cut, -1: the model's length."""
 
     model: str | None = None
     truncate_prompt_tokens: int | None = None
@@ -19,8 +19,7 @@ class PoolingRequest(Struct, kw_only=True):
 class EmbeddingsRequest(PoolingRequest, kw_only=True):
     """A request for embeddings of one text or several, or of token ids. `dimensions` cuts the embeddings.
 
-    `normalize`: give them length 1, or not; the model's own way by default. `embed_dtype` and `endianness` are those of
-    base64.
+    `normalize`: scale them to length 1; by default as the model does. `embed_dtype` and `endianness` apply to base64.
     """
 
     input: str | list[str | int | list[int]]
@@ -36,8 +35,7 @@ class EmbeddingsRequest(PoolingRequest, kw_only=True):
 class ScoredRequest(PoolingRequest, kw_only=True):
     """Fields of both endpoints about pairs of texts. `instruction` tells a reranker what to look for.
 
-    `use_activation` False, or one of its earlier names, asks for the difference of both logits in place of a
-    probability.
+    `use_activation` False, or an earlier name of it, asks for the difference of both logits instead of a probability.
     """
 
     instruction: str | None = None
@@ -77,7 +75,7 @@ class PoolingUsage(Struct, kw_only=True):
 
 
 class EmbeddingRow(Struct, kw_only=True):
-    """One embedding: numbers, or the base64 of little-endian float32 ones."""
+    """One embedding: numbers, or the base64 of little-endian float32 numbers."""
 
     index: int
     object: str = "embedding"

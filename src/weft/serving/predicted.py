@@ -1,4 +1,4 @@
-"""PredictionCheck: logs the first requests' measured speed beside the planner's prediction."""
+"""PredictionCheck: logs the first requests' measured speed next to the planner's prediction."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MANY = 256  # requests after which load without a pause is reported
 
 
 class PredictionCheck:
-    """Logs one comparison for a request that ran alone, and one for concurrent requests.
+    """Logs a comparison for a request that ran alone, and another for concurrent requests.
 
     `on_open` and `on_close` must be called once per stream.
     """

@@ -1,8 +1,8 @@
-"""PrefixDebug: says of each request how much of its prompt the cache had, and where it left its client's earlier ones.
+"""PrefixDebug: reports for each request how much of its prompt was cached, and where it differs from earlier prompts.
 
 The header X-Weft-Prefix of an answer has positions and roles, never text: `hit=N; miss=M; at=P; where=ROLE`. N and M
 are tokens of the prompt that the cache had, and had not. P is the first token that differs from every earlier prompt
-and answer of the same key, and ROLE the role of its message: "tools" for their description, "template" for text of the
+and answer of the same key. ROLE is the role of its message: "tools" for their description, "template" for text of the
 chat template, "prompt" for a completion. `where` is "new" if the key has said nothing alike, and "repeated" if all of
 the prompt was there before. `evicted=K` follows if the cache has lost K tokens before P.
 """
@@ -23,14 +23,14 @@ from weft.serving.keys import sent_key
 
 PER_KEY = 16  # prompts of one key that are remembered
 MAX_KEYS = 1000  # keys whose prompts are remembered
-ENTRY_BYTES = 200  # bytes of memory that a prompt takes beside its tokens, at least
+ENTRY_BYTES = 200  # least bytes of memory that a prompt takes in addition to its tokens
 MAX_BYTES = 2**25  # bytes of all prompts that are remembered: 8 million tokens
 TOKEN_BYTES = 4
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # a header has no text of a client
 
 
 class PrefixDebug:
-    """Remembers the token ids of each key's last prompts, with their answers. The keys asked last are remembered."""
+    """Remembers the token ids of each key's last prompts, with their answers, for the keys used last."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[bytes, deque[bytes]] = OrderedDict()  # by key, in both the oldest first
@@ -41,7 +41,7 @@ class PrefixDebug:
         return max((_common(ids, seen) for seen in self._seen.get(key, ())), default=0)
 
     def remember(self, key: bytes, ids: bytes) -> None:
-        """Remember a prompt, in place of those that it goes on with."""
+        """Remember a prompt, in place of earlier prompts that it continues."""
         prompts = self._seen.pop(key, deque())
         self._bytes -= _size(prompts)
         if len(ids) + ENTRY_BYTES <= MAX_BYTES:
@@ -115,8 +115,8 @@ class PrefixReport:
 def place_of(at: int, text: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
     """The role of the message that the character `at` of a rendered prompt belongs to.
 
-    Characters between two messages belong to the second one, but for the description of tools before the first that is
-    no system message.
+    Characters between two messages belong to the second, except the description of tools before the first message that
+    is no system message.
     """
     spans = list(_spans(text, messages))
     role = next((role for role, end in spans if at < end), "template")

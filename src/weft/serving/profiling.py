@@ -36,13 +36,13 @@ class LastProfile:
 
     @property
     def written(self) -> list[str]:
-        """The traces that are complete. Traces of other machines are never found here."""
+        """The complete traces. Traces of other machines are never found here."""
         return [file for file in self.files if Path(file).exists()]
 
     def describe(self, history: History, forecast: Forecast | None, *, partial: bool) -> dict[str, Any]:
-        """Files, and once all are complete their report, beside the planner's shares of a step; takes seconds.
+        """Files, and once all are complete their report, with the planner's shares of a step; takes seconds.
 
-        With `partial` the report is of those that are complete.
+        With `partial` the report covers the complete files.
         """
         written = self.written
         complete = partial or len(written) == len(self.files)
@@ -54,7 +54,7 @@ class LastProfile:
         }
 
     def _report(self, files: Sequence[str]) -> Any:
-        """The report of traces, made once; None if none can be read."""
+        """The report of traces, made once; None if no trace can be read."""
         with self._reading:
             try:
                 state = tuple((file, os.stat(file).st_mtime_ns) for file in files)

@@ -20,7 +20,7 @@ class RequestTimer:
         self._handle, self.part = self._loop.call_later(seconds, self._end, part, seconds), part
 
     def close_later(self, seconds: float, transport: asyncio.Transport) -> None:
-        """Close the connection after so many seconds, instead of a request's end."""
+        """Close the connection after this number of seconds, instead of waiting for a request's end."""
         self.stop()
         self._handle = self._loop.call_later(seconds, transport.close)
 

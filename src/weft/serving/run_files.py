@@ -24,7 +24,7 @@ log = logging.getLogger("weft.serving")
 class RunningServer(msgspec.Struct, frozen=True):
     """A server on this machine: the names of its model, its address, process, and start in seconds since 1970.
 
-    `checkpoints` are the paths of the files or directories that it has read: of its model, and of one that drafts.
+    `checkpoints` are the paths of the files or directories that it has read, of its model and its draft model.
     """
 
     names: tuple[str, ...]
@@ -61,7 +61,7 @@ def announced(names: Sequence[str], url: str, checkpoints: Sequence[str] = ()) -
 
 
 def running_servers() -> list[RunningServer]:
-    """The servers of this user on this machine, the oldest first. Files that killed ones have left are removed."""
+    """The servers of this user on this machine, the oldest first. Files of killed servers are removed."""
     servers = [server for path in sorted(_folder().glob("*.json")) if (server := _read_server(path)) is not None]
     return sorted(servers, key=lambda server: server.began_s)
 
@@ -73,7 +73,7 @@ def _read_server(path: Path) -> RunningServer | None:
                 path.unlink(missing_ok=True)
                 return None
             return msgspec.json.decode(file.read(), type=RunningServer)
-    except (OSError, msgspec.DecodeError):  # it ends now, or begins
+    except (OSError, msgspec.DecodeError):  # the server is ending or starting
         return None
 
 

@@ -105,7 +105,7 @@ def _characters(value: object) -> int:
 
 
 def check_supported(raw: Mapping[str, Any], known: Collection[str] = ()) -> None:
-    """Raise RequestError for a known feature that Weft does not have, unless it is one of `known`, the endpoint's."""
+    """Raise RequestError for a known feature that Weft does not have, except the endpoint's own features in `known`."""
     for name, harmless in UNSUPPORTED.items():
         value = raw.get(name)
         if value is None or value in harmless or name in known:
@@ -120,7 +120,7 @@ def check_supported(raw: Mapping[str, Any], known: Collection[str] = ()) -> None
 
 
 def sampling_fields(request: SamplingRequest) -> dict[str, Any]:
-    """The request's fields that SamplingParams shares; None if the request does not set one."""
+    """The request's fields that SamplingParams shares; None for a field that the request does not set."""
     fields = {name: getattr(request, name) for name in SHARED_FIELDS}
     if fields["top_p"] == 0:
         fields["top_p"] = MIN_TOP_P

@@ -42,7 +42,7 @@ class PreparedScores:
 
 @dataclass(frozen=True)
 class PreparedRanking:
-    """A checked and tokenized request to rank the texts of `documents`, and the number of those to return."""
+    """A checked and tokenized request to rank the texts of `documents`, and the number of documents to return."""
 
     scores: PreparedScores
     documents: list[str]
@@ -51,7 +51,7 @@ class PreparedRanking:
 
 
 async def score(request: Request) -> Response:
-    """/v1/score: how well texts belong together."""
+    """/v1/score: the similarity or relevance of texts to each other."""
     service: Service = request.app.state.service
     prepared = await service.prepare(request, prepare_scores)
     collectors = prepared.scoring.collectors

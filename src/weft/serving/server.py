@@ -55,7 +55,7 @@ STATS_S = 10.0
 
 
 def serve(config: EngineConfig, options: ServeOptions) -> None:
-    """Serve until SIGTERM or Ctrl-C, and then until the running requests have ended.
+    """Serve until SIGTERM or Ctrl-C, then until the running requests have ended.
 
     Raises ConfigError, ModelError, PlanError and EngineError if it cannot start, and EngineError if the engine dies.
     Raises KeyboardInterrupt for Ctrl-C during the start, or for a second one while requests end.
@@ -82,7 +82,7 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
 
 
 def check_keys(config: EngineConfig, options: ServeOptions) -> None:
-    """Raise ConfigError for a faulty file of keys, and for weights that nothing would heed."""
+    """Raise ConfigError for a faulty file of keys, and for weights without effect."""
     weighted = Clients(options).weighted
     if weighted is not None and config.scheduling_policy != "fair":
         raise ConfigError(
@@ -136,7 +136,7 @@ async def _serve(
         server = ServingServer(service, listener, engine.died, _connection_limits(service, capacity, files))
         address = listen.public_url(listener, options)
         listen.start_listening(listener, options)
-        gc.freeze()  # what exists now stays: no response waits while the collector scans it
+        gc.freeze()  # objects that exist now stay, so the collector need not scan them
         level = logging.INFO if options.announces else logging.DEBUG  # clients of a set know one address
         log.log(level, "serving %s at %s (%.2f s)", ", ".join(service.names), address, time.monotonic() - began)
         run_file = announced(service.names, address, service.checkpoints) if options.announces else nullcontext()
@@ -152,7 +152,7 @@ async def _serve(
 def _log_engines(
     replicas: Sequence[RunningReplica], planned: Sequence[ReplicaPlan], expected: Sequence[Forecast]
 ) -> None:
-    """Log what each engine has room for, and how its start compares with the prediction."""
+    """Log the capacity of each engine, and how its start compares with the prediction."""
     for replica in replicas:
         if len(planned) > 1:
             log.info("replica %d:", replica.number)

@@ -55,7 +55,7 @@ log = logging.getLogger("weft.serving")
 T = TypeVar("T", bound=msgspec.Struct)
 Prepared = TypeVar("Prepared")
 
-LARGE_TOKENS = 2**16  # prompt tokens of one HTTP request above which memory is returned to the system after it
+LARGE_TOKENS = 2**16  # prompt tokens of an HTTP request above which memory is returned to the system afterwards
 
 
 class Engine(Protocol):
@@ -78,7 +78,7 @@ class Engine(Protocol):
 
     @property
     def failure(self) -> EngineError | None:
-        """The error after which no request will run again; None while one may."""
+        """The error after which no request will run again; None while requests may run."""
         ...
 
     @property
@@ -93,7 +93,7 @@ class Engine(Protocol):
 
     @property
     def computes(self) -> bool:
-        """True while ranks are seen to compute a step; False if they do not, or if nobody watches them."""
+        """True while ranks are observed to compute a step; False if they do not, or are not observed."""
         ...
 
     def submit(self, requests: Sequence[Request]) -> AsyncGenerator[Output, None]:
@@ -117,7 +117,7 @@ class Engine(Protocol):
 
 
 class OpenStream(Protocol):
-    """One HTTP request that has work in the engine, or will have."""
+    """One HTTP request that has work in the engine, or will have work."""
 
     @property
     def collectors(self) -> Sequence[Collector]: ...
@@ -130,7 +130,7 @@ class OpenStream(Protocol):
 class Service:
     """The engine, its frontend, and the state that the endpoints share.
 
-    Endpoints use `frontend` directly for prompts, templates and tokens. The first of `names` is the one in metrics.
+    Endpoints use `frontend` directly for prompts, templates and tokens. Metrics have the first of `names`.
     """
 
     def __init__(self, engine: Engine, frontend: Frontend, options: ServeOptions, *, model: str, capacity: int) -> None:
@@ -140,7 +140,7 @@ class Service:
         self.options = options
         self.clients = Clients(options)
         self.model = model
-        self.plan = engine.replicas[0].plan  # of one replica: all of them run the same checkpoint
+        self.plan = engine.replicas[0].plan  # of one replica: all replicas run the same checkpoint
         self.names = options.served_model_name or model_names.served_names(model)
         self.pooler = Pooler(frontend, self.names[0])
         self.capacity = capacity
@@ -158,7 +158,7 @@ class Service:
         self.draining = False
         self.answer_bytes = AnswerBytes()
         self.streams: set[OpenStream] = set()  # open now
-        self.downloads: set[object] = set()  # that clients have asked for, and that run
+        self.downloads: set[object] = set()  # started by clients, and running
         self.unloading = Unloading(self)
         self.idle = asyncio.Event()
         self.idle.set()
@@ -182,7 +182,7 @@ class Service:
 
     @property
     def checkpoints(self) -> tuple[str, ...]:
-        """Absolute paths of what the engine has read: of the model, and of the one that drafts."""
+        """Absolute paths of the checkpoints that the engine has read: of the model and of the draft model."""
         draft = self.plan.speculation.draft if self.plan.speculation else None
         paths = [self.plan.checkpoint, draft.checkpoint if draft else ""]
         return tuple(os.path.abspath(path) for path in paths if path)
@@ -196,8 +196,8 @@ class Service:
         """Receive a request's body and return the result of `work` on it.
 
         The work runs in a thread, since a small body may request much work. Large bodies have their own threads, so
-        that small ones do not wait for them. Only work on a tiny body, of a kind that has been quick so far, runs in
-        the event loop: that costs less than the way to a thread.
+        that small bodies do not wait for them. Only work on a tiny body, of a kind that has been quick so far, runs in
+        the event loop: that costs less than a thread.
         """
         async with self._received(request) as content:
             steps = self._steps(work, content)
@@ -230,7 +230,7 @@ class Service:
 
     @asynccontextmanager
     async def _received(self, request: HttpRequest) -> AsyncIterator[bytes]:
-        """Receive a body for the time of its work. Log errors of the model, and return the memory of a large one."""
+        """Receive a body for the time of its work. Log errors of the model, and free the memory of a large body."""
         content = await self._body_receiver.receive(request)
         try:
             yield content
@@ -263,7 +263,7 @@ class Service:
         return [name for name in self.names if client.may_use(name)]
 
     def resolve_model(self, model: str | None) -> str:
-        """Name of the model for the response: the requested one, or the first. HttpError 404 for an unknown one."""
+        """Name of the model for the response: the requested name, or the first. HttpError 404 for an unknown name."""
         return self.check_model(model or self.names[0])
 
     def check_model(self, name: str) -> str:
@@ -317,8 +317,7 @@ class Service:
         """Create a Collector, with its engine requests, for each prompt.
 
         `shown` are special tokens that its text has, `grammar` constrains the answers. `wanted_tokens` is the length of
-        an answer that the client asks for; `clips`: it may be shortened to what the context has room for, as with
-        --clip-max-tokens.
+        the answer that the client asks for; `clips`: it may be reduced to fit the context, as with --clip-max-tokens.
 
         Raises RequestError for more tokens or sampling ids than one HTTP request may send to the engine.
         """
@@ -351,7 +350,7 @@ class Service:
         return collectors
 
     def _check_room(self, prompt: Prompt, wanted_tokens: int | None, clips: bool) -> None:
-        """Raise RequestError for an answer that the context has no room for, as vLLM does; log it if it `clips`."""
+        """Raise RequestError for an answer that exceeds the context, as vLLM does; with `clips`, only log it."""
         context = self.frontend.max_model_len
         room = context - len(prompt.ids)
         if wanted_tokens is None or wanted_tokens <= room:
@@ -391,7 +390,7 @@ class Service:
         messages: Sequence[Mapping[str, Any]] = (),
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> PrefixReport | None:
-        """Report for an answer on its prompt's place in the prefix cache; None if nobody asked for reports."""
+        """Report for an answer on its prompt's place in the prefix cache; None if reports are off."""
         if self.prefix_debug is None:
             return None
         return PrefixReport(self.prefix_debug, self.frontend, self.plan.block_size, request, collector, messages, tools)
@@ -438,7 +437,7 @@ class Service:
                 metrics.longest_answer.observe(max(len(choice.token_ids) for choice in collector.output.outputs))
 
     def note_awake(self) -> None:
-        """Note that the engine has slept, during which it made no progress."""
+        """Note that the engine has slept, and so made no progress."""
         self._progress.begin()
 
     def unhealthy_reason(self) -> str | None:

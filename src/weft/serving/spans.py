@@ -1,4 +1,4 @@
-"""RequestSpans: OpenTelemetry spans of requests, with the names and attributes of vLLM's, and no text of anybody."""
+"""RequestSpans: OpenTelemetry spans of requests, with the names and attributes of vLLM's, and no text of clients."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Phase = tuple[str, float, float]
 class RequestSpans:
     """Makes the spans of each request that has ended; a thread of the SDK hands them to `exporter`.
 
-    Names of attributes are those of vLLM's vllm/tracing/utils.py. `url` is named if the exporter fails.
+    Names of attributes are the same as in vLLM's vllm/tracing/utils.py. `url` is named if the exporter fails.
     """
 
     def __init__(self, exporter: SpanExporter, model: str, url: str = "") -> None:
@@ -42,7 +42,7 @@ class RequestSpans:
         resource = Resource.create({SERVICE_VERSION: __version__})
         if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
             resource = resource.merge(Resource({SERVICE_NAME: "weft"}))
-        # The SDK's own lines come with each batch, in a form of their own.
+        # The SDK logs its own lines with each batch, in another form.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         size = None if QUEUE_VARIABLE in os.environ else QUEUE_SPANS
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
@@ -53,7 +53,7 @@ class RequestSpans:
     def record(self, collectors: Sequence[Collector], headers: Mapping[str, str]) -> None:
         """Make the spans of the prompts of an HTTP request whose headers continue a trace, if they name one.
 
-        A prompt that has been cut off has the phases that it has reached, and the status "error".
+        An interrupted prompt has the phases that it has reached, and the status "error".
         """
         now_s = time.monotonic()
         parent = self._propagator.extract(headers, Context())
@@ -61,7 +61,7 @@ class RequestSpans:
             self._record_prompt(collector, parent, now_s, time.time() - now_s)
 
     def _record_prompt(self, collector: Collector, parent: Context, now_s: float, epoch_s: float) -> None:
-        """Spans of one prompt. `epoch_s` is what the monotonic clock lacks to the time of day."""
+        """Spans of one prompt. `epoch_s` is the difference of the time of day and the monotonic clock."""
         output = collector.output
         phases = list(_phases(output, now_s))
         arrival_s, end_s = output.metrics.arrival_s, output.metrics.finished_s or now_s
@@ -145,7 +145,7 @@ class NotingFailures(SpanExporter):
     """An exporter that logs one line when spans cannot be sent, and one when they can again."""
 
     def __init__(self, exporter: SpanExporter, url: str) -> None:
-        # Without what may be a secret: a name with a password, and the query.
+        # Without possible secrets: a name with a password, and the query.
         parts = urlsplit(url)
         self._exporter, self._url = exporter, f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         self._failed = False

@@ -106,11 +106,11 @@ async def send_reply(
         await source.aclose()
     if response is not None and report is not None:
         response.headers[PREFIX_HEADER] = report.header() or ""
-    return response or Response()  # the client is gone: nobody reads this one
+    return response or Response()  # the client has disconnected
 
 
 class ChunkWriter(Protocol):
-    """Writes chunks of a response past the layers of the application that change its head only."""
+    """Writes chunks of a response, bypassing the layers of the application that change only its head."""
 
     @property
     def usable(self) -> bool:
@@ -128,7 +128,7 @@ class EventStream(Response):
 
     While there is nothing to send, a comment goes out every `keepalive_s` seconds, so that no proxy closes the
     connection as idle. An error after the first byte is sent as `stream_format` says. The connection is then cut
-    without the end mark of the body, so that a client cannot take the truncated response for a whole one. If it
+    without the end mark of the body, so that a client cannot take the truncated response for a complete response. If it
     `resets`, the error is only logged, and the connection is reset: some clients notice nothing else.
 
     With a `report`, whose header is known once the engine has looked at the prompt, nothing is sent until then.
@@ -192,7 +192,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": data, "more_body": more_body})
 
     async def _send_events(self, send: Send) -> None:
-        held = b""  # until the report is there
+        held = b""  # until the report is available
         try:
             async for data in self._events:
                 if self._begun.is_set():

@@ -1,6 +1,6 @@
 """StreamEngine: a model behind standard input and output, one JSON object a line, as Infernet's node drives an engine.
 
-The messages are those of version 1 of packages/engine/src/protocol.js of profullstack/infernet-protocol (April 2026):
+The messages follow version 1 of packages/engine/src/protocol.js of profullstack/infernet-protocol (April 2026):
 
     in:  load {model}; generate {id, messages, model, max_tokens, temperature}; cancel {id}; shutdown
     out: ready {model}; meta {id, model, started_at}; token {id, text}; done {id, reason, text, finished_at};
@@ -28,14 +28,14 @@ FIRST_LINE_S = 1.0  # seconds to wait for `load` before an engine without a mode
 
 
 class Load(msgspec.Struct, tag="load"):
-    """Load a model, instead of the one that is loaded."""
+    """Load a model in place of the loaded model."""
 
     v: int
     model: str | None = None
 
 
 class Generate(msgspec.Struct, tag="generate"):
-    """Answer a conversation. `model` None means the loaded one."""
+    """Answer a conversation. `model` None means the loaded model."""
 
     v: int
     id: str
@@ -49,7 +49,7 @@ class Generate(msgspec.Struct, tag="generate"):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The sampling parameters; None for those that are left out."""
+        """The sampling parameters; None for parameters that are left out."""
         return {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "seed", "stop")}
 
 
@@ -87,7 +87,7 @@ class LoadedModel(Protocol):
 class StreamEngine:
     """Reads messages, and writes events with `write`, until `shutdown` or the end of the input.
 
-    `load` opens a model by name; it raises WeftError. `model` is the one to begin with.
+    `load` opens a model by name; it raises WeftError. `model` is the initial model.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class StreamEngine:
                 if isinstance(message, Shutdown):
                     return
                 if isinstance(message, Load):
-                    self._ready = True  # said once the model is there
+                    self._ready = True  # sent once the model is loaded
                     task = asyncio.create_task(self._open(message.model))
                     others.add(task)
                     task.add_done_callback(others.discard)
@@ -139,7 +139,7 @@ class StreamEngine:
         self._write(msgspec.json.encode({"v": VERSION, "type": kind, **fields}) + b"\n")
 
     def _decode(self, line: bytes) -> Message | None:
-        """A line's message; None, with an `error` event, for one that is none."""
+        """A line's message; None, with an `error` event, for any other line."""
         if len(line) > LINE_BYTES:
             self.emit("error", message=f"a line is longer than {LINE_BYTES:,} bytes; it is skipped: send less")
             return None
@@ -156,7 +156,7 @@ class StreamEngine:
         return message
 
     async def _start(self) -> None:
-        """Load the first model; without one say that the engine is ready, unless `load` comes at once."""
+        """Load the first model; without a first model report `ready`, unless `load` arrives at once."""
         if self._first is not None:
             await self._open(self._first)
             return
@@ -165,7 +165,7 @@ class StreamEngine:
             self.emit("ready", model=None)
 
     async def _open(self, name: str | None) -> None:
-        """Load a model after the requests to the one before have ended, and say that it is ready."""
+        """Load a model after the requests to the previous model have ended, and report `ready`."""
         try:
             model = await self._opened(name)
         except WeftError as error:
@@ -174,13 +174,13 @@ class StreamEngine:
             self.emit("ready", model=name or model.names[0])
 
     async def _opened(self, name: str | None) -> LoadedModel:
-        """The model of this name, instead of another one if need be. Raises WeftError."""
+        """The model of this name, loaded in place of another if needed. Raises WeftError."""
         async with self._loading:
             name = name or self._first
             if self._model is not None and (name is None or name in self._model.names):
                 return self._model
             if self._model is not None:
-                await self._unused.wait()  # requests that come meanwhile wait for the lock
+                await self._unused.wait()  # requests that arrive until then wait for the lock
                 before, self._model = self._model, None
                 await before.close()
             return await self._load_named(name)
@@ -205,7 +205,7 @@ class StreamEngine:
         task.add_done_callback(lambda ended: self._note_end(request.id, ended))
 
     def _note_end(self, id: str, task: asyncio.Task[None]) -> None:
-        """Forget a request. One that was cancelled before its task began has said nothing yet."""
+        """Forget a request. A request that was cancelled before its task began has not sent any event yet."""
         del self._tasks[id]
         if id in self._cancelled:
             self._cancelled.discard(id)
@@ -221,7 +221,7 @@ class StreamEngine:
             self._tasks[id].cancel()
 
     async def _answer(self, request: Generate) -> None:
-        """Answer one request. A failure is an event of its own, and ends nothing else."""
+        """Answer one request. A failure is an event, and does not affect other requests."""
         id, text = request.id, ""
         try:
             async with self._using_model(request.model) as model:
@@ -248,7 +248,7 @@ class StreamEngine:
 
     @asynccontextmanager
     async def _using_model(self, name: str | None) -> AsyncIterator[LoadedModel]:
-        """Hold the loaded model, if it has this name; one is loaded if there is none. Raises WeftError.
+        """Hold the loaded model, if it has this name; load it if no model is loaded. Raises WeftError.
 
         A request never takes the model of others away: only `load` changes it, once no request holds it.
         """
@@ -270,11 +270,11 @@ class StreamEngine:
 
 
 async def bounded_lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """Lines of a stream until its end; of one that is longer than LINE_BYTES only the first LINE_BYTES + 1 bytes.
+    """Lines of a stream until its end; a line longer than LINE_BYTES is cut to LINE_BYTES + 1 bytes.
 
     The stream's limit must be LINE_BYTES.
     """
-    start = b""  # of a line that is too long
+    start = b""  # inside a line that is too long
     while True:
         try:
             line = await reader.readuntil()

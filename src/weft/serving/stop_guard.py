@@ -23,7 +23,7 @@ STACKS_S = 0.5  # for the parent to print the stacks of its threads
 def watch(wakeup: int, lifeline: int, pid: int, first_s: float, later_s: float) -> None:
     """Return when the parent closes `lifeline`, or kill it.
 
-    It is killed `first_s` seconds after the first signal that it does not notice, and `later_s` after any further one.
+    It is killed `first_s` seconds after the first signal that it does not notice, and `later_s` after any other.
     """
     poll = select.poll()
     poll.register(lifeline, select.POLLIN)
@@ -46,7 +46,7 @@ def watch(wakeup: int, lifeline: int, pid: int, first_s: float, later_s: float) 
 
 
 def count_unread(wakeup: int) -> int:
-    """Number of bytes that nobody has read."""
+    """Number of unread bytes."""
     (count,) = struct.unpack("i", fcntl.ioctl(wakeup, termios.FIONREAD, b"\0" * 4))
     return int(count)
 

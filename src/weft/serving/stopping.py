@@ -42,8 +42,8 @@ def handle_stop_signals(act: Callable[[signal.Signals, float], None], shutdown_t
     """Call `act(signal, monotonic time)` in the event loop for each SIGINT and SIGTERM, and set an exit deadline.
 
     The process ends at the latest `shutdown_timeout` + CLOSE_S seconds after the first signal, and CLOSE_S seconds
-    after any later one. The handler runs between two Python instructions, so it runs even while the loop is busy. A C
-    thread keeps the deadline without needing Python; it prints the stack of every thread and exits. If no Python runs
+    after any later signal. The handler runs between two Python instructions, so it runs even while the loop is busy. A
+    C thread keeps the deadline without needing Python; it prints the stack of every thread and exits. If no Python runs
     at all, another process keeps it, GUARD_S seconds later (`serving.stop_guard`). Children end with their death pipes.
     """
     loop = asyncio.get_running_loop()
@@ -69,7 +69,7 @@ def handle_stop_signals(act: Callable[[signal.Signals, float], None], shutdown_t
 
 
 class StopGuard:
-    """The process that ends this one if it notices no signal, and the socket by which both see signals come."""
+    """The process that ends this process if it notices no signal, and the socket by which both learn of signals."""
 
     def __init__(self, shutdown_timeout: float) -> None:
         self.wakeup, self._writing = socket.socketpair()
@@ -90,7 +90,7 @@ class StopGuard:
         self._before = signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
 
     def note_signals(self) -> None:
-        """Take the bytes of the signals that have come: Python runs."""
+        """Read the bytes of the received signals: Python runs."""
         with contextlib.suppress(BlockingIOError):
             self.wakeup.recv(NOTED)
 

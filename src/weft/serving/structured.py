@@ -12,7 +12,7 @@ GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choi
 
 
 def wanted_output(body: SamplingRequest) -> tuple[StructuredOutputsParams | None, str]:
-    """The constraint, None without one, and the name of the field that says it. Raises RequestError."""
+    """The constraint or None, and the name of its field. Raises RequestError."""
     constraints: dict[str, StructuredOutputsParams] = {}
     if body.structured_outputs:
         constraints["structured_outputs"] = StructuredOutputsParams.convert(body.structured_outputs)

@@ -134,5 +134,5 @@ def _run_into(future: Future[T], work: Callable[[], T]) -> None:
 
 
 def _call_in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop may have closed meanwhile
+    with contextlib.suppress(RuntimeError):  # the loop may have closed
         loop.call_soon_threadsafe(call)

@@ -1,4 +1,4 @@
-"""The tools of a chat request: checks of `tools` and `tool_choice`, and how a model learns of them."""
+"""The tools of a chat request: checks of `tools` and `tool_choice`, and their description for the model."""
 
 from __future__ import annotations
 
@@ -39,35 +39,35 @@ HOW = "To call a function, write exactly this, with its name and its arguments:"
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The tools that an answer may call, as OpenAI's objects; `named` is the one that it must call."""
+    """The tools that an answer may call, as OpenAI's objects; `named` is the tool that it must call."""
 
     tools: Sequence[Mapping[str, Any]] = ()
     choice: Choice = "auto"
     named: str | None = None
     allowed: frozenset[str] | None = None  # names of the tools that may be called; None: of all
-    forms: Mapping[str, ToolForm] = field(default_factory=dict)  # the client's, of those that are no functions to it
+    forms: Mapping[str, ToolForm] = field(default_factory=dict)  # tools that are no functions for the client
 
     @property
     def callable(self) -> Sequence[Mapping[str, Any]]:
-        """The tools that may be called. The model knows of the others too, so that the prompt's beginning stays."""
+        """The tools that may be called. The prompt describes all tools, so that its beginning stays the same."""
         if self.allowed is None:
             return self.tools
         return [tool for tool in self.tools if tool["function"]["name"] in self.allowed]
 
     @property
     def forced(self) -> Sequence[Mapping[str, Any]]:
-        """The tools of which the answer must call one; none if it may be a text."""
+        """The tools of which the answer must call at least one; empty if it may be a text."""
         if self.named is not None:
             return [tool for tool in self.tools if tool["function"]["name"] == self.named]
         return self.callable if self.choice == "required" else ()
 
 
-def read_tools(given: ClientTools, choice: str | Mapping[str, Any] | None) -> ToolUse:
+def read_tools(client_tools: ClientTools, choice: str | Mapping[str, Any] | None) -> ToolUse:
     """Check a request's tools and its tool_choice. Raises RequestError, naming the field."""
-    tools = given.functions
+    tools = client_tools.functions
     _check_number("tools", tools)
     names = dict.fromkeys(_tool_name(tool, f"tools[{index}]") for index, tool in enumerate(tools))
-    use = ToolUse(tools, forms=given.forms)
+    use = ToolUse(tools, forms=client_tools.forms)
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
     match kind:
         case None | "auto":
@@ -75,14 +75,14 @@ def read_tools(given: ClientTools, choice: str | Mapping[str, Any] | None) -> To
         case "none":
             return ToolUse()
         case "required" | "any":
-            return replace(use, choice="required", tools=_some(tools, given.left_out))
+            return replace(use, choice="required", tools=_some(tools, client_tools.left_out))
         case "allowed_tools" if isinstance(choice, Mapping):
-            return _restricted(use, given, choice, names)
+            return _restricted(use, client_tools, choice, names)
         case "function" | "custom" if isinstance(choice, Mapping):
-            return replace(use, choice="required", named=_check_known(_chosen_name(choice, given), names))
-        case str() if kind in given.left_out:
+            return replace(use, choice="required", named=_check_known(_chosen_name(choice, client_tools), names))
+        case str() if kind in client_tools.left_out:
             raise _wrong_choice(f"tool_choice forces {kind!r:.80}, a kind of tool that is neither run nor known here")
-        case "local_shell" if SHELL in given.forms:
+        case "local_shell" if SHELL in client_tools.forms:
             return replace(use, choice="required", named=SHELL)
     raise _wrong_choice(f"tool_choice is {kind!r:.80}; it is auto, required, none or an object that names a tool")
 

@@ -46,11 +46,11 @@ class TraceHeaders:
             await self._app(scope, receive, send)
         finally:
             trace_headers.reset(token)
-            headers.clear()  # tasks that the request leaves behind, as of batches, are not of its trace
+            headers.clear()  # tasks that the request leaves behind, such as batches, do not belong to its trace
 
 
 def traces_url(endpoint: str) -> str:
-    """The URL to which spans are posted. Raises ConfigError for one that no collector for OTLP over HTTP can have."""
+    """The URL to which spans are posted. Raises ConfigError for a URL that no collector for OTLP over HTTP can have."""
     try:
         url = urlsplit(endpoint)
         port = url.port
@@ -58,7 +58,7 @@ def traces_url(endpoint: str) -> str:
         url, port = urlsplit(""), None
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ConfigError(
-            f"--otlp-traces-endpoint {endpoint} is no URL of a collector; give http://HOST:4318{PATH}",
+            f"--otlp-traces-endpoint {endpoint} is not the URL of a collector; give http://HOST:4318{PATH}",
             code="invalid-traces-endpoint",
         )
     if url.path not in ("", "/"):
@@ -90,7 +90,7 @@ def check_tracing(options: ServeOptions) -> None:
 def traced(service: Service) -> Iterator[None]:
     """Send spans of a service's requests to its --otlp-traces-endpoint, if it has one. Raises as `check_tracing`.
 
-    OpenTelemetry's own variables set the rest, as OTEL_SERVICE_NAME and OTEL_EXPORTER_OTLP_TRACES_HEADERS.
+    OpenTelemetry's own variables, such as OTEL_SERVICE_NAME and OTEL_EXPORTER_OTLP_TRACES_HEADERS, set the rest.
     """
     options = service.options
     check_tracing(options)

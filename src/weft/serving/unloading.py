@@ -1,4 +1,4 @@
-"""Unloading: a server's engine sleeps because a client of Ollama's API has asked for it, until the next request."""
+"""Unloading: at the request of a client of Ollama's API, a server's engine sleeps until the next request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEVEL = 1  # of sleep: the weights stay in the host's memory, so that the next r
 
 
 class Unloading:
-    """State of an engine that clients may send to sleep. An administrator's /sleep is left alone: only he ends it."""
+    """State of an engine that clients may put to sleep. An administrator's /sleep is not ended by clients."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -40,7 +40,7 @@ class Unloading:
         self._call(Sleep(LEVEL))
 
     def load(self) -> bool:
-        """Wake the engine if a client has sent it to sleep; requests wait in its queue meanwhile.
+        """Wake the engine if a client has put it to sleep; requests wait in its queue until then.
 
         Return True while it wakes.
         """
@@ -50,7 +50,7 @@ class Unloading:
         return bool(self._tasks)
 
     def _call(self, command: Command) -> None:
-        """Have the engine run a command behind those that it has: Sleep and Wake keep their order."""
+        """Have the engine run a command after its queued commands: Sleep and Wake keep their order."""
         task = asyncio.create_task(self._run_command(command))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

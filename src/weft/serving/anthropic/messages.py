@@ -80,10 +80,10 @@ class MessageStream:
         self._index = -1  # of the open block, or of the last one
         self._open = ""  # type of the open block
         state = prepared.chat.state
-        self._told = state is not None and state.events > 0
+        self._events_sent = state is not None and state.events > 0
         self._marks = StreamMarks(event_mark, wants=bool(prepared.body.return_token_ids))
         for delta in answers.begun:
-            list(self._block_events(delta))  # which another server has sent
+            list(self._block_events(delta))  # events that another server has sent
 
     @property
     def format(self) -> StreamFormat:
@@ -123,7 +123,7 @@ class MessageStream:
         )
 
     def _end(self, choice: AnswerChoice) -> tuple[str, str | None]:
-        """Anthropic's reason of the end, and the stop sequence that was met."""
+        """Anthropic's stop reason, and the stop sequence that was met."""
         if choice.finish_reason == "length":
             return "max_tokens", None
         if isinstance(choice.stop_reason, str) and choice.stop_reason in self._stops:
@@ -133,7 +133,7 @@ class MessageStream:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as events."""
         yield self._marks()
-        if not self._told:
+        if not self._events_sent:
             start = encode_named(StreamEvent(type="message_start", message=self._answer([])))
             yield start + EVENTS.keepalive + self._marks()
         async for delta in self._answers:
@@ -187,7 +187,7 @@ class MessageStream:
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call as an object; of one that `max_tokens` has cut, an empty one."""
+    """The arguments of a call as an object; an empty object if `max_tokens` has cut the call."""
     try:
         return msgspec.json.decode(text or "{}", type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):

@@ -64,7 +64,7 @@ async def count_tokens(service: Service, content: bytes) -> int:
 
 
 def common_request(body: CountRequest) -> ChatRequest:
-    """The request as all chats have it, with what its prompt depends on. Raises RequestError."""
+    """The request in the form of all chats, with the fields that its prompt depends on. Raises RequestError."""
     messages: list[dict[str, Any]] = []
     system = _text(_without_billing(body.system), "system") if body.system else ""
     if system:
@@ -91,7 +91,7 @@ def _without_billing(system: str | Sequence[Block]) -> str | Sequence[Block]:
 
 
 def _thinking(thinking: Thinking | None) -> dict[str, Any]:
-    """Variables of chat templates: without `thinking` a model does not reason, if it can be told."""
+    """Variables of chat templates: without `thinking` a model does not reason, if its template has a switch."""
     thinks = thinking is not None and thinking.type != "disabled"
     return {"enable_thinking": thinks, "thinking": thinks}
 
@@ -110,7 +110,7 @@ def _set_output(common: ChatRequest, effort: str | None, wanted: OutputFormat | 
 
 
 def _messages(message: AnthropicMessage, place: str) -> Iterable[dict[str, Any]]:
-    """A message as all chats have it: tool results are messages of their own."""
+    """A message in the form of all chats: tool results are separate messages."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     if message.role == "assistant":
@@ -179,7 +179,7 @@ def _block_text(block: Block, place: str) -> str:
 
 def _tool(tool: AnthropicTool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        return {"type": tool.type}  # Anthropic's servers run it: it is left out, as those of OpenAI's are
+        return {"type": tool.type}  # run by Anthropic's servers: left out
     function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema or {"type": "object"}}
     if tool.description is not None:
         function["description"] = tool.description

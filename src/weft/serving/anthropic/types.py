@@ -74,7 +74,7 @@ class CountRequest(Struct, kw_only=True):
 
 
 class MessagesRequest(CountRequest, kw_only=True):
-    """A request to answer. `cache_salt` is vLLM's; the fields after it are for streams that go on at another server."""
+    """A request to answer. `cache_salt` is vLLM's; the others are for streams that another server continues."""
 
     max_tokens: int
     stop_sequences: list[str] | None = None

@@ -22,12 +22,12 @@ from weft.serving.service import Service
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
-LATER = (429, 503)  # statuses of a server that is full or ends
+LATER = (429, 503)  # statuses of a server that is full or shuts down
 RETRY_S = 1.0
 
 
 class NotNowError(Exception):
-    """The server ends, or its engine has died: a later server answers the line."""
+    """The server shuts down, or its engine has died: a later server answers the line."""
 
 
 async def answer(
@@ -39,8 +39,8 @@ async def answer(
 ) -> tuple[int, bytes]:
     """Status and body of the answer to a line, which counts as a request of the current client.
 
-    While the server is full, or the client's limits have no room, it waits, outside of its place among `places`. If an
-    engine dies with it, it is asked again, as `attempts` allow, at the end alone. Raises NotNowError.
+    While the server or a limit of the client is full, the line waits without a place among `places`. If an engine dies
+    with it, it is sent again as `attempts` allow, finally alone. Raises NotNowError.
     """
     count = RequestCount(service.clients.rates, current.get().name)
     attempts = attempts or Attempts()
@@ -50,7 +50,7 @@ async def answer(
         if _is_final(status, error):
             return status, body
         await asyncio.sleep(RETRY_S)
-        # A prompt is read again only once the limit has room for it.
+        # A prompt is prepared again only when the limit allows it.
         while isinstance(error, RateError) and error.tokens and not count.pay_tokens(error.tokens):
             if service.draining:
                 raise NotNowError
@@ -61,7 +61,7 @@ async def answer(
 async def _attempt(
     service: Service, endpoint: Endpoint, line: BatchLine, count: RequestCount, attempts: Attempts
 ) -> tuple[int, bytes, Exception | None]:
-    """Ask a line once. Raises NotNowError. Whoever keeps the answer forgets the deaths that `attempts` has noted."""
+    """Send a line once. Raises NotNowError. Storing the answer deletes the deaths that `attempts` has noted."""
     died = False
     try:
         await attempts.begin()
@@ -78,13 +78,13 @@ async def _attempt(
 
 
 def _is_final(status: int, error: Exception | None) -> bool:
-    """Return True if an answer is that of the line; False if the line is to be asked again."""
+    """Return True if an answer is final; False if the line is to be sent again."""
     code = None if error is None else describe_error(error)[1].code
     return status not in LATER or code in ("request_too_slow", MORE_THAN_A_MINUTE.replace("-", "_"))
 
 
 def _given_up(line: BatchLine, attempts: Attempts) -> tuple[int, bytes]:
-    """Status and body for a line that is asked no more."""
+    """Status and body for a line that is not sent again."""
     error = FatalRequestError(
         f"{attempts.deaths} engines or servers died while they had this line, the last one while it had no other: it "
         "is not asked again; look for the cause in the server's log"
@@ -95,7 +95,7 @@ def _given_up(line: BatchLine, attempts: Attempts) -> tuple[int, bytes]:
 async def _try(
     service: Service, endpoint: Endpoint, line: BatchLine, count: RequestCount
 ) -> tuple[int, bytes, Exception | None]:
-    """Status and body of an answer, and its error. One that comes later does not count."""
+    """Status and body of an answer, and its error. A later error does not count."""
     raised = None
     token = counting.set(count)
     try:
@@ -119,7 +119,7 @@ async def _try(
 
 
 def _request(service: Service, line: BatchLine) -> Request:
-    """The line as a request of a client that never hangs up."""
+    """The line as a request of a client that never disconnects."""
     inbox: list[dict[str, Any]] = [
         {"type": "http.request", "body": msgspec.json.encode(line.body), "more_body": False},
     ]
@@ -128,7 +128,7 @@ def _request(service: Service, line: BatchLine) -> Request:
         if inbox:
             return inbox.pop()
         await asyncio.Event().wait()
-        raise AssertionError("nobody sets this event")
+        raise AssertionError("this event is never set")
 
     scope = {
         "type": "http",

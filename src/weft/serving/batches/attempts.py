@@ -1,4 +1,4 @@
-"""Attempts: the engines and servers that have died with a line of a batch, counted before the line is asked."""
+"""Attempts: the engines and servers that have died with a line of a batch, counted before the line is sent."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from weft.errors import EngineError, NoEngineError
 from weft.executors.ranks import CLOSED
 from weft.serving.errors import HttpError
 
-# Keeps the number of deaths with a line where a killed process leaves it.
+# Stores the number of deaths with a line so that it survives the process.
 NoteDeaths = Callable[[int], Awaitable[None]]
 
 
 class Attempts:
     """The attempts to answer one line. `deaths`: engines and servers that have died with it.
 
-    An attempt counts as a death from its beginning until it is known to be none: a process that the line kills can
-    count no more.
+    An attempt counts as a death from its beginning until its outcome is known, since a killed process cannot count.
     """
 
     def __init__(self, deaths: int = 0, note: NoteDeaths | None = None) -> None:
@@ -28,16 +27,16 @@ class Attempts:
 
     @property
     def alone(self) -> bool:
-        """True if the line is to be asked while no other one is: it may be what kills."""
+        """True if the line must be sent alone, since it may be the cause of deaths."""
         return self.deaths >= LOST
 
     @property
     def spent(self) -> bool:
-        """True if the line is not to be asked any more: an engine or a server has died with it alone."""
+        """True if the line must not be sent again: an engine or a server has died with it alone."""
         return self.deaths > LOST
 
     async def begin(self) -> None:
-        """Note that the line is about to be asked."""
+        """Note that the line is about to be sent."""
         await self._keep(self.deaths + 1)
 
     async def settle(self, *, died: bool) -> None:
@@ -60,12 +59,12 @@ def lost_engine(error: Exception | None) -> bool:
 
 
 class Places:
-    """Places for lines that are being answered: at most `most` at a time, or a single one that has all of them."""
+    """Places for lines that are being answered: at most `most` lines, or a single line that takes all places."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._free = asyncio.Semaphore(most)
-        self._turn = asyncio.Lock()  # of the one that collects all places
+        self._turn = asyncio.Lock()  # held by the line that collects all places
 
     @asynccontextmanager
     async def take(self, *, alone: bool) -> AsyncIterator[None]:

@@ -1,4 +1,4 @@
-"""Contents: the bytes of the store's files, a file each, and the locks of its batches, in folders beside the rows."""
+"""Contents: the bytes of the store's files, a file each, and the locks of its batches, in two folders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import IO, BinaryIO
 from weft.cache import install_cache_file, make_private, try_lock
 from weft.sqlite_files import PRIVATE_FILE
 
-PART = ".part"  # end of the name of a content that is no file yet
+PART = ".part"  # suffix of a content that is no file yet
 
 
 class Contents:
@@ -36,7 +36,7 @@ class Contents:
 
     @contextlib.contextmanager
     def new(self, id: str) -> Iterator[BinaryIO]:
-        """A new file for bytes that belong to no file yet. `install` makes them one's; otherwise it is removed."""
+        """A temporary file for the bytes of a new content. It is removed unless `install` keeps it."""
         path = self.path(f"{id}{PART}")
         try:
             with open(path, "x+b", opener=_private) as file:
@@ -45,7 +45,7 @@ class Contents:
             path.unlink(missing_ok=True)
 
     def install(self, content: BinaryIO, id: str) -> None:
-        """Make what `new` gave the bytes of a file, which a power cut does not take back."""
+        """Make a temporary file the bytes of a stored file, so that they survive a power failure."""
         install_cache_file(Path(content.name), self.path(id))
 
     def remove(self, id: str) -> None:
@@ -59,12 +59,12 @@ class Contents:
 
     @contextlib.contextmanager
     def claim(self, batch: str) -> Iterator[bool]:
-        """Hold a batch while the block runs, True, or False if another server has it. A killed server lets go."""
+        """Lock a batch while the block runs: True, or False if another server has it. A killed server releases it."""
         path = self._locks / batch
         while True:
             with path.open("a") as lock:
                 claimed = try_lock(lock)
-                if claimed and not _is_at(lock, path):  # removed meanwhile: another server may have a new one
+                if claimed and not _is_at(lock, path):  # the file was removed: another server may have a new file
                     continue
                 yield claimed
                 return
@@ -86,7 +86,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def _written(entry: os.DirEntry[str]) -> float:
-    """Time at which a file was last written; inf for one that is gone."""
+    """Time at which a file was last written; inf for a missing file."""
     try:
         return entry.stat().st_mtime
     except FileNotFoundError:
@@ -94,7 +94,7 @@ def _written(entry: os.DirEntry[str]) -> float:
 
 
 def _is_at(file: IO[str], path: Path) -> bool:
-    """Return True if an open file is the one at a path."""
+    """Return True if an open file is the file at a path."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

@@ -49,7 +49,7 @@ def _keeper(request: Request) -> BatchKeeper:
 def _owner(request: Request) -> str:
     """The name under which a client's files are kept: clients with other keys do not see them.
 
-    A gateway tells its own clients apart by the header X-Weft-Owner. They share the gateway's key: nobody can name an
+    A gateway distinguishes its clients by the header X-Weft-Owner. They share the gateway's key: no client can name an
     owner under another key.
     """
     service: Service = request.app.state.service
@@ -63,14 +63,14 @@ def _owner(request: Request) -> str:
 def _heeds_owner(request: Request) -> bool:
     """Return True if X-Weft-Owner may name an owner.
 
-    Each name has room for files of its own. Where keys have limits, only the administrator's may.
+    Each name has its own quota of files. If keys have limits, only the admin key may.
     """
     service: Service = request.app.state.service
     return service.options.api_key_file is None or current.get().admin
 
 
 def by_owner(endpoint: Endpoint) -> Endpoint:
-    """The endpoint, whose answers say that X-Weft-Owner was heeded: other servers would show files to all."""
+    """The endpoint, with answers that confirm X-Weft-Owner: servers that do not would show files to all clients."""
 
     @functools.wraps(endpoint)
     async def answer(request: Request) -> Response:
@@ -163,7 +163,7 @@ async def file_content(request: Request) -> Response:
     """GET /v1/files/ID/content."""
     file = await _find_file(request, request.path_params["id"])
     path = await _keeper(request).call(lambda store: store.content(file.id))
-    if not path.exists():  # deleted in this moment, or lost with a disk
+    if not path.exists():  # deleted concurrently, or lost with a disk
         raise _no_file(file.id)
     return FileResponse(path, media_type="application/octet-stream")
 
@@ -266,7 +266,7 @@ async def get_batch(request: Request) -> Response:
 
 
 async def cancel_batch(request: Request) -> Response:
-    """POST /v1/batches/ID/cancel: what is answered already stays."""
+    """POST /v1/batches/ID/cancel: the answers so far stay."""
     batch, keeper = await _find_batch(request), _keeper(request)
 
     def cancel(row: BatchObject) -> None:
@@ -289,7 +289,7 @@ async def _find_batch(request: Request) -> BatchObject:
 
 
 def _page(request: Request, default: int, *, newest_first: bool) -> Page:
-    """The rows that a request for a list wants, and one more, which tells that there are more. Raises RequestError."""
+    """The rows of a requested list, plus one row if there are more. Raises RequestError."""
     text = request.query_params.get("limit", str(default))
     if not re.fullmatch(r"\d{1,6}", text, re.ASCII) or not 1 <= int(text) <= MAX_ROWS:
         raise RequestError(

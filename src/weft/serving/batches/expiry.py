@@ -10,15 +10,15 @@ ANCHOR = "created_at"
 MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 24 * 3600
 
 
-def check_expiry(given: ExpiresAfter, param: str) -> None:
+def check_expiry(expiry: ExpiresAfter, param: str) -> None:
     """Raise RequestError for an expiry that OpenAI's API does not have."""
-    if given.anchor != ANCHOR:
+    if expiry.anchor != ANCHOR:
         raise RequestError(
-            f"{param}.anchor is {given.anchor!r:.60}; it must be {ANCHOR!r}", param=param, code="unknown-anchor"
+            f"{param}.anchor is {expiry.anchor!r:.60}; it must be {ANCHOR!r}", param=param, code="unknown-anchor"
         )
-    if not MIN_EXPIRY_S <= given.seconds <= MAX_EXPIRY_S:
+    if not MIN_EXPIRY_S <= expiry.seconds <= MAX_EXPIRY_S:
         raise RequestError(
-            f"{param}.seconds is {given.seconds}; it must be from {MIN_EXPIRY_S} to {MAX_EXPIRY_S}",
+            f"{param}.seconds is {expiry.seconds}; it must be from {MIN_EXPIRY_S} to {MAX_EXPIRY_S}",
             param=param,
             code="invalid-expiry",
         )

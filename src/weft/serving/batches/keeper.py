@@ -32,18 +32,18 @@ log = logging.getLogger("weft.serving")
 
 T = TypeVar("T")
 
-POLL_S = 5.0  # seconds after which batches of other servers are looked at: one of these may have ended
+POLL_S = 5.0  # seconds between two checks for batches of servers that have ended
 CLEAN_S = 600.0
 DAY_S = 24 * 3600.0
-KEEPING_S = 2.0  # seconds for answers that are there when the server ends
+KEEPING_S = 2.0  # seconds to store the last answers at shutdown
 WRITE_AGAIN_S = 5.0  # seconds after which an answer is written again, where the disk was full
 LOG_EVERY_S = 60.0  # seconds between two lines about a store that cannot be used
 
 
 class BatchKeeper:
-    """Opens the store when it is first needed, and answers its batches: those of each key one after the other.
+    """Opens the store when it is first needed, and answers its batches, the batches of each key one after another.
 
-    Lines of all keys share the `places`: half of the server's, so that other requests find some, too.
+    Lines of all keys share the `places`: half of the server's, so that places are left for other requests.
     """
 
     def __init__(self, service: Service, endpoints: Mapping[str, Endpoint]) -> None:
@@ -53,7 +53,7 @@ class BatchKeeper:
         self.most_lines = max(1, min(service.capacity, service.plan.max_running * len(service.engine.replicas)) // 2)
         self.places = Places(self.most_lines)  # for lines that are being answered
         self.uploads = UploadRoom()
-        self._arrived = asyncio.Event()  # a batch came
+        self._arrived = asyncio.Event()  # a batch arrived
         self._arrivals = 0
         self._service = service
         self._thread = ThreadPoolExecutor(1, "weft-store")
@@ -68,25 +68,25 @@ class BatchKeeper:
 
     @property
     def kept_s(self) -> float:
-        """Seconds for which files are kept if nothing else is asked; 0 for ever."""
+        """Seconds for which files are kept by default; 0: without limit."""
         return self._service.options.storage_days * DAY_S
 
-    def lifetime_s(self, given: ExpiresAfter | None) -> int | None:
+    def lifetime_s(self, expiry: ExpiresAfter | None) -> int | None:
         """Seconds after which a new file expires; None for never."""
-        kept_s = given.seconds if given is not None else self.kept_s
+        kept_s = expiry.seconds if expiry is not None else self.kept_s
         return int(kept_s) if kept_s else None
 
     async def call(self, work: Callable[[Store], T]) -> T:
-        """Do something with the store. Raises ConfigError if it cannot be opened, and HttpError 503 for its faults."""
+        """Call a function of the store. Raises ConfigError if it cannot be opened, and HttpError 503 for its faults."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(self._open()))
         except (sqlite3.Error, OSError) as error:
             raise storage_failed(error) from error
 
     async def write_line(self, change: LineChange) -> str:
-        """Keep a change of a line, and return its batch's status. Raises NotNowError if the server ends before.
+        """Store a change of a line, and return its batch's status. Raises NotNowError if the server shuts down first.
 
-        Changes that come while the disk is busy are one transaction.
+        Changes that arrive while the disk is busy are one transaction.
         """
         written: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._changes.append((change, written))
@@ -103,13 +103,13 @@ class BatchKeeper:
             except NotNowError as error:
                 for _, written in waiting:
                     written.set_exception(error)
-                    written.exception()  # whoever waited may be gone
+                    written.exception()  # the waiting task may have been cancelled
             else:
                 for (_, written), status in zip(waiting, statuses, strict=True):
                     written.set_result(status)
 
     async def _insist(self, work: Callable[[Store], T]) -> T:
-        """Do something with the store, again and again while that fails. Raises NotNowError if the server ends."""
+        """Call a function of the store, and repeat it while it fails. Raises NotNowError if the server shuts down."""
         while True:
             try:
                 return await self.call(work)
@@ -126,22 +126,22 @@ class BatchKeeper:
             log.error("%s; batches wait until it can be", error)
 
     def resume(self) -> None:
-        """Go on with the batches that an earlier server has left, if there is a store."""
+        """Continue the batches that an earlier server has left, if there is a store."""
         if (self.folder / "store.sqlite").exists():
             self.start()
 
     def start(self) -> None:
-        """Look at the batches anew, and begin to answer them, if that has not begun."""
+        """Start to answer batches if no task does, and have it check for new batches."""
         for run in self._runs:
             run.news.set()
         self._arrivals += 1
         self._arrived.set()
         if self._working is None or self._working.done():
-            # In a context of its own: its log lines and traces are not of the request that wakes it.
+            # In a new context: its log lines and traces do not belong to the request that wakes it.
             self._working = asyncio.create_task(self._work(), context=Context())
 
     async def close(self) -> None:
-        """Let go of the batches; what is answered is kept."""
+        """Release the batches; their answers are kept."""
         if self._working is not None:
             self._working.cancel()
             answering = self._answering.values()
@@ -152,7 +152,7 @@ class BatchKeeper:
                 task.cancel()
             await asyncio.gather(self._working, *answering, return_exceptions=True)
         if self._writing is not None:
-            await asyncio.wait([self._writing], timeout=KEEPING_S)  # it may wait for room on the disk
+            await asyncio.wait([self._writing], timeout=KEEPING_S)  # it may wait for free disk space
             self._writing.cancel()
         if self._store is not None:
             await self.call(Store.close)
@@ -164,7 +164,7 @@ class BatchKeeper:
         return self._store
 
     async def _work(self) -> None:
-        """Have the batches of each key answered, by a task of its own: one key's limits hold up no other."""
+        """Have the batches of each key answered by a separate task: one key's limits delay no other key."""
         while not self._service.draining:
             self._arrived.clear()
             await self._clean()
@@ -179,7 +179,7 @@ class BatchKeeper:
                 continue
 
     async def _answer_all(self, key: str) -> None:
-        """Answer the batches of a key, even those that come meanwhile."""
+        """Answer the batches of a key, including batches that arrive later."""
         seen = -1
         while seen != self._arrivals:
             seen = self._arrivals
@@ -192,7 +192,7 @@ class BatchKeeper:
                     await self._try(batch)
                 except (ConfigError, HttpError, OSError) as error:
                     self._log_fault(error)
-                except Exception:  # of one batch: the others go on, and this one is tried again
+                except Exception:  # a fault of one batch: the others go on, and this batch is tried again
                     log.exception("batch %s failed; it is tried again", batch.id)
 
     async def _clean(self) -> None:
@@ -226,7 +226,7 @@ class BatchKeeper:
                 log.warning(
                     "batch %s is of a key that this server does not have: it is not answered here", unfinished.id
                 )
-            current.set(client or ANYBODY)  # not that of whoever woke this task
+            current.set(client or ANYBODY)  # not the client of the request that woke this task
             run = BatchRun(self._service, self, unfinished.owner, batch, answers=client is not None)
             self._runs.add(run)
             try:
@@ -236,7 +236,7 @@ class BatchKeeper:
 
 
 def storage_failed(error: Exception) -> HttpError:
-    """The error of a request whose file or batch the disk does not take."""
+    """The error of a request whose file or batch cannot be written."""
     return HttpError(
         503,
         f"the server's files and batches cannot be read or written: {error_reason(error)}; try again later",

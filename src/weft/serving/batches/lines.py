@@ -24,19 +24,19 @@ FEW = 64  # lines that are read without a pause for other threads
 
 @dataclass(frozen=True)
 class LineLimits:
-    """The most bytes and JSON values of one line: those of a request over HTTP."""
+    """The most bytes and JSON values of one line: the limits of a request over HTTP."""
 
     nbytes: int
     values: int
 
 
 def check_lines(path: Path, endpoint: str, limits: LineLimits) -> tuple[int, str | None, list[BatchError]]:
-    """Number of the lines, the first one's model, and what is wrong with them; a batch with faults does not begin."""
+    """Number of lines, the first line's model, and the faults of the lines; a batch with faults does not begin."""
     errors: list[BatchError] = []
     seen: set[str] = set()
     total, model = 0, None
     try:
-        for total, text in numbered_lines(path, limits, most_blank=MAX_LINES):  # the last number is their count
+        for total, text in numbered_lines(path, limits, most_blank=MAX_LINES):  # the last number is the number of lines
             fault = _fault(text, endpoint, limits, seen)
             if fault is not None:
                 errors.append(batch_error(*fault, total))
@@ -61,7 +61,7 @@ def batch_error(code: str, message: str, line: int | None = None) -> BatchError:
 
 
 def numbered_lines(path: Path, limits: LineLimits, most_blank: int | None = None) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, numbered from 1. One that is too long comes with a byte more than the limit.
+    """The lines that are not blank, numbered from 1. A line that is too long is cut to a byte more than the limit.
 
     Raises OSError, and RequestError if more than `most_blank` are blank, or for a file that is not UTF-8. Every few
     lines other threads get Python's lock, for which an event loop would otherwise wait 5 ms each time.
@@ -84,7 +84,7 @@ def numbered_lines(path: Path, limits: LineLimits, most_blank: int | None = None
 
 
 def open_text(path: Path) -> BinaryIO:
-    """Open a file of lines behind its byte order mark, if it has one.
+    """Open a file of lines after its byte order mark, if it has any.
 
     Raises OSError, and RequestError for a text of 16 or 32 bits per character.
     """
@@ -98,7 +98,7 @@ def open_text(path: Path) -> BinaryIO:
 
 
 def decode_line(text: bytes, limits: LineLimits) -> BatchLine:
-    """The request of a line. Raises RequestError for one that is too long, or none."""
+    """The request of a line. Raises RequestError for a line that is too long or is no request."""
     if len(text) > limits.nbytes:
         raise RequestError(
             f"the line is longer than {limits.nbytes:,} bytes; send less, or raise --max-body-bytes",
@@ -109,11 +109,11 @@ def decode_line(text: bytes, limits: LineLimits) -> BatchLine:
     try:
         return LINE.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the line is no request: {error}", code="line-not-request") from None
+        raise RequestError(f"the line is not a request: {error}", code="line-not-request") from None
 
 
 def _fault(text: bytes, endpoint: str, limits: LineLimits, seen: set[str]) -> tuple[str, str] | None:
-    """Code and message for a line that cannot be asked; None if it can."""
+    """Code and message for a line that cannot be sent; None if it can."""
     try:
         line = decode_line(text, limits)
     except RequestError as error:
@@ -125,7 +125,7 @@ def _fault(text: bytes, endpoint: str, limits: LineLimits, seen: set[str]) -> tu
 
 
 def request_fault(line: BatchLine, endpoints: Collection[str]) -> tuple[str, str] | None:
-    """Code and message for a request that none of the endpoints answers in a batch; None for one that can be asked."""
+    """Code and message for a request that no endpoint answers in a batch; None if an endpoint does."""
     if line.method != "POST":
         return "invalid_method", f"method is {line.method!r:.20}; it must be 'POST'"
     if line.url not in endpoints:

@@ -1,6 +1,6 @@
-"""ResultTable: what is known of the lines of batches, in an SQLite file: answers, and deaths of engines and servers.
+"""ResultTable: answers to lines of batches, and deaths of engines and servers with lines, in an SQLite file.
 
-A line has one answer, the first that comes.
+A line has one answer, the first to arrive.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CREATE TABLE deaths (
 
 
 class LineChange(NamedTuple):
-    """A change of one line: its answer `row`, or, without one, the number of deaths with it."""
+    """A change of one line: its answer `row`, or, without an answer, the number of deaths with it."""
 
     batch: str
     line: int
@@ -38,7 +38,7 @@ class ResultTable:
         self._rows = rows
 
     def write_changes(self, changes: Sequence[LineChange]) -> None:
-        """Keep changes. A line keeps the first answer; with it, the deaths are forgotten."""
+        """Store changes. A line keeps its first answer, which deletes its deaths."""
         with self._rows:
             for batch, line, deaths, row, failed in changes:
                 if row is None:
@@ -52,7 +52,7 @@ class ResultTable:
         return dict(self._rows.execute("SELECT line, number FROM deaths WHERE batch = ? AND number > 0", (batch,)))
 
     def forget(self, batch: str) -> None:
-        """Forget the answers and deaths of a batch, in the transaction that is open."""
+        """Delete the answers and deaths of a batch, in the open transaction."""
         self._rows.execute("DELETE FROM results WHERE batch = ?", (batch,))
         self._rows.execute("DELETE FROM deaths WHERE batch = ?", (batch,))
 
@@ -67,7 +67,7 @@ class ResultTable:
         yield from self._rows.execute(query, (batch, failed))
 
     def counts(self, batch: str) -> tuple[int, int]:
-        """Number of the answers of a batch, and of its errors."""
+        """Number of answers of a batch, and number of errors."""
         query = "SELECT failed, count(*) FROM results WHERE batch = ? GROUP BY failed"
         counts = dict(self._rows.execute(query, (batch,)))
         return counts.get(0, 0), counts.get(1, 0)

@@ -1,4 +1,4 @@
-"""BatchRun: one batch from its validation to its output files, and again from wherever an earlier server left it."""
+"""BatchRun: one batch from its validation to its output files, or from the point where an earlier server stopped."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class BatchRun:
         self._service, self._keeper, self._owner, self._batch = service, keeper, owner, batch
         self._answers = answers
         self._limits = LineLimits(service.body_bytes, service.json_values)
-        self._deaths: dict[int, int] = {}  # with lines, in servers before this one and in this one
+        self._deaths: dict[int, int] = {}  # deaths with lines, of earlier servers and of this server
         self.news = asyncio.Event()  # the batch may have been cancelled
 
     async def finish(self) -> None:
-        """Go on with the batch; return early if the server ends, or if another server has the batch's model or key."""
+        """Continue the batch; return early if the server shuts down, or only another server has the model or key."""
         path = await self._keeper.call(lambda store: store.content(self._batch.input_file_id))
         if not path.exists():
             await self._change(fail_without_input)
@@ -86,7 +86,7 @@ class BatchRun:
         def begin(row: BatchObject) -> None:
             row.model, row.request_counts.total = model, total
             if row.status != "validating":
-                return  # cancelled meanwhile
+                return  # cancelled since
             if errors:
                 row.status, row.failed_at, row.errors = "failed", _now(), BatchErrors(data=errors)
             else:
@@ -96,7 +96,7 @@ class BatchRun:
         log.info("batch %s: %s, %d lines", batch.id, self._batch.status, total)
 
     async def _answer_lines(self) -> None:
-        """Answer the lines that have no answer yet. Return when all have, or when batch or server is to end."""
+        """Answer the lines without an answer. Return when all are answered, or the batch or the server is to end."""
         batch = self._batch
         answered = await self._keeper.call(lambda store: store.answered(batch.id))
         self._deaths = await self._keeper.call(lambda store: store.deaths(batch.id))
@@ -189,7 +189,7 @@ class BatchRun:
 
 
 def fail_without_input(row: BatchObject) -> None:
-    """Note that a batch's input is gone, which a damaged disk may have taken."""
+    """Note that a batch's input is missing, as after damage of the disk."""
     row.status, row.failed_at = "failed", _now()
     row.errors = BatchErrors(data=[batch_error("missing_file", "the input file is not there any more")])
 
@@ -213,7 +213,7 @@ def add_expired(store: Store, batch: BatchObject, limits: LineLimits) -> bool:
 
 
 def custom_id(text: bytes, limits: LineLimits) -> str:
-    """The custom_id of a line; "" for one that only a server with larger limits reads."""
+    """The custom_id of a line; "" for a line that only a server with larger limits reads."""
     try:
         return decode_line(text, limits).custom_id
     except RequestError:
@@ -228,7 +228,7 @@ def line_error(error: RequestError) -> LineError:
 def write_outputs(
     store: Store, owner: str, batch: BatchObject, lifetime_s: int | None
 ) -> tuple[str | None, str | None]:
-    """Write the answers and the errors of a batch to a file each; return their ids, None for an empty one.
+    """Write the answers and the errors of a batch to a file each; return their ids, None for an empty file.
 
     Writing them again changes nothing.
     """

@@ -1,7 +1,7 @@
 """Store: files and batches on disk, in one directory, which several servers of a machine may share.
 
-Rows are in SQLite, contents of files beside it. Each change is one transaction: after a kill the store is as before the
-change or as after it. A content whose row is not there yet, or no more, is removed by a later sweep.
+Rows are in SQLite, contents of files next to it. Each change is one transaction: a kill leaves the state before or
+after the change. A content without a row is removed by a later sweep.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ BUSY_S = 30.0  # seconds to wait for another server's transaction
 PIECE_BYTES = 2**20  # bytes of a file that are read at once
 MAX_STORED_BYTES = 20 * 2**30  # bytes of all files
 MAX_FILES = 10_000  # files of an owner: as many fit into one list, and a program that forgets to delete stops here
-MAX_BATCHES = 10_000  # batches of an owner; the oldest that has ended makes room
-PART_S = 24 * 3600.0  # seconds after which a content without a row is nobody's any more
+MAX_BATCHES = 10_000  # batches of an owner; the oldest ended batch is deleted for a new one
+PART_S = 24 * 3600.0  # seconds after which a content without a row belongs to no server
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 UNFINISHED_MARKS = ", ".join("?" * len(UNFINISHED))
 # The parameters are the statuses of unfinished batches and the latest creation.
@@ -51,7 +51,7 @@ ON CONFLICT (id) DO UPDATE SET row = excluded.row, bytes = excluded.bytes, expir
 
 
 class UnfinishedBatch(NamedTuple):
-    """A batch, its owner, and the digest of its client's key; "" if it came without, or to an earlier version."""
+    """A batch, its owner, and the digest of its client's key; "" without a key, or from an earlier version."""
 
     id: str
     owner: str
@@ -59,14 +59,14 @@ class UnfinishedBatch(NamedTuple):
 
 
 class Page(NamedTuple):
-    """A part of a list: at most `limit` rows (-1: all) behind the one with the id `after`."""
+    """A part of a list: at most `limit` rows (-1: all) after the row with the id `after`."""
 
     limit: int = -1
     after: str | None = None
     newest_first: bool = False
 
     def query(self, table: str, condition: str = "1") -> str:
-        """Query of the rows of an owner. Its parameters: those of `condition`, the owner, `after` twice, the limit."""
+        """Query of the rows of an owner. Its parameters: those in `condition`, the owner, `after` twice, the limit."""
         order, beyond = ("DESC", "<") if self.newest_first else ("ASC", ">")
         return (
             f"SELECT row FROM {table} WHERE {condition} AND owner = ? "
@@ -83,7 +83,7 @@ OLDEST_FIRST, NEWEST_FIRST = Page(), Page(newest_first=True)
 class Store:
     """The files and batches in `folder`. Its methods block, and one thread at a time may call them.
 
-    `owner` tells clients with different keys apart: each sees only its own.
+    `owner` distinguishes clients with different keys: each sees only its own.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -114,7 +114,7 @@ class Store:
         return self._contents.path(id)
 
     def new_content(self) -> contextlib.AbstractContextManager[BinaryIO]:
-        """A new file for bytes that have no name yet. `add_file` gives it one; otherwise it is removed."""
+        """A temporary file for the bytes of a new file. It is removed unless `add_file` keeps it."""
         return self._contents.new(new_id("part-"))
 
     def add_file(
@@ -126,7 +126,7 @@ class Store:
         id: str = "",
         lifetime_s: int | None = None,
     ) -> FileObject:
-        """Keep what `new_content` gave as a file; with the `id` of another, in its place.
+        """Store the temporary file of `new_content` as a file; with the `id` of another file, in its place.
 
         It expires `lifetime_s` after its creation; None: never.
 
@@ -165,16 +165,16 @@ class Store:
     def files(
         self, owner: str, page: Page = OLDEST_FIRST, purpose: str | None = None, now: float = 0
     ) -> list[FileObject]:
-        """The files of an owner that are there after `now`; with a purpose, those that have it."""
+        """The files of an owner that have not expired at `now`; with a purpose, only files with this purpose."""
         query = page.query("files", "coalesce(expires_at > ?, 1) AND purpose = coalesce(?, purpose)")
         rows = self._rows.execute(query, (now, purpose, *page.parameters(owner)))
         return [FILE.decode(row[0]) for row in rows]
 
     def check_room(self, owner: str, size: int, others: int = 0) -> None:
-        """Raise HttpError 413 unless the files of an owner may grow by one of `size` bytes.
+        """Raise HttpError 413 unless the files of an owner may grow by a file of `size` bytes.
 
-        They may come to as much as stays free for all others: no owner fills the store, and a new one has room.
-        `others` are bytes that other owners are about to keep.
+        Their sum may be at most the bytes that stay free for all others: no owner fills the store, and a new owner
+        finds space. `others` are bytes that other owners are about to store.
         """
         used, files = self._usage(owner)[:2]
         if files >= MAX_FILES:
@@ -219,7 +219,7 @@ class Store:
     # Cleaning
 
     def delete_expired(self, now: float) -> None:
-        """Delete the files that have expired, but for those that an unfinished batch reads."""
+        """Delete the files that have expired, except files that an unfinished batch reads."""
         query = "SELECT id FROM files WHERE expires_at <= ?"
         for (id,) in self._rows.execute(query, (now,)).fetchall():
             self.delete_file(id)
@@ -227,8 +227,8 @@ class Store:
     def remove_expired(self, now: float, kept_s: float) -> int:
         """Remove what has expired, of all owners; return the bytes of the files that stay.
 
-        A file that an unfinished batch reads stays until that has ended. A finished batch goes once it is older than
-        `kept_s` seconds and none of its files is left; with 0 it stays.
+        A file that an unfinished batch reads stays until that has ended. A finished batch is deleted once it is older
+        than `kept_s` seconds and has no files left; with 0 it stays.
         """
         self.delete_expired(now)
         if kept_s:
@@ -241,9 +241,9 @@ class Store:
         return self.used_bytes()
 
     def _sweep(self, now: float) -> None:
-        """Have rows and folders agree: a killed server leaves uploads and contents without rows, and locks.
+        """Make rows and folders consistent: a killed server leaves uploads and contents without rows, and locks.
 
-        Younger contents may be another server's, on the way to their rows.
+        Younger contents may be another server's, whose rows are not yet written.
         """
         known = {id for (id,) in self._rows.execute("SELECT id FROM files")}
         for name in self._contents.left(now - PART_S):
@@ -256,9 +256,9 @@ class Store:
     # Batches
 
     def add_batch(self, owner: str, batch: BatchObject, key: str = "") -> bool:
-        """Keep a new batch and the digest of its client's key; return False if its input file is not there any more.
+        """Store a new batch and the digest of its client's key; return False if its input file was deleted.
 
-        Raises HttpError 429 if the owner has too many that are not finished.
+        Raises HttpError 429 if the owner has too many unfinished batches.
         """
         values = (batch.id, owner, batch.status, batch.input_file_id, msgspec.json.encode(batch), batch.created_at)
         with self._rows:
@@ -271,7 +271,7 @@ class Store:
         return True
 
     def _make_room_for_batch(self, owner: str) -> None:
-        """Forget the oldest batch that has ended, if an owner has as many as are kept."""
+        """Delete the oldest ended batch of an owner that has the largest number of batches."""
         if self._usage(owner)[2] < MAX_BATCHES:
             return
         oldest = f"SELECT id FROM batches WHERE owner = ? AND status NOT IN ({UNFINISHED_MARKS}) ORDER BY rowid LIMIT 1"
@@ -284,9 +284,9 @@ class Store:
             )
 
     def change_batch(self, id: str, change: Callable[[BatchObject], None]) -> BatchObject:
-        """Let `change` alter a batch, while nobody else does; return it as it is then.
+        """Apply `change` to a batch in a transaction; return the changed batch.
 
-        The answers of a batch that ends are forgotten but for their number: its output files have them.
+        The answers of a batch that ends are deleted except for their number: its output files have them.
         """
         with self._rows:
             self._rows.execute("BEGIN IMMEDIATE")
@@ -322,12 +322,12 @@ class Store:
         return str(stored[0]) if stored else ""
 
     def write_lines(self, changes: Sequence[results.LineChange]) -> list[str]:
-        """Keep changes of lines, in one transaction; return the status of each one's batch."""
+        """Store changes of lines, in one transaction; return the status of each line's batch."""
         self._results.write_changes(changes)
         return [self.status(change.batch) for change in changes]
 
     def add_result(self, batch: str, line: int, row: bytes, *, failed: bool) -> str:
-        """Keep the answer to a line, unless there is one; return the batch's status."""
+        """Store the answer to a line, unless it has an answer; return the batch's status."""
         return self.write_lines([results.LineChange(batch, line, row=row, failed=failed)])[0]
 
     def answered(self, batch: str) -> set[int]:
@@ -352,14 +352,14 @@ class Store:
         if batch.status in UNFINISHED:
             counts.completed, counts.failed = self._results.counts(batch.id)
         elif not counts.completed + counts.failed:
-            # Earlier versions kept no numbers of batches that have ended.
+            # Earlier versions stored no numbers of ended batches.
             counts.completed, counts.failed = (
                 self._line_count(id) for id in (batch.output_file_id, batch.error_file_id)
             )
         return batch
 
     def _line_count(self, id: str | None) -> int:
-        """Number of lines of a file; 0 for one that is not there."""
+        """Number of lines of a file; 0 for a missing file."""
         if id is None:
             return 0
         try:

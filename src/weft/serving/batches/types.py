@@ -15,7 +15,7 @@ class ExpiresAfter(Struct, kw_only=True):
 
 
 class FileObject(Struct, kw_only=True):
-    """An uploaded file, or one that a batch has made. `expires_at`: when it is deleted; None for never."""
+    """An uploaded file, or an output file of a batch. `expires_at`: when it is deleted; None for never."""
 
     id: str
     object: str = "file"
@@ -72,7 +72,7 @@ class RequestCounts(Struct, kw_only=True):
 
 
 class BatchObject(Struct, kw_only=True):
-    """A batch. `model` is the one that its first line names."""
+    """A batch. `model` is the model that its first line names."""
 
     id: str
     object: str = "batch"

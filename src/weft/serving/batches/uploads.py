@@ -19,7 +19,7 @@ from weft.serving.errors import HttpError
 
 MAX_FILE_BYTES = 200 * 2**20  # bytes of one file, as in OpenAI's API
 FORM_BYTES = 2**16  # bytes of the other fields and the parts' heads
-RESERVED_BYTES = 2**20  # bytes of an upload for which room is looked for at once, if its length is not known
+RESERVED_BYTES = 2**20  # bytes that are reserved at once for an upload of unknown length
 HEAD_BYTES = 2**13
 NAME_LENGTH = 255  # characters of a file's name, as file systems have at most
 MAX_PARTS = 32
@@ -37,13 +37,13 @@ def boundary_of(request: Request) -> bytes:
 
 
 class UploadRoom:
-    """Bytes of the uploads that are being received, by owner: they need room like the files that they become."""
+    """Bytes of the uploads that are being received, by owner: they count like the files that they become."""
 
     def __init__(self) -> None:
         self._sizes: Counter[str] = Counter()
 
     def add(self, owner: str, size: int) -> tuple[int, int]:
-        """Count bytes of an owner, or with a negative number no longer. Return those of this owner, and of others."""
+        """Add bytes of an owner, or subtract them if negative. Return this owner's bytes, and all others'."""
         self._sizes[owner] += size
         own = self._sizes[owner]
         if not own:
@@ -51,15 +51,15 @@ class UploadRoom:
         return own, self._sizes.total() - own
 
 
-# Raises HttpError unless there is room for so many bytes more.
+# Raises HttpError unless this number of bytes more is free.
 Reserve = Callable[[int], Awaitable[None]]
 
 
 async def receive_body(request: Request, file: BinaryIO, reserve: Reserve) -> None:
-    """Write a request's body to a file. Raises HttpError 413 for one that is too long, and what `reserve` raises."""
+    """Write a request's body to a file. Raises HttpError 413 for a long body, and the errors of `reserve`."""
     length = request.headers.get("content-length", "")
     announced = int(length) if length.isdecimal() else 0
-    size, reserved = 0, RESERVED_BYTES  # a small one needs no room before it is a file
+    size, reserved = 0, RESERVED_BYTES  # a small upload needs no reservation before it is a file
     _check_length(announced)
     stored: Callable[[int], None] | None = request.scope.get(STORED)
     async for piece in request.stream():
@@ -90,7 +90,7 @@ class Form:
 
 
 def read_form(file: BinaryIO, boundary: bytes) -> Form:
-    """Find the parts of a body in a file. Raises RequestError for one that is no form."""
+    """Find the parts of a body in a file. Raises RequestError for a body that is no form."""
     form = Form()
     if not file.tell():
         raise _broken("it is empty")
@@ -146,4 +146,4 @@ def _find(data: mmap.mmap, sought: bytes, start: int) -> int:
 
 
 def _broken(reason: str) -> RequestError:
-    return RequestError(f"the body is no multipart/form-data: {reason}", code="broken-form-data")
+    return RequestError(f"the body is not multipart/form-data: {reason}", code="broken-form-data")

@@ -1,1 +1,1 @@
-"""Offline batches: the rows of a file, answered by an engine of this process or by those of a Ray cluster."""
+"""Offline batches: the rows of a file, answered by an engine of this process or by engines of a Ray cluster."""

@@ -29,11 +29,11 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 class RowKind(msgspec.Struct, frozen=True):
-    """The way from rows to requests.
+    """The conversion of rows to requests.
 
     `is_requests`: they are requests as in OpenAI's batches; else each has a `prompt` or `messages`, and the fields of
-    its request, for which `defaults` stand in. `sparse`: a field that is None is one that the row does not have, as
-    in Parquet files, whose rows all have the same fields.
+    its request, for which `defaults` stand in. `sparse`: a field that is None counts as absent, as in Parquet files,
+    whose rows all have the same fields.
     """
 
     is_requests: bool
@@ -121,7 +121,7 @@ def _without_gaps(text: bytes) -> bytes:
 
 
 def plain_request(kind: RowKind, limits: LineLimits, text: bytes) -> BatchLine:
-    """The request of a plain row. Raises RequestError for a row that has none."""
+    """The request of a plain row. Raises RequestError for a row without a request."""
     if len(text) > limits.nbytes:
         raise RequestError(
             f"the row is longer than {limits.nbytes:,} bytes; send less, or raise --max-body-bytes", code="row-too-long"
@@ -130,7 +130,7 @@ def plain_request(kind: RowKind, limits: LineLimits, text: bytes) -> BatchLine:
         check_structure(text, limits.values)
     row = as_object(text)
     if row is None:
-        raise RequestError("the row is no JSON object", code="row-not-object")
+        raise RequestError("the row is not a JSON object", code="row-not-object")
     row = {name: value for name, value in row.items() if value is not None}
     if ("prompt" in row) == ("messages" in row):
         raise RequestError("the row needs one of prompt and messages", code="row-without-prompt")
@@ -138,7 +138,8 @@ def plain_request(kind: RowKind, limits: LineLimits, text: bytes) -> BatchLine:
         raise RequestError("stream is not possible in a batch; leave it out", code="row-streams")
     url, target = (CHAT, ChatRequest) if "messages" in row else (COMPLETIONS, CompletionRequest)
     known = field_names(target) | ACCEPTED_FIELDS
-    # The row's other fields, such as an id, are kept in the output: they are none of a request, and no cause to warn.
+    # The row's other fields, such as an id, are kept in the output: they are not fields of a request, and cause no
+    # warning.
     wanted = {name: value for name, value in (filled(row) if kind.sparse else row).items() if name in known}
     return BatchLine(custom_id="", method="POST", url=url, body={**kind.defaults, **wanted})
 
@@ -169,7 +170,7 @@ def generated(body: bytes) -> Generated:
 
 
 def body_error(body: bytes) -> LineError:
-    """The error of an answer that is one."""
+    """The error in an answer with an error."""
     error = (as_object(body) or {}).get("error") or {}
     return LineError(str(error.get("code") or "error"), str(error.get("message") or "the request failed"))
 

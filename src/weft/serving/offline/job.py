@@ -55,8 +55,8 @@ class Job(msgspec.Struct, frozen=True):
         }
 
 
-# Answers rows, and hands each answer to the first function in the order in which they come. The second one has the
-# attempts to answer a row, those before a kill included.
+# Answers rows, and passes each answer to the first function in the order of arrival. The second function returns the
+# attempts to answer a row, including attempts before a kill.
 Answer = Callable[[Job, Rows, Keep, AttemptsOf], None]
 
 
@@ -76,7 +76,7 @@ def open_job(source: str, out: str, model: str | None) -> tuple[RowFile, str]:
 
 
 def _check_outputs(source: str, out: str) -> None:
-    """Raise ConfigError if a file that the batch writes is its input, or is there already from something else."""
+    """Raise ConfigError if a file that the batch writes is its input, or exists and is not from this batch."""
     written = (Path(out), failed_path(out))
     for path in (*written, journal_path(out)):
         if Path(source).resolve() == path.resolve():
@@ -160,7 +160,7 @@ def answer_here(job: Job, rows: Rows, keep: Keep, attempts: AttemptsOf) -> None:
 async def _answer_all(job: Job, opened: OpenedModel, rows: Rows, keep: Keep, attempts: AttemptsOf) -> None:
     task = asyncio.current_task()
     assert task is not None
-    # The rows that run then are none that kill.
+    # Ctrl-C is not a death: the running rows are not its cause.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with run_service(job.config, job.options, opened) as service:
         await answer_rows(service, job.kind, rows, keep, attempts)

@@ -1,4 +1,4 @@
-"""Journal: the answers of a batch up to now, in an SQLite file beside its output, so that it goes on after a kill."""
+"""Journal: the answers of a batch so far, in an SQLite file next to its output, so that it continues after a kill."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from weft.sqlite_files import BESIDE, Migration, copy_path, make_private_file, m
 
 ABOUT = "CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT NOT NULL)"
 MIGRATIONS: tuple[Migration, ...] = (statements(ABOUT, results.RESULTS), statements(results.DEATHS))
-BATCH = ""  # the one of the file
+BATCH = ""  # id of the only batch of the file
 
 
 class Journal:
-    """The answers to the rows of one input. One process at a time has it, and a killed one lets go.
+    """The answers to the rows of one input. One process at a time has it; a killed process releases it.
 
     Its methods raise ConfigError if the file cannot be written, as on a full disk.
     """
 
     def __init__(self, path: Path, about: Mapping[str, str]) -> None:
-        """`about` is what the answers depend on. Raises ConfigError for a journal of another batch, or in use."""
+        """`about`: the values that answers depend on. Raises ConfigError for a journal of another batch, or in use."""
         self.path = path
         with self._writing():
             make_private_file(path)
@@ -52,7 +52,7 @@ class Journal:
             raise _refused(self.path, error) from None
 
     def _check(self, about: Mapping[str, str]) -> None:
-        """Note what the answers depend on. Raises ConfigError if the file has others."""
+        """Store the values that the answers depend on. Raises ConfigError if the file has others."""
         with self._rows:
             for name, value in about.items():
                 self._rows.execute("INSERT OR IGNORE INTO about VALUES (?, ?)", (name, value))
@@ -66,12 +66,12 @@ class Journal:
             )
 
     def add(self, answered: Answered) -> None:
-        """Keep the answer to a row, unless there is one."""
+        """Store the answer to a row, unless it has an answer."""
         with self._writing():
             self._results.write_changes([LineChange(BATCH, answered.number, row=answered.row, failed=answered.failed)])
 
     def attempts(self, number: int) -> Attempts:
-        """The attempts to answer a row, those of killed processes included."""
+        """The attempts to answer a row, including attempts of killed processes."""
 
         async def note(deaths: int) -> None:
             with self._writing():
@@ -84,7 +84,7 @@ class Journal:
         return self._results.answered(BATCH)
 
     def counts(self) -> tuple[int, int]:
-        """Number of the rows that have answers, and of those that have errors."""
+        """Number of rows with answers, and number of rows with errors."""
         return self._results.counts(BATCH)
 
     def rows(self, *, failed: bool) -> Iterator[tuple[int, bytes]]:

@@ -30,7 +30,7 @@ Row = dict[str, Any]
 
 
 def failed_path(out: str) -> Path:
-    """Path of the failed rows beside an output file."""
+    """Path of the failed rows of an output file, in the same folder."""
     return Path(out).with_suffix(".failed.jsonl")
 
 
@@ -53,7 +53,7 @@ def write_outputs(rows: RowFile, journal: Journal, out: str) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file that is at its place when the block has ended, on the disk, and not before. Raises OSError."""
+    """A file that appears at its path, synced to disk, when the block has ended. Raises OSError."""
     part = path.with_name(f"{path.name}.part")
     try:
         with part.open("wb") as file:
@@ -80,7 +80,7 @@ def failed_lines(rows: RowFile, journal: Journal) -> Iterator[bytes]:
 
 
 def _joined(rows: RowFile, journal: Journal, *, failed: bool) -> Iterator[tuple[bytes, Row]]:
-    """The text of each row that has an answer, or an error, beside it."""
+    """The text of each row that has an answer, or an error, together with it."""
     answers = journal.rows(failed=failed)
     number, answer = next(answers, (0, b""))
     for at, text in rows.rows():
@@ -142,7 +142,7 @@ def _extended_tables(rows: RowFile, journal: Journal) -> Iterator[Any]:
 
 
 def column_types(rows: Iterator[Row]) -> dict[str, type]:
-    """The type of each field: bool, int, float, or str, which stands for all others too."""
+    """The type of each field: bool, int, float, or str for all others."""
     types: dict[str, type] = {}
     for row in rows:
         for name, value in row.items():

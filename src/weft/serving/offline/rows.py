@@ -16,7 +16,7 @@ from weft.regular_files import open_regular
 from weft.serving.batches.lines import LineLimits, numbered_lines
 
 CHUNK_ROWS = 1024  # rows of a Parquet file that are in memory at once
-# A longer line is read no further; the engine's own limit, which is lower, says what is wrong with it.
+# A longer line is read no further; the engine's own lower limit gives the error.
 LIMITS = LineLimits(nbytes=2**28, values=0)
 
 
@@ -46,7 +46,7 @@ def is_parquet(path: str) -> bool:
 
 
 def open_rows(path: str) -> RowFile:
-    """Look through a file once. Raises ConfigError for one that cannot be read, or has no rows."""
+    """Scan a file once. Raises ConfigError for a file that cannot be read or has no rows."""
     try:
         numbered = read_rows(path)
         count, first = next(numbered, (0, b""))
@@ -100,7 +100,7 @@ def parquet_batches(path: str) -> Iterator[Any]:
         with open_regular(path) as content, arrow.ParquetFile(content) as file:
             yield from file.iter_batches(CHUNK_ROWS)
     except arrow.ArrowInvalid as error:
-        raise ConfigError(f"{path} is no Parquet file: {error_reason(error)}", code="not-parquet") from None
+        raise ConfigError(f"{path} is not a Parquet file: {error_reason(error)}", code="not-parquet") from None
 
 
 def import_arrow() -> Any:

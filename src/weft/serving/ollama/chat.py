@@ -90,7 +90,7 @@ class OllamaAnswer(ABC):
         self.at_end: Callable[[], None] = lambda: None
         self._marks = StreamMarks(line_mark, wants=bool(prepared.body.return_token_ids))
         if answers.begun:
-            self._new_calls(last=False)  # which another server has sent
+            self._new_calls(last=False)  # parts that another server has sent
 
     @staticmethod
     @abstractmethod
@@ -128,7 +128,7 @@ class OllamaAnswer(ABC):
         return self.part(self._name, delta.content, thinking=thinking, calls=calls, logprobs=logprobs or UNSET)
 
     def _new_calls(self, *, last: bool) -> list[OllamaToolCall]:
-        """The calls that are complete, and were not sent yet: all but the last one, which goes on until the end."""
+        """The complete calls that were not sent yet: all but the last call, which continues until the end."""
         made = self._answers.whole()[0].tool_calls
         complete = made if last else made[:-1]
         new, begun = complete[self._told_calls :], self._told_calls
@@ -211,7 +211,7 @@ class GenerateParts(OllamaAnswer):
 
 
 def read_calls(calls: Sequence[ToolCall], begun: int = 0) -> list[OllamaToolCall]:
-    """Calls whose arguments are an object, as Ollama's API has them; one that `num_predict` has cut is left out."""
+    """Calls whose arguments are an object, as Ollama's API requires; a call that `num_predict` has cut is left out."""
     read: list[OllamaToolCall] = []
     for number, call in enumerate(calls, begun):
         try:

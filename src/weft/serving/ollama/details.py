@@ -1,4 +1,4 @@
-"""Facts of models in Ollama's form: of the one that is served, and of those in the hub's cache."""
+"""Facts of models in Ollama's form: of the served model, and of models in the hub's cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weft.plan.plan import Plan
 from weft.serving.ollama.types import ModelDetails, ModelRow, RunningRow
 from weft.serving.service import Service
 
-NEVER = "2318-01-01T00:00:00Z"  # what Ollama says of a model that stays
+NEVER = "2318-01-01T00:00:00Z"  # Ollama's time for a model that stays loaded
 
 
 def timestamp(seconds: float) -> str:
@@ -47,7 +47,7 @@ def served_details(plan: Plan) -> ModelDetails:
 
 
 def family_of(shape: ModelShape) -> str:
-    """The architecture's name as GGUF files spell it, else that of its class."""
+    """The architecture's name as in GGUF files, else the name of its class."""
     if shape.library is not None:
         return shape.architecture
     return find_architecture(shape.architecture).gguf or shape.architecture
@@ -66,7 +66,7 @@ def quantization_of(plan: Plan) -> str:
 
 
 def gguf_metadata(plan: Plan) -> Mapping[str, gguf.Scalar]:
-    """The single values of a GGUF file's header; {} for a checkpoint that is none, or has gone meanwhile."""
+    """The single values of a GGUF file's header; {} for another checkpoint, or a file that was removed."""
     return _metadata(plan.checkpoint) if plan.load_format == "gguf" else {}
 
 
@@ -80,7 +80,7 @@ def _metadata(path: str) -> Mapping[str, gguf.Scalar]:
 
 
 def model_info(plan: Plan) -> dict[str, object]:
-    """Figures of a model under the keys of GGUF files; those of the file itself if it is one."""
+    """Figures of a model under the keys of GGUF files; for a GGUF file, its own figures."""
     own = {name: value for name, value in gguf_metadata(plan).items() if "chat_template" not in name}
     return {**figures_of(plan.shape), **own}
 

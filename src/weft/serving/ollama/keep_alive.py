@@ -15,7 +15,7 @@ PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")  # part of a dur
 
 
 def parse_keep_alive(value: object, source: str) -> float:
-    """Seconds of a number or of a text such as "5m", "1h30m" or "300"; infinity for a negative one.
+    """Seconds of a number or of a text such as "5m", "1h30m" or "300"; infinity for a negative value.
 
     `source` names the value in the message of the ConfigError that is raised for anything else.
     """
@@ -26,7 +26,7 @@ def parse_keep_alive(value: object, source: str) -> float:
         seconds = _seconds(value.strip())
     if seconds is None or math.isnan(seconds):
         raise ConfigError(
-            f"{source} is {value!r:.60}; give seconds, a time such as 5m or 1h30m, or -1 for ever",
+            f"{source} is {value!r:.60}; give seconds, a time such as 5m or 1h30m, or -1 for no limit",
             code="invalid-keep-alive",
         )
     return math.inf if seconds < 0 else seconds
@@ -39,7 +39,7 @@ def default_keep_alive(environment: Mapping[str, str]) -> float:
 
 
 def _seconds(text: str) -> float | None:
-    """Seconds of a text; None for one that is no time."""
+    """Seconds of a text; None if it is no time."""
     try:
         return float(text)
     except ValueError:

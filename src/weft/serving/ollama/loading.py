@@ -13,7 +13,7 @@ from weft.serving.service import Service
 def may_unload(request: Request, keep_alive: float | str | None) -> bool:
     """Return True for a `keep_alive` of 0 by which the model is unloaded: of the server's owner, see `check_owner`.
 
-    Other clients would take the model from each other. Raises RequestError for a value that is no time.
+    Other clients would unload the model from under each other. Raises RequestError for a value that is no time.
     """
     if keep_alive is None:
         return False

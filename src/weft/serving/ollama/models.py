@@ -1,4 +1,4 @@
-"""Ollama's endpoints about models: what is served and what is here, downloads and removals."""
+"""Ollama's endpoints about models: served and cached models, downloads and removals."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from weft.serving.ollama.types import ModelList, ModelRequest, RunningList, Show
 from weft.serving.run_files import running_servers
 from weft.serving.service import Service
 
-# Release of Ollama whose API this is: clients ask for one, such as 0.6.4 (VS Code's Copilot) or 0.14 (those that send
-# Anthropic's requests, which it was the first to take). Weft's own version is at /version.
+# Release of Ollama with this API. Clients require a minimum, such as 0.6.4 (VS Code's Copilot) or 0.14, the first to
+# accept Anthropic's requests. Weft's own version is at /version.
 API_VERSION = "0.14.0"
 
 ABSENT = {
@@ -32,7 +32,7 @@ ABSENT = {
 
 
 async def root(request: Request) -> Response:
-    """/: the line by which clients know a server of this API."""
+    """/: the line by which clients recognize a server of this API."""
     return PlainTextResponse("Ollama is running")
 
 

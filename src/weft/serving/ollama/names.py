@@ -20,7 +20,7 @@ def requested_name(body: ModelRequest) -> str:
 
 
 def served_name(service: Service, name: str) -> str | None:
-    """The name of the service's own that `name` means; None if it means another model."""
+    """The service's own name for `name`; None for another model."""
     if (own := find_tagged(name, service.names)) is not None:
         return own
     wanted = reference_of(name)

@@ -35,7 +35,7 @@ OPTIONS = {
     "frequency_penalty": "frequency_penalty",
     "stop": "stop",
 }
-# Options that would change the answer and that Weft does not have, and the values that ask for nothing.
+# Options that would change the answer and that Weft does not have, and their values without effect.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {"mirostat": (0,), "tfs_z": (1,), "typical_p": (0, 1)}
 
 
@@ -83,7 +83,7 @@ async def prepare_generate(service: Service, content: bytes) -> Prepared:
 
 
 async def _prepare_raw(service: Service, common: ChatRequest, body: GenerateRequest) -> PreparedChat:
-    """A prompt as it is, whose answer is text as it is."""
+    """A prompt without template, whose answer is plain text."""
     fields = sampling_fields(common) | {"structured_outputs": wanted_output(common)[0]}
     if common.logprobs:
         fields["logprobs"] = common.top_logprobs or 0
@@ -99,7 +99,7 @@ async def _prepare_raw(service: Service, common: ChatRequest, body: GenerateRequ
 
 
 def _common(service: Service, body: AnswerRequest) -> ChatRequest:
-    """The request as all chats have it, still without messages."""
+    """The request in the form of all chats, still without messages."""
     own = resolve_served(service, requested_name(body))
     common = ChatRequest(model=own, messages=[], **option_fields(service, body.options or OllamaOptions()))
     if common.seed in (None, -1):
@@ -134,21 +134,23 @@ def option_fields(service: Service, options: OllamaOptions) -> dict[str, Any]:
     return fields
 
 
-def response_format(given: str | dict[str, Any] | None) -> dict[str, Any] | None:
+def response_format(wanted_format: str | dict[str, Any] | None) -> dict[str, Any] | None:
     """OpenAI's `response_format` for Ollama's `format`. Raises RequestError."""
-    if not given:
+    if not wanted_format:
         return None
-    if isinstance(given, dict):
-        return {"type": "json_schema", "json_schema": {"name": "format", "schema": given}}
-    if given != "json":
+    if isinstance(wanted_format, dict):
+        return {"type": "json_schema", "json_schema": {"name": "format", "schema": wanted_format}}
+    if wanted_format != "json":
         raise RequestError(
-            f'format is {given!r:.60}; it must be "json" or a JSON schema', param="format", code="unknown-format"
+            f'format is {wanted_format!r:.60}; it must be "json" or a JSON schema',
+            param="format",
+            code="unknown-format",
         )
     return {"type": "json_object"}
 
 
 def _message(message: OllamaMessage) -> dict[str, Any]:
-    """A message as all chats have it."""
+    """A message in the form of all chats."""
     common: dict[str, Any] = {"role": message.role, "content": message.content or ""}
     if message.images and message.role == "tool":
         common["content"] = "\n".join(text for text in (common["content"], name_part("image")) if text)

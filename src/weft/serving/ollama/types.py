@@ -117,7 +117,7 @@ class OllamaMessage(Struct, kw_only=True):
 
 
 class OllamaOptions(Struct, kw_only=True):
-    """Parameters of an answer by Ollama's names; those about the loading of a model are ignored.
+    """Parameters of an answer by Ollama's names; parameters of a model's loading are ignored.
 
     `num_predict` sets no limit unless it is above 0. The last three are refused unless they ask for nothing.
     """
@@ -141,8 +141,8 @@ class AnswerRequest(ModelRequest, kw_only=True):
     """Fields of /api/chat and /api/generate. `keep_alive` of 0 unloads the model, until the next request.
 
     `options` are the model's parameters by Ollama's names. `format` is "json" or a JSON schema. `think`: if the model
-    is to reason, or how much. The last four fields are Weft's, for streams that go on at another server; `seed` counts
-    if `options` have none.
+    is to reason, or how much. The last four fields are Weft's, for streams that another server continues; `seed`
+    applies if `options` have no seed.
     """
 
     stream: bool | None = None
@@ -195,7 +195,7 @@ class PositionLogprobs(OllamaTokenLogprob, kw_only=True):
 
 
 class AnswerPart(Struct, kw_only=True):
-    """Fields of every part of an answer; those of the last part have counts and times."""
+    """Fields of every part of an answer; the last part has counts and times."""
 
     model: str
     created_at: str

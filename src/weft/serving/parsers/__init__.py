@@ -1,1 +1,1 @@
-"""Parsers of answers: reasoning and tool calls, one incremental parser for each family of chat templates."""
+"""Parsers of answers: an incremental parser of reasoning and tool calls for each family of chat templates."""

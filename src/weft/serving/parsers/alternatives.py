@@ -1,4 +1,4 @@
-"""Alternatives of a schema: plain schemas without references and combinators, one of which a value has to follow."""
+"""Alternatives of a schema: plain schemas without references and combinators. A value has to match one of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.structured.grammar import with_options
 from weft.structured.unknown import problem_of_schema
 
 MAX_ALTERNATIVES = 256  # alternatives of one schema
-MAX_PARTS = 2048  # schemas to which combinators and references of one schema lead
+MAX_PARTS = 2048  # limit on the schemas that combinators and references of a schema lead to
 MIN_BOUNDS = {"minLength": max, "minItems": max, "minimum": max, "exclusiveMinimum": max}
 MAX_BOUNDS = {"maxLength": min, "maxItems": min, "maximum": min, "exclusiveMaximum": min}
 BOUNDS = MIN_BOUNDS | MAX_BOUNDS
@@ -23,12 +23,12 @@ Plain = dict[str, Any]
 
 
 def refused(problem: str, code: str = "invalid-grammar") -> RequestError:
-    """The answer to tools whose arguments no grammar can be made for."""
+    """The error for tools without a possible grammar of their arguments."""
     return RequestError(problem, param="tools", code=code)
 
 
 def checked(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A tool's schema in which all references name definitions, even those to the whole of it.
+    """A tool's schema in which all references name definitions, also references to the whole schema.
 
     Raises RequestError, with the place, for a schema that the compiler of JSON grammars refuses.
     """
@@ -87,7 +87,7 @@ def _expanded(schema: Any, root: Any, depth: int, left: Iterator[int]) -> list[P
 
 
 def _check_size(schema: Any, depth: int, left: Iterator[int]) -> None:
-    """Take one from `left`, the schemas that may be expanded. Raises RequestError for too many, or too deep ones."""
+    """Take a step from `left`, the remaining expansions. Raises RequestError for too many or too deep schemas."""
     if depth > MAX_DEPTH:
         raise refused(f"the schema is too deeply nested, or a definition is nothing but itself: {schema!r:.80}")
     if next(left, None) is None:
@@ -95,7 +95,7 @@ def _check_size(schema: Any, depth: int, left: Iterator[int]) -> None:
 
 
 def _ways(schema: Mapping[str, Any]) -> list[list[Any]]:
-    """Lists of schemas, of each of which a value follows one."""
+    """Lists of schemas: a value matches a schema of each list."""
     ways = [schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)]
     parts = schema.get("allOf")
     return [*ways, *([part] for part in parts)] if isinstance(parts, list) else ways
@@ -127,7 +127,7 @@ def choices_of(schema: Any) -> list[Any] | None:
 
 
 def _merged(one: Plain, other: Plain) -> Plain:
-    """A schema that demands what both demand."""
+    """The schema of values that match both schemas."""
     merged = {**one, **other}
     for key in one.keys() & other.keys():
         merged[key] = _both(key, one[key], other[key])
@@ -139,7 +139,7 @@ def _merged(one: Plain, other: Plain) -> Plain:
 
 
 def _both(key: str, one: Any, other: Any) -> Any:
-    """Value of a keyword that demands as much as two values of it together."""
+    """Value of a keyword that restricts as much as two values of it together."""
     if one == other:
         return one
     match key, one, other:

@@ -1,4 +1,4 @@
-"""Arguments of a schema in Lark: the required ones, and each of the others or not, in the schema's order."""
+"""Arguments of a schema in Lark: the required arguments, and each of the others or not, in the schema's order."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from weft.serving.parsers.rules import Rules
 
 
 def object_of(schema: Any) -> Mapping[str, Any]:
-    """The first plain schema of a tool's arguments that is one of objects."""
+    """The first plain schema of a tool's arguments that is a schema of objects."""
     plain = alternatives(schema, schema)
     return next((item for item in plain if item.get("type", "object") == "object"), {})
 
 
 def parts_of(schema: Mapping[str, Any]) -> tuple[dict[str, Any], Set[str]]:
-    """The schemas of an object's members, and the keys that it needs: those without a schema are of any value."""
+    """The schemas of an object's members, and its required keys. Keys without a schema may have any value."""
     properties, required = schema.get("properties"), schema.get("required")
     parts = dict(properties) if isinstance(properties, Mapping) else {}
     needed = [key for key in required if isinstance(key, str)] if isinstance(required, list) else []
     additional = schema.get("additionalProperties", True)
     for key in needed:
         if key not in parts and additional is False:
-            raise refused(f"{key!r:.80} is required, and neither in properties nor allowed beside them")
+            raise refused(f"{key!r:.80} is required, and neither in properties nor allowed as an additional property")
         parts.setdefault(key, additional)
     return {key: part for key, part in parts.items() if part is not False or key in needed}, frozenset(needed)
 
@@ -35,7 +35,7 @@ def row(items: Mapping[str, str], needed: Set[str]) -> str:
 
 
 def separated(rules: Rules, items: Mapping[str, str], needed: Set[str], separator: str) -> str:
-    """Lark for the needed items, then each of the others or not. Each item, and each rest of them, is one rule."""
+    """Lark for the required items, then each of the others or not. Each item, and each rest of the items, is a rule."""
     must = [rules.add(item) for key, item in items.items() if key in needed]
     may = [rules.add(item) for key, item in items.items() if key not in needed]
     if must:

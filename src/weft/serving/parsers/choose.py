@@ -129,7 +129,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
 class AnswerFormat:
     """A model's form of tool calls and reasoning. `in_prompt`: its template shows tools to the model.
 
-    If it does not, whoever tells the model of them asks for calls in the form `tools.name`.
+    If it does not, Weft's system message describes the tools and asks for calls in the form `tools.name`.
     """
 
     tools: ToolFormat = field(default_factory=lambda: HERMES)

@@ -1,6 +1,6 @@
-"""Tool calls of Gemma: a name and arguments in a form of their own.
+"""Tool calls of Gemma: a name and arguments in Gemma's own form.
 
-The format is that of the models' published chat templates.
+The format comes from the models' published chat templates.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from weft.serving.parsers.text_values import bounds_of, text_until
 from weft.structured.grammar import quoted
 
 _COMMA = ' "," '  # Lark between two parts
-# Keywords that bound a number; others may stand beside them for values of other types.
+# Keywords that bound a number; a schema may also have keywords for values of other types.
 NUMERIC = frozenset(("type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
 NUMBER = r"/-?(0|[1-9][0-9]{0,14})(\.[0-9]{1,15})?/"
 
@@ -44,10 +44,10 @@ class GemmaValues:
     def __init__(self, rules: Rules, root: Any, quote: str) -> None:
         self._rules, self._root, self._quote = rules, root, quote
         self._any: str | None = None
-        self._named: dict[str, str] = {}  # rules of schemas by their JSON; they may contain themselves
+        self._named: dict[str, str] = {}  # rules of schemas by their JSON; schemas may contain themselves
 
     def value(self, schema: Any, depth: int = 0) -> str:
-        """Rule for a value of a schema. Raises RequestError for one that no value follows."""
+        """Rule for a value of a schema. Raises RequestError for a schema that no value matches."""
         if depth > MAX_DEPTH:
             raise refused(f"the schema is too deeply nested: {schema!r:.80}")
         if schema in (None, True, {}):

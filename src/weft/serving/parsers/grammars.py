@@ -1,6 +1,6 @@
-"""Grammars of tool calls, one for each family: what an answer must be that has to call a tool.
+"""Grammars of tool calls, one per family, for answers that must call a tool.
 
-Each function returns a Lark rule for one call of one tool; `Calls` says how calls follow each other. Families whose
+Each function returns a Lark rule for a call of a tool; `Calls` says how calls follow each other. Families whose
 arguments are text between marks are in `text_grammars`.
 """
 

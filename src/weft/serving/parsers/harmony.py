@@ -15,7 +15,7 @@ ENDS = (END, CALL, RETURN)
 MARKS = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
 RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 FIRST_WORD = re.compile(r"[A-Za-z]+")
-# All that belongs to a header; the rest of one without an end is a text.
+# The characters of a header; after them, a header without an end becomes text.
 HEADER = re.compile(
     rf"\s*(?:{re.escape(START)})?\s*(?:assistant)?\s*(?:to=[^\s<]*)?\s*"
     rf"(?:{re.escape(CHANNEL)}\s*[A-Za-z]*\s*(?:to=[^\s<]*)?\s*(?:{re.escape(CONSTRAIN)})?\s*(?:json)?)?\s*"
@@ -43,7 +43,7 @@ def harmony(reader: Reader, tools: ToolSchemas) -> Steps[None]:
 
 
 class _Contents:
-    """The messages that are content, one behind the other."""
+    """The content messages, joined."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
@@ -63,7 +63,7 @@ class _Contents:
 
 
 def _call(reader: Reader, name: str, contents: _Contents, *, empty: bool) -> Steps[None]:
-    """Read a message to a tool. One that is no object stays text, as the text behind an object does."""
+    """Read a message to a tool. A message that is no object stays text, and so does text after an object."""
     arguments = "{}"
     if not empty:
         yield from reader.skip()

@@ -14,12 +14,12 @@ from weft.serving.parsers.schemas import ToolSchemas
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 ARGUMENT_KEYS = ("arguments", "parameters")
-ABOUT_CALL_KEYS = ("type", "id", "index", "tool_call_id")  # members beside the name that say nothing of arguments
-NO_ARGUMENTS = ("", "null", "None")  # texts in the place of arguments that say there are none
+ABOUT_CALL_KEYS = ("type", "id", "index", "tool_call_id")  # members that are neither the name nor arguments
+NO_ARGUMENTS = ("", "null", "None")  # texts in place of arguments that mean: no arguments
 QUOTES = ('"', "'")
 MAX_WRAPPERS = 2  # objects around a call, as in {"type": "function", "function": {...}}
 
-BETWEEN_CALLS = re.compile(r"[ \t\r\n,;\[\]}]+")  # also brackets of a list, and those that are too many
+BETWEEN_CALLS = re.compile(r"[ \t\r\n,;\[\]}]+")  # also brackets of a list, and superfluous brackets
 FENCES = ("```json", "```")
 AFTER_CALLS = ("", "<", "[", "]", "`")  # what may follow a call without arguments whose bracket is missing
 
@@ -27,9 +27,9 @@ AFTER_CALLS = ("", "<", "[", "]", "`")  # what may follow a call without argumen
 class CallReader:
     """Reads a tool call that is one JSON object: a name and arguments, in any order.
 
-    The arguments go to the reader's events as they come, if the name is known by then. With `strict`, for formats
-    without marks around a call, an object is one only with arguments and the name of a tool. Else one of both is
-    enough, but an object without arguments may have nothing that could be meant so.
+    The arguments go to the reader's events as they arrive, if the name is already known. With `strict`, for formats
+    without marks around a call, an object is a call only with arguments and the name of a tool. Otherwise either of
+    them is enough, but an object without arguments may have no member that could be misspelled arguments.
     """
 
     def __init__(self, reader: Reader, tools: ToolSchemas, *, strict: bool = False) -> None:

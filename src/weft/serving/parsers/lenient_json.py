@@ -1,7 +1,7 @@
 """JSON as models write it, read while it arrives, and passed on as JSON that any decoder reads.
 
-Valid JSON is passed on as it stands. Mended are: raw line breaks and quotes within texts, Python's spelling (quotes,
-literals, tuples), unknown escapes, keys without quotes, commas that are missing or too many, and missing ends.
+Valid JSON is passed on as it stands. Repaired are: raw line breaks and quotes within texts, Python's spelling (quotes,
+literals, tuples), unknown escapes, keys without quotes, missing or superfluous commas, and missing ends.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _Container:
         self._expected = Expected.VALUE
         self._bare_keys = False  # keys have no quotes
         self._spaces = ""  # before the next token
-        self._comma = ""  # one that has come, with the spaces before it: it counts once an item follows
+        self._comma = ""  # a received comma with the spaces before it: it is written once an item follows
 
     def read_container(self) -> Steps[bool]:
         """Read up to the last bracket, or to what can be no part of a value."""
@@ -96,7 +96,7 @@ class _Container:
         return True
 
     def _read_token(self, ahead: str) -> Steps[bool]:
-        """Read the token that begins so; returns False for one that can be no part of the value."""
+        """Read the token that begins with this text; returns False if it cannot be part of the value."""
         if ahead in CLOSING:
             return (yield from self._read_closing(CLOSING[ahead]))
         if ahead == ",":
@@ -129,7 +129,7 @@ class _Container:
             self._expect_item()
 
     def _add_null(self, bracket: str) -> bool:
-        """Add the value that a key lacks; returns False if none lacks one."""
+        """Add the missing value of a key; returns False if no value is missing."""
         if self._expected is Expected.COLON:
             self._emit(": null")
         elif self._expected is Expected.VALUE and bracket == "{":
@@ -142,7 +142,7 @@ class _Container:
         """Read a key or a value; a comma that is missing before it is added."""
         if self._expected is Expected.COMMA:
             if LITERAL.match(ahead):
-                return False  # words behind a value: not even the beginning of another
+                return False  # words after a value, which cannot begin another value
             self._comma = ","
             self._expect_item()
         self._say("")

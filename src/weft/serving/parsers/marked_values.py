@@ -1,4 +1,4 @@
-"""Values as plain text between marks, as models really end them: a mark may also be a part of the text."""
+"""Values as plain text between marks, with the ends that models write: a mark may also be part of the text."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ FLAGS = re.compile(r"\(\?([a-zA-Z]+)\)")  # before the pattern, for all of it
 
 
 def pattern_expression(pattern: str) -> str:
-    """Expression of the texts in which a pattern is found. Raises RequestError for one that the compiler refuses."""
+    """Expression of the texts in which a pattern is found. Raises RequestError if the compiler refuses the pattern."""
     problem = problem_of_schema({"type": "string", "pattern": pattern})
     flags = FLAGS.match(pattern)
     inner = pattern[flags.end() :] if flags else pattern
@@ -58,7 +58,7 @@ def _split(pattern: str) -> list[str]:
 
 
 def _whole_group(pattern: str) -> str | None:
-    """The inside of a plain group that is the whole pattern; None if it is not one."""
+    """The inside of a plain group that is the whole pattern; None for another pattern."""
     if not pattern.startswith("(") or (pattern.startswith("(?") and not pattern.startswith("(?:")):
         return None
     closed = next((at for at, letter, depth in _outside_classes(pattern) if letter == ")" and not depth), None)

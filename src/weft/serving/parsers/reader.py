@@ -35,7 +35,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """A call of the tool `name`; `id` if the format carries one."""
+    """A call of the tool `name`; `id` if the format has ids."""
 
     name: str
     id: str | None = None
@@ -52,9 +52,9 @@ Event = Content | Reasoning | CallBegin | CallArguments
 
 
 class Reader:
-    """Text that has come and is not read yet. `events` is what the parser has made of the text before it.
+    """Text that has arrived and is not read yet. `events`: the parser's results for the text before it.
 
-    `ended`: nothing follows. `cut`: the end is not the model's own, so that what is open stays open.
+    `ended`: nothing follows. `cut`: the end is not the model's own, so that an open call stays open.
     """
 
     def __init__(self) -> None:

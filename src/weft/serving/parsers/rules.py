@@ -13,7 +13,7 @@ Tool = Mapping[str, Any]
 Mark = Callable[[str], str]  # Lark of a mark: its token, if it is a special one
 
 
-RULE_CHARACTERS = 32  # characters that a rule counts beside its body
+RULE_CHARACTERS = 32  # characters that a rule counts in addition to its body
 ANYTHING = "(?s:.*)"  # expression of any text
 
 

@@ -1,6 +1,6 @@
 """Tool calls whose arguments are text between marks: qwen3_coder and glm45.
 
-The formats are those of the models' published chat templates.
+The formats come from the models' published chat templates.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ArgumentWriter:
         reader.begin_call(name)
 
     def may_follow(self, key: str | None, next_key: str) -> bool:
-        """Return True if an argument may come behind that of `key`: it is one of the tool's, and is not written."""
+        """Return True if `next_key` may follow the argument `key`: another argument of the tool, not written yet."""
         return next_key != key and next_key not in self._written and self._tools.may_have(self._name, next_key)
 
     def add(self, key: str, text: str) -> None:
@@ -144,7 +144,7 @@ def _is_json(reader: Reader) -> Steps[bool]:
 def _tagged_call(reader: Reader, tools: ToolSchemas, between: Between, mark: str, form: ValueForm) -> Steps[bool]:
     """Read the call behind a mark. Returns False if none follows; what is read is then text, as the mark is.
 
-    A name that is none of the tools' is one of a call only within the outer marks, before arguments.
+    An unknown name counts as a tool's name only within the outer marks, before arguments.
     """
     reader.record()
     name = yield from form.read_head(reader, mark)
@@ -170,7 +170,7 @@ def _has_arguments(reader: Reader, form: ValueForm, *, required: bool) -> Steps[
 
 
 def _tagged_arguments(reader: Reader, writer: ArgumentWriter, form: ValueForm) -> Steps[str]:
-    """Read a call's arguments and its end; returns what stands beside them, such as one whose key has no end."""
+    """Read a call's arguments and its end; returns the text outside of them, such as an unfinished key."""
     beside: list[str] = []
     while (mark := (yield from reader.until((form.next, *form.closings, *form.openings), beside.append))) == form.next:
         reader.record()

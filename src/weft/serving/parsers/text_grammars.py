@@ -1,6 +1,7 @@
 """Grammars of tool calls whose arguments are text between marks: qwen3_coder, glm45 and pythonic.
 
-A string stands there without quotes, so that its bounds cannot be those of JSON: they are expressions of their own.
+A string is written without quotes, so that the grammar of JSON strings cannot bound it: its bounds are separate
+expressions.
 """
 
 from __future__ import annotations

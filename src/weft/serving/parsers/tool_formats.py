@@ -1,6 +1,6 @@
 """Tool calls in JSON between marks: hermes, llama3_json, mistral, deepseek_v3, deepseek_v31 and kimi_k2.
 
-The formats are those of the models' published chat templates.
+The formats come from the models' published chat templates.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def _marked_calls(
 ) -> Steps[None]:
     """Read calls between marks. `read_call` gets the text before a call's separator, and reads the rest.
 
-    The marks around a list of calls, and those at the ends of calls, say nothing: any of them may lack. `others` are
-    further marks, CALL among them of calls in JSON.
+    The marks around a list of calls and at the ends of calls are optional. `others` are further marks, CALL among them
+    of calls in JSON.
     """
     between = Between(reader)
     ends = (marks.call, marks.call_end, marks.calls_end)

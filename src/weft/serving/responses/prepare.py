@@ -21,7 +21,7 @@ LOGPROBS = "message.output_text.logprobs"
 # Items that a client may ask to include. None of the second kind exist here, and their absence changes no text.
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
 SHELL_FIELDS = frozenset(SHELL_PARAMETERS["properties"])  # of a shell's action, that the model has given
-WITH_TOOLS = ("additional_tools", "tool_search_output")  # items that add tools to those of the request
+WITH_TOOLS = ("additional_tools", "tool_search_output")  # items that add tools to the request
 TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -91,7 +91,7 @@ def check_stateless(body: ResponsesRequest) -> None:
 
 
 def read_input(body: ResponsesRequest, tools: ClientTools, notes: Notes) -> list[dict[str, Any]]:
-    """The conversation as messages: what the model said between two other messages is one of them."""
+    """The conversation as messages; everything from the model between two other messages is one message."""
     if body.truncation == "auto":
         notes.add("truncation", "truncation 'auto' is left out: a conversation that is too long is refused")
     reader = _InputReader(tools, notes)
@@ -107,7 +107,7 @@ def read_input(body: ResponsesRequest, tools: ClientTools, notes: Notes) -> list
 
 
 class _InputReader:
-    """Gathers messages; `_turn` is what the model has said last."""
+    """Gathers messages; `_turn` is the model's last message."""
 
     def __init__(self, tools: ClientTools, notes: Notes) -> None:
         self._tools, self._notes = tools, notes
@@ -115,7 +115,7 @@ class _InputReader:
         self._turn: dict[str, Any] = {}
 
     def end_turn(self) -> None:
-        """Add what the model has said."""
+        """Add a text of the model."""
         if self._turn:
             self.messages.append({"role": "assistant", "content": None, **self._turn})
             if "tool_calls" not in self._turn:
@@ -162,7 +162,7 @@ class _InputReader:
         self._turn.setdefault("tool_calls", []).append({"id": id, "type": "function", "function": function})
 
     def _add_reasoning(self, item: InputItem) -> None:
-        """Add reasoning as the model wrote it; that which only OpenAI's servers can read is left out."""
+        """Add reasoning as the model wrote it; reasoning that only OpenAI's servers can read is left out."""
         if self._turn:
             self.end_turn()
         parts = item.content if isinstance(item.content, list) and item.content else item.summary or ()

@@ -79,10 +79,10 @@ class ResponseStream:
         self._cut = False  # by max_output_tokens
         self._reasoning_tokens = 0
         for delta in answers.begun:
-            list(self._item_events(delta))  # which another server has sent
+            list(self._item_events(delta))  # items that another server has sent
         state = prepared.chat.state
         self._sequence = state.events if state is not None else 0
-        # The last events repeat all logprobs, which a server that goes on does not have.
+        # The last events repeat all logprobs, which a server that continues the stream does not have.
         self.marks = StreamMarks(event_mark, wants=bool(prepared.body.return_token_ids) and not common.logprobs)
 
     async def aclose(self) -> None:
@@ -120,7 +120,7 @@ class ResponseStream:
         return self._encode([failed, error_event(error)])
 
     def _encode(self, events: Iterator[ResponseEvent] | Sequence[ResponseEvent]) -> bytes:
-        """Events as bytes, at once: what they show goes on to change."""
+        """Events as bytes, encoded at once, since their objects change later."""
         made = []
         for event in events:
             made.append(encode_event(event, self._sequence))
@@ -174,7 +174,7 @@ class ResponseStream:
             yield self._event("function_call_arguments.delta", delta=call.arguments)
 
     def _new_call(self, call: ToolCallDelta, id: str) -> CallItem:
-        """The item of a call in the client's form; that of a custom tool still without its input."""
+        """The item of a call in the client's form; the item of a custom tool still without its input."""
         name, form = call.name or "", call.form
         space = UNSET if form is None or form.namespace is None else form.namespace
         if form is not None and form.kind == "custom":
@@ -202,7 +202,7 @@ class ResponseStream:
         yield ResponseEvent(type="response.output_item.added", output_index=index, item=item)
 
     def _end_item(self, status: str) -> Iterator[ResponseEvent]:
-        """End the open item, if there is one."""
+        """End the open item, if any."""
         item, index = self._open, len(self._response.output) - 1
         match item:
             case None:

@@ -18,7 +18,7 @@ class InputPart(Struct, kw_only=True):
 
 
 class InputItem(Struct, kw_only=True):
-    """An item of a conversation: a message, a call of a tool, the result of one, reasoning, or more tools."""
+    """An item of a conversation: a message, a call of a tool, its result, reasoning, or more tools."""
 
     type: str = "message"
     role: str | None = None
@@ -63,7 +63,7 @@ class ResponsesStreamOptions(Struct, kw_only=True):
 
 
 class ResponsesRequest(Struct, kw_only=True):
-    """A request to answer. The last three fields are Weft's, for streams that go on at another server."""
+    """A request to answer. The last three fields are Weft's, for streams that another server continues."""
 
     model: str | None = None
     input: str | list[InputItem]
