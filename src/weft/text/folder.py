@@ -24,7 +24,7 @@ from weft.text.pretokenizers import GPT2
 from weft.text.settings import TokenizerSettings
 from weft.text.tokenizer_json import read_tokenizer_json
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("weft.text.folder")
 
 PATTERNS = "tokenizer.json, tiktoken.model, tokenizer.model, vocab.json, *.tiktoken, *.gguf"
 KIMI_FILE = "tiktoken.model"
