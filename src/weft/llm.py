@@ -376,7 +376,7 @@ class LLM:
 
     @property
     def _running(self) -> LocalEngine | ReplicaThread:
-        engine = self._engine  # read once: another thread may shut it down meanwhile
+        engine = self._engine  # read once: another thread may shut it down in between
         if engine is None:
             raise RequestError("this LLM has been shut down; make another", code="engine-closed")
         return engine
@@ -424,7 +424,7 @@ class LLM:
         """Run the collectors' requests. Yields a collector each time its answer has grown."""
         owners = {request.id: collector for collector in collectors for request in collector.requests}
         requests = [request for collector in collectors for request in collector.requests]
-        # Closed, whatever happens: Ctrl-C must not leave requests behind that nobody waits for.
+        # Closed, whatever happens: Ctrl-C must not leave requests behind whose results are not wanted.
         with closing(self._running.submit(requests)) as submission:
             for output in submission:
                 collector = owners[output.id]

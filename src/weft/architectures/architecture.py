@@ -156,7 +156,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     - `gguf_interleaved`: llama.cpp reorders the rows of queries and keys, so that rotary pairs lie side by side.
     - `modules`: substitutions (pattern, replacement) from tensor names to Transformers' module names.
     - `renamed`: substitutions (pattern, replacement) from tensor names that some files have to those of `names`.
-    - `published`: the precisions that it is published in beside 16 bits; () for those that most models are.
+    - `published`: the precisions besides 16 bits in which the model is published; () for most models' precisions.
     - `fp8_in_blocks`: it is published with FP8 in blocks of 128 x 128, and is rounded to such groups too.
     - `attention_kept`: precisions whose published checkpoints leave the matrices of attention in 16 bits.
     - `positions_before`: rows before that of position 0 in a table of position embeddings.

@@ -71,7 +71,7 @@ BATCHES = (
 
 
 def measure_batches(model: str, runs: int, report: Callable[[str], object]) -> tuple[Tasks, Plan]:
-    """Measure every batch on one engine; return medians beside the planner's predictions, and the engine's plan.
+    """Measure every batch on one engine; return medians with the planner's predictions, and the engine's plan.
 
     With `runs` 0 only the plan is returned.
     """

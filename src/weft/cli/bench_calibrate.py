@@ -196,7 +196,7 @@ def warn_if_busy(here: Host) -> None:
 class DeviceMeasurements:
     """Measurements of engines on one device, one engine after the other.
 
-    `plans` are the plans of the measured models by name, `runtime_bytes` the memory of each engine beside its weights.
+    `plans` are the plans of the measured models by name, `runtime_bytes` each engine's memory without its weights.
     """
 
     def __init__(self, config: EngineConfig, gpu: GpuSpec, index: int | None) -> None:

@@ -119,7 +119,7 @@ def find_model(arguments: Namespace) -> Model:
 
 def planned_cluster(given: dict[str, Any]) -> Cluster:
     """The cluster to plan for: the described one, within --max-memory, shared out among the ranks of the flags. The CPU
-    is beside GPUs only if a flag names it."""
+    is used with the GPUs only if a flag names it."""
     limited = layout_flags.limit_memory(given, beside_cpu(given, described_cluster(given)))
     return machine.split_cpu(limited, layout_flags.rank_count(given))
 
@@ -270,7 +270,7 @@ def planned_workload(given: dict[str, Any], model: Model) -> Workload:
 
 
 def beside_cpu(given: dict[str, Any], cluster: Cluster) -> Cluster:
-    """The cluster with the CPU that the flags name beside its GPUs, and without one if they name none.
+    """The cluster with the CPU next to its GPUs if the flags name the CPU, and without it otherwise.
 
     A CPU that is not described is that of this machine, or for described GPUs a typical one.
     """
@@ -286,7 +286,8 @@ def beside_cpu(given: dict[str, Any], cluster: Cluster) -> Cluster:
 def measured_cluster(given: dict[str, Any]) -> Cluster:
     """The nodes of the last start; they are written to the file of --cluster.
 
-    Raises UsageError beside other hardware, and ConfigError for a file that exists, or if nothing has been measured.
+    Raises UsageError if other hardware is given, and ConfigError for a file that exists, or if nothing has been
+    measured.
     """
     from weft.cluster.measured import load_cluster
 

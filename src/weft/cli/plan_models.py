@@ -127,7 +127,7 @@ def head_json(answer: SearchResult) -> dict[str, Any]:
 
 
 def advice_json(arguments: Namespace, cluster: Cluster, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The model for one person, its format and speed, and a faster one beside it; None if none is comfortable."""
+    """The model for one person, its format and speed, and a faster alternative; None if no model is comfortable."""
     fitting = [row for row in best_first(rows) if row["fits"] and row["runs"]]
     named = (Namespace(**{**vars(arguments), "model": row["name"]}) for row in fitting)
     fixed = hasattr(arguments, "quantization")

@@ -143,7 +143,7 @@ def layer_table(layers: dict[str, dict[str, float]]) -> Table:
 
 
 def share_table(ranks: list[dict[str, Any]], predicted: dict[str, float] | None) -> Table:
-    """Shares of the traced time of each rank beside those that the planner predicts for a step."""
+    """Shares of the traced time of each rank, with the shares that the planner predicts for a step."""
     table = figures_table("share of the time", *(f"rank {row['rank']}" for row in ranks), "planner")
     for kind in KINDS:
         table.add_row(kind, *_percentages(row["shares"][kind] for row in ranks), _expected_share(kind, predicted))

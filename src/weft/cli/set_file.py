@@ -73,7 +73,7 @@ def _by_name(flags: Iterable[Flag]) -> dict[str, Flag]:
 
 
 def _listed_models(content: Mapping[Any, Any], path: str) -> ModelSet:
-    """The models of the list; flags of the engine beside the list are for all of them."""
+    """The models of the list; engine flags that are given with the list apply to all of them."""
     rows = content[LIST]
     if not isinstance(rows, list):
         raise ConfigError(
@@ -205,7 +205,7 @@ def models_of_node(node: NodeConfig, path: str) -> ModelSet:
 
 
 def check_front_flags(arguments: Namespace, source: str) -> None:
-    """Raise UsageError for a flag of an engine beside a set: it would say nothing about whose engine."""
+    """Raise UsageError for an engine's flag given with a set: it would be unclear which engine it is for."""
     given = next((flag for flag in ENGINE_FLAGS if hasattr(arguments, flag.dest)), None)
     if given is not None:
         raise UsageError(

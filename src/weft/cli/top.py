@@ -95,7 +95,7 @@ async def looks(
 
 
 async def take_look(watch: Watch, machine: Machine | None) -> Look:
-    """Ask all servers, and sample this machine meanwhile."""
+    """Ask all servers, and sample this machine at the same time."""
     if machine is None:
         local, (servers, problems) = None, await watch.look()
     else:

@@ -42,7 +42,7 @@ class Section(NamedTuple):
 
 
 def sections(look: Look, sparks: Sparks, width: int) -> list[Section]:
-    """Everything that is known now, for a page with so many columns."""
+    """Everything that is known now, for a page of `width` columns."""
     return [*_machine(look, sparks, width), *_servers(look, sparks, width), verdict(look)]
 
 

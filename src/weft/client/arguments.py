@@ -80,7 +80,7 @@ def engine_config(model: str | os.PathLike[str], keywords: Mapping[str, Any]) ->
 def _with_quantization(keywords: Mapping[str, Any]) -> Mapping[str, Any]:
     """Replace `load_in_8bit` and `load_in_4bit` by the `quantization` that they stand for.
 
-    Raises ConfigError for both at once, and for another quantization beside one of them.
+    Raises ConfigError for both at once, and for another quantization with either of them.
     """
     for name in LOAD_IN:
         if not isinstance(keywords.get(name), bool | None):

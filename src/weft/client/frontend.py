@@ -43,11 +43,11 @@ class Frontend:
 
     `vocab` is the number of embedding rows, `max_model_len` the limit on tokens of prompt and answer together, `eos`
     the token ids that end an answer. `defaults` are sampling parameters for requests that leave them out,
-    `max_new_tokens` the length of an answer that the model's own code has by default, which `LLM.chat` takes.
-    `hidden` is the length of the model's states,
-    `pooling` what it makes of prompts beside answers. Without a tokenizer, prompts are token ids and
-    answers have no text. All methods raise RequestError, naming the field, for anything that cannot be served. The
-    coroutines wait for sandboxed processes alone: `sandbox.isolated` drives them, in a thread or in an event loop.
+    `max_new_tokens` the length of an answer that the model's own code has by default, which `LLM.chat` takes. `hidden`
+    is the length of the model's states, `pooling` how it embeds or scores prompts, if it does. Without a tokenizer,
+    prompts are token ids and answers have no text. All methods raise RequestError, naming the field, for anything that
+    cannot be served. The coroutines wait for sandboxed processes alone: `sandbox.isolated` drives them, in a thread or
+    in an event loop.
     """
 
     def __init__(

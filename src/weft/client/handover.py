@@ -250,7 +250,7 @@ class HandOver:
         self._waiting.append(routed)
 
     def _expire(self, routed: RoutedRequest) -> None:
-        """End the wait of a request: it fails without an engine, and is asked beside other suspects else."""
+        """End the wait of a request: without an engine it fails, otherwise it goes to an engine with other suspects."""
         if routed not in self._waiting or asyncio.get_running_loop().time() < routed.deadline_s:
             return
         if any(replica.alive for replica in self._replicas):

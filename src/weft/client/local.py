@@ -133,7 +133,7 @@ class Submission:
                 self.close()
                 raise received
             for output in received:
-                if output.id not in self._open:  # aborted meanwhile
+                if output.id not in self._open:  # aborted while this output was under way
                     continue
                 if output.finish_reason is not None:
                     self._open.discard(output.id)

@@ -101,8 +101,8 @@ class AsyncEngine:
 
         `worker` is the class that each rank runs, as "module:Class". `others` are nodes that have joined this one; the
         core inherits their connections, which are closed here. With `stall_s`, a process that shows no sign of life for
-        so many seconds has failed, and so has the engine if a step does not finish. `forks` forks the ranks, and
-        with `forks_core` the core too; it outlives them. It may be cancelled.
+        `stall_s` seconds has failed, and so has the engine if a step does not finish. `forks` forks the ranks, and with
+        `forks_core` the core too; it outlives them. It may be cancelled.
         """
         descriptors = others.descriptors if isinstance(others, OtherNodes) else []
         inherited = InheritedServer(forks.descriptor, forks.pid) if forks else None
@@ -191,7 +191,7 @@ class AsyncEngine:
             check_frame(request)
         # Every open stream's requests are in the core, or on their way to it: within this limit it refuses none.
         self._room.check(requests, len(self._streams), self._count_owned)
-        # Sent first: requests that cannot be sent must not count as open for ever.
+        # Sent first: requests that cannot be sent must not count as open.
         self._connection.send(AddRequests(list(requests)))
         self._streams.update((request.id, sink) for request in requests)
         self._work_came.set()
@@ -243,7 +243,7 @@ class AsyncEngine:
         if self._watch_task:
             self._watch_task.cancel()
         if not self._started.cancel() and not self._started.cancelled():
-            self._started.exception()  # retrieved, or asyncio warns if nobody has waited for it
+            self._started.exception()  # retrieved, or asyncio warns if no caller has waited for it
         self._connection.close()
         # A core that shows no sign of life will not end by itself. Its ranks end with it.
         exit_s = 0.0 if self._silence.seconds > SILENT_S else FAMILY_EXIT_S

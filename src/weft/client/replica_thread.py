@@ -184,7 +184,7 @@ class ReplicaSubmission:
             if not isinstance(item, Output):
                 self.close()
                 raise item
-            if item.id not in self._open:  # aborted meanwhile
+            if item.id not in self._open:  # aborted while this output was under way
                 continue
             if item.finish_reason is not None:
                 self._open.discard(item.id)

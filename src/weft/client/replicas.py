@@ -62,7 +62,7 @@ class ReplicaSet:
         self.capacity = sum(one.plan.max_running for one in planned) + config.max_num_queued_reqs
         # Each engine may have to take the requests of all others.
         self._config, self._worker, self._nodes = _with_queue(config, self.capacity), worker, nodes
-        # A request of the only engine fails with it: it may be what has killed it, and nobody else is there.
+        # A request of the only engine fails with it: it may have killed the engine, and there is no other engine.
         lost = LOST if len(planned) > 1 or nodes is not None else 1
         self._requests = HandOver(self._replicas, router, Room.of(config, self.capacity), lost)
         self._keeper = EngineKeeper(self._replicas, self._requests, router, self._launch, self._join)
@@ -221,14 +221,14 @@ class ReplicaSet:
     async def call(self, command: Command | ResetPrefixCache) -> Replies:
         """Have the ranks of all replicas execute a command; return their replies, replica by replica.
 
-        An engine that starts meanwhile follows the commands that it has missed. A caller that is cancelled does not
-        stop the command. Raises EngineError, and RequestError if a replica refuses the command; one that refuses a
+        An engine that starts during the call follows the commands that it has missed. A caller that is cancelled does
+        not stop the command. Raises EngineError, and RequestError if a replica refuses the command; one that refuses a
         change that others have made starts again, and follows them.
         """
         return [reply for _, replies in await self.call_each(command) for reply in replies]
 
     async def call_each(self, command: Command | ResetPrefixCache) -> list[tuple[RunningReplica, Replies]]:
-        """Like `call`, with the engines that reply; one that dies meanwhile is left out."""
+        """Like `call`, with the engines that reply; an engine that dies during the call is left out."""
         self._requests.raise_end()
         call = asyncio.create_task(self._call_in_turn(command))
         self._calls.add(call)

@@ -191,9 +191,10 @@ class EngineKeeper:
 
 
 def step_limit_s(engine: AsyncEngine, stall_s: float) -> float:
-    """Seconds that a step may take. If nobody sees whether CPU ranks compute, it may be that of a long prompt.
+    """Seconds that a step may take. If no process observes whether CPU ranks compute, a step may take as long as a long
+    prompt.
 
-    While a command runs, they are those of a command: no step finishes meanwhile.
+    While a command runs, the limit is the command's: no step finishes until it ends.
     """
     if engine.calling:
         stall_s = max(stall_s, SHORTEST_WORK_S)

@@ -22,7 +22,7 @@ class Room(NamedTuple):
         return cls(capacity, config.scheduling_policy == "fair")
 
     def check(self, requests: Sequence[Request], open_requests: int, owned: Callable[[int], int]) -> None:
-        """Raise QueueFullError if there is no room beside `open_requests`, of which `owned` counts those of an owner.
+        """Raise QueueFullError if `open_requests` leave no room; `owned` of them belong to the owner.
 
         `requests` have one owner.
         """

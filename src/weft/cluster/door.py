@@ -113,7 +113,7 @@ class JoinedNode:
 class Door:
     """The head's port at which the other nodes join, once for each replica that has ranks there.
 
-    A context manager: nobody can connect afterwards.
+    A context manager: it accepts no connections afterwards.
     """
 
     def __init__(self, settings: NodeSettings) -> None:
@@ -147,7 +147,7 @@ class Door:
         self._greeter.start()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Let nobody in any more; tell those that wait here about the error. May be called twice."""
+        """Accept no more connections; report the error to clients that wait here. May be called twice."""
         with self._changed:
             if self._closed:
                 return

@@ -22,7 +22,7 @@ class OwnGroup(msgspec.Struct, frozen=True):
     bundles: dict[str, tuple[int, ...]]
 
     def take(self, counts: Mapping[str, int]) -> tuple[OwnGroup, dict[str, tuple[int, ...]]]:
-        """The group without the first bundles of each node, so many as are counted, and these bundles."""
+        """The group without the first bundles of each node, as many as `counts` says, and these bundles."""
         taken = {node: self.bundles[node][:count] for node, count in counts.items()}
         left = {node: bundles[counts.get(node, 0) :] for node, bundles in self.bundles.items()}
         return OwnGroup(self.id, left), taken

@@ -85,7 +85,7 @@ class RayGroup:
         return max((speed.round_trip_s for speed in self.speeds), default=None)
 
     def dismiss(self, error: BaseException) -> None:
-        """Nobody waits."""
+        """No caller waits."""
 
     def hand_over(self) -> RayNodes:
         return self.nodes
@@ -95,7 +95,8 @@ class RayAssembly:
     """The nodes of an engine, or of several replicas, on Ray. `groups` are those of each replica."""
 
     def __init__(self, groups: list[RayGroup], gather: Callable[[Occupied, int], RayGroup], *, lasting: bool) -> None:
-        """`gather` finds nodes of one replica beside those that are occupied, so many if the config has no sizes."""
+        """`gather` finds nodes of one replica among nodes that are not occupied; it takes this many if the config has
+        no sizes."""
         self.groups, self.lasting = groups, lasting
         self._gather = gather
         self._lock = threading.Lock()  # so that two replicas do not choose the same resources
@@ -108,7 +109,7 @@ class RayAssembly:
             return self.groups[number]
 
     def dismiss(self, error: BaseException) -> None:
-        """Nobody waits."""
+        """No caller waits."""
 
     def close(self) -> None:
         """Nothing is open."""
@@ -203,7 +204,7 @@ def assemble_on_ray(
 
     groups = gather(count, {}, float(config.start_timeout))
     _store(groups)
-    # A replica that starts again looks anew, rather than wait long for nodes that are gone.
+    # A replica that starts again looks for nodes again, rather than wait long for nodes that are gone.
     again_s = min(float(config.start_timeout), AGAIN_S)
     return RayAssembly(groups, lambda occupied, share: gather(1, occupied, again_s, share)[0], lasting=lasting)
 

@@ -28,7 +28,7 @@ DIRECT = "peer to peer"
 class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """A user of a node: a placement group of Ray, with the number of its bundles there, or a server of this machine.
 
-    An engine of Weft has a model; a server has a URL, and tells nobody its ranks.
+    An engine of Weft has a model; a server has a URL, and reports no ranks.
     """
 
     name: str
@@ -95,7 +95,7 @@ def cluster_status(host: Host, environment: Mapping[str, str], servers: Sequence
         except ConfigError as error:
             if environment.get("RAY_ADDRESS"):
                 raise
-            if error.code != NO_CLUSTER:  # Ray knows of one here, which is dead or lets nobody in
+            if error.code != NO_CLUSTER:  # Ray knows of a node here, which is dead or refuses connections
                 log.warning("%s", error)
     network = tuple(network_links(load_measured()))
     return ClusterStatus(kind="machine", address="", nodes=(machine_status(host, servers),), network=network)

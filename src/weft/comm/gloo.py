@@ -124,7 +124,7 @@ class GlooLink(DistributedLink):
         began = perf_counter()
         with peers_may_vanish():
             self._inbox.expect(out)()
-        self.times.add_waited(began)  # with the transfer, which is short beside the work of a stage
+        self.times.add_waited(began)  # with the transfer, which is short compared with the work of a stage
         return out.to(self._device)
 
     def _tag(self, x: torch.Tensor) -> int:

@@ -59,7 +59,7 @@ class ExitReason(NamedTuple):
 def describe_exit(returncode: int | None, stderr: str, *, ended: bool = False) -> ExitReason:
     """Return the reason why a process sent no last message; `stderr` is the end of its output.
 
-    Without `returncode` it still runs, or it has `ended` and nobody knows its status.
+    Without `returncode` it still runs, or it has `ended` with an unknown status.
     """
     if returncode is None and not ended:
         return ExitReason("connection-closed", "closed its connection")

@@ -205,7 +205,7 @@ def become_child(request: ForkRequest, files: Sequence[int]) -> None:
     os.environ.update(request.environment)
     os.chdir(request.folder)
     os.sched_setaffinity(0, request.cores)
-    # The standard library's generator is seeded anew by the fork itself.
+    # The fork itself seeds the standard library's generator again.
     sys.modules["torch"].default_generator.seed()
     if numpy_random := sys.modules.get("numpy.random"):
         numpy_random.seed()

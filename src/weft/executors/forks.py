@@ -31,7 +31,7 @@ class ChildProcess(Protocol):
     def returncode(self) -> int | None: ...
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Wait for the end. Raises subprocess.TimeoutExpired. Returns None if nobody knows the status."""
+        """Wait for the end. Raises subprocess.TimeoutExpired. Returns None if the status is unknown."""
         ...
 
     def kill(self) -> None: ...
@@ -73,7 +73,7 @@ class ServerPool:
 
     def __init__(self) -> None:
         self.min_forks = MIN_FORKS
-        self.keep = False  # a server that nobody uses is kept for the next engine
+        self.keep = False  # a server without clients is kept for the next engine
         self._lock = threading.Lock()
         self._server: ForkClient | None = None
 

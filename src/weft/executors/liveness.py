@@ -70,7 +70,7 @@ def read_times(pid: int) -> ProcessTimes | None:
 
 
 def catches_signal(pid: int, number: int) -> bool:
-    """Return True if a process has a handler for a signal; also on a system without /proc, where nobody can tell."""
+    """Return True if a process has a handler for a signal; also on a system without /proc, where this is unknown."""
     try:
         status = Path(f"/proc/{pid}/status").read_text("utf-8", "replace")
     except FileNotFoundError:

@@ -86,7 +86,7 @@ class NodeRanks:
     def _handle(self, message: ToNode) -> None:
         match message:
             case StartRanks(plan, worker):
-                # In a thread: heartbeats are read meanwhile, and a fork server may import torch first.
+                # In a thread: heartbeats are read at the same time, and a fork server may import torch first.
                 self._watch.start()
                 if message.stall_s is not None:
                     self._rank_watch = watch_silence(self._processes, message.stall_s, self._lose)
@@ -138,7 +138,7 @@ class NodeRanks:
         # A copy: the thread that starts the ranks adds to it.
         phases = list(self._processes.phases.items())
         states = [RankState(rank, phase, self._steps[rank]) for rank, phase in phases]
-        # Never waiting for a head that takes nothing: its silence has to be noticed meanwhile.
+        # Never waiting for a head that takes nothing: its silence has to be noticed.
         self._channel.offer(Beat(states), self._sending)
 
     def _head_silent(self) -> None:

@@ -101,7 +101,8 @@ class NodeLink:
 
 class NodesExecutor(ProcessExecutor):
     """Runs each rank as a process of its node. The tensors of a node's ranks go through shared memory, others through
-    the network. With `stall_s`, a rank that shows no sign of life for so many seconds has failed, on whichever node."""
+    the network. With `stall_s`, a rank that shows no sign of life for `stall_s` seconds has failed, on whichever
+    node."""
 
     def __init__(self, others: OtherNodes, worker: str = WORKER, *, stall_s: float | None = None) -> None:
         super().__init__(worker)

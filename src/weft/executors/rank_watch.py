@@ -11,8 +11,8 @@ from weft.executors.beats import STACKS_S
 from weft.executors.liveness import BEAT_S, STEP, Alive, Heartbeat, Work, idle_beat_s, read_other_work
 from weft.executors.rank_processes import RankProcesses
 
-# Share of a core from which on a rank counts as computing. Beside other programs it may get little; one that waits
-# uses none.
+# Share of a core from which on a rank counts as computing. When other programs run too, it may get little; a waiting
+# rank uses none.
 COMPUTING_SHARE = 0.03
 LONG_STEP = 10  # times the limit, for a step in which ranks compute
 SHORTEST_WORK_S = 10.0  # seconds for which a start or a command may wait at least, for a system that is busy

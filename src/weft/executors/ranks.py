@@ -57,7 +57,7 @@ CLOSED = Cause(
     code="engine-closed",
     cause="the engine was closed; the requests that ran were ended",
 )
-IDLE_S = 0.1  # after so many seconds without a step, no request runs or waits
+IDLE_S = 0.1  # after this many seconds without a step, no request runs or waits
 
 
 PHASE_CHARACTERS = 40  # of a phase that a rank names
@@ -230,10 +230,10 @@ class RankExecutor(ABC):
             return Work(self._phases[min(awaited, default=0)], (None, self._heard), awaited)
 
     def _take_message(self, rank: int, message: FromRank) -> None:
-        """Handle a message from a rank. One that nobody has asked for is a failure of the rank.
+        """Handle a message from a rank. A message that was not asked for is a failure of the rank.
 
         On another machine that rank may run other code. Its messages must neither end the thread that listens to it,
-        nor be kept for ever.
+        nor be kept without limit.
         """
         self._heard += 1
         try:

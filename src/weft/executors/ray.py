@@ -59,7 +59,7 @@ class AttachedRank:
     ended: bool = False
 
     def offer(self, message: msgspec.Struct) -> None:
-        """Send a short message if that takes no waiting: its silence has to be noticed meanwhile."""
+        """Send a short message if that takes no waiting: the peer's silence has to be noticed."""
         self.channel.offer(message, self.sending)
 
     def send_frame(self, frame: bytes) -> None:

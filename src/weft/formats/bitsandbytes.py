@@ -1,7 +1,7 @@
 """4-bit checkpoints of bitsandbytes: the tensors of a matrix.
 
-NAME.weight has the numbers of a matrix one after the other, row by row, two to a byte, the first one in the upper
-bits. Each is an index of a table of 16 values (`schemes.TABLES`). Beside it lie
+NAME.weight has the numbers of a matrix one after the other, row by row, two to a byte, the first one in the upper bits.
+Each is an index of a table of 16 values (`schemes.TABLES`). With it are stored
 
 - NAME.weight.absmax: a scale for each `blocksize` numbers, in float32; with double quantisation a byte for each, an
   index of NAME.weight.nested_quant_map, to be multiplied by one of NAME.weight.nested_absmax per `nested_blocksize`

@@ -87,7 +87,7 @@ def chat_settings(folder: Path) -> ChatSettings:
 
 
 def load_config(folder: Path) -> Fields:
-    """Read a directory's config.json; an AutoGPTQ file beside it becomes its `quantization_config`."""
+    """Read a directory's config.json; an AutoGPTQ file next to it becomes its `quantization_config`."""
     config, gptq_file = load_json(folder / CONFIG), folder / QUANTIZE
     if quantization(config) is not None or not gptq_file.exists():
         return config

@@ -193,7 +193,7 @@ def _windows(config: Fields, default: ConfigFields, layers: int) -> list[int | N
 
 def _window(config: Fields) -> int | None:
     if config.values.get("sliding_window") == 0:
-        # GGUF files say so if there is none; in config.json nobody knows what it means.
+        # GGUF files say so if there is none; in config.json its meaning is unknown.
         raise config.wrong_value("sliding_window", "1 token or more, or null for a model without a window")
     return config.integer_or("sliding_window", SLIDING_WINDOW)
 

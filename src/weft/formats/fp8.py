@@ -1,4 +1,4 @@
-"""FP8 matrices in safetensors files: a tensor of 8-bit floating-point numbers (E4M3), and a tensor of scales beside it.
+"""FP8 matrices in safetensors files: a tensor of 8-bit floating-point numbers (E4M3), and a tensor of scales for it.
 
 The scales of NAME are NAME_scale_inv (DeepSeek, Qwen) or NAME_scale (fbgemm, compressed-tensors, vLLM); both multiply
 the numbers. Their dims say what shares a scale: one number for the whole matrix, [rows] or [rows, 1],

@@ -18,7 +18,7 @@ ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS = "rope_freqs.weight", "rope_factors_s
 
 # Parameters of their own, with the ends that their names have only in GGUF files.
 PARAMETERS = {"attn_sinks": "weight", "exp_probs_b": "bias"}
-# Modules of latent attention, beside the output projection. Files have attn_kv_b, or attn_k_b and attn_v_b.
+# Modules of latent attention, besides the output projection. Files have attn_kv_b, or attn_k_b and attn_v_b.
 LATENT_MODULES = {
     "attn_q": "self_attn.q_proj",
     "attn_q_a": "self_attn.q_a_proj",

@@ -1,4 +1,4 @@
-"""Files of a repository on the hub: fetched beside each other with progress, room on the disk and hashes checked.
+"""Files of a repository on the hub: fetched in parallel with progress, room on the disk and hashes checked.
 
 The library huggingface_hub speaks with the hub, continues a file after a connection broke, and keeps it in its cache.
 This module adds what the library does not do: to continue what an earlier start has begun, to refuse before it begins
@@ -218,7 +218,7 @@ def _continue_file(
     partial = blob.with_name(blob.name + PARTIAL)
     with _locked_file(partial, file, progress) as begun:
         at = begun.seek(0, os.SEEK_END)
-        if blob.exists():  # another process has fetched it meanwhile
+        if blob.exists():  # another process has fetched it by now
             if at == 0:
                 partial.unlink()
             return False

@@ -56,8 +56,8 @@ class Outline(msgspec.Struct, frozen=True, kw_only=True):
     - `layer_bytes`: of each layer's weights; `other_bytes` those of all other tensors. Exact, but for `equal_layers`:
       only the sum is known, and is divided evenly.
     - `mixture`: it has experts, of which a token takes an unknown part.
-    - `params`: number of stored numbers, of which packed ones count as the integers that hold them; None if
-      nobody counted.
+    - `params`: number of stored numbers, of which packed ones count as the integers that hold them; None if not
+      counted.
     - `context`: tokens of the longest sequence; None if the config does not say.
     """
 
@@ -169,7 +169,7 @@ def _from_hub(name: str, revision: str | None, token: str | None, patience: floa
 
 
 def estimate_kv(fields: Fields, layers: int) -> KVEstimate:
-    """Estimate what a model of so many layers remembers, from the fields of its config."""
+    """Estimate the KV of a model of `layers` layers from the fields of its config."""
     state = _state_bytes(fields, layers)
     heads, kv_heads = _numbers(fields, HEADS, layers), _numbers(fields, KV_HEADS, layers)
     if heads is None:

@@ -1,4 +1,4 @@
-"""Embeddings and scores of a model, as the files beside its weights declare them.
+"""Embeddings and scores of a model, as the files next to its weights declare them.
 
 Sentence Transformers' modules.json lists a Pooling module (1_Pooling/config.json) and a Normalize module for models
 that embed, and a LogitScore module (1_LogitScore/config.json) for rerankers that answer with one of two tokens. GGUF

@@ -158,7 +158,7 @@ def read_directory(folder: Path) -> dict[str, TensorInfo]:
         return read_safetensors(folder / SINGLE)
     if (folder / INDEX).exists():
         return _read_indexed(folder)
-    # Mistral's own format, with other tensor names, lies beside Hugging Face's.
+    # Mistral's own format, with other tensor names, lies next to Hugging Face's.
     files = [path for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith("consolidated")]
     if not files:
         raise _no_weights(folder)

@@ -53,7 +53,7 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def group_bits(self) -> int:
-        """Bits of a group beside its numbers: scale, and minimum or zero point."""
+        """Bits of a group besides its numbers: scale, and minimum or zero point."""
         if self.lowest == "mxfp4":
             return 8
         if self.lowest == "nested":
@@ -103,9 +103,9 @@ GGUF_SCHEMES = {
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 # The scheme of MXFP4, in GGUF files and as published with gpt-oss. No other scheme holds it, and it holds no other.
 FLOAT_SCHEMES = {"MXFP4": Scheme(bits=4, group=32, lowest="mxfp4")}
-# FP8 (E4M3, OCP 8-bit Floating Point Specification 1.0) with a scale for each row, or for so many columns of each row.
-# Blocks of rows, and whole tensors, have their scale repeated row by row: so a rank may have any rows of a matrix, and
-# matrices with different scales are multiplied as one. That takes 4 bytes more for each row and group.
+# FP8 (E4M3, OCP 8-bit Floating Point Specification 1.0) with a scale for each row, or for each block of columns of a
+# row. Blocks of rows, and whole tensors, have their scale repeated row by row: so a rank may have any rows of a matrix,
+# and matrices with different scales are multiplied as one. That takes 4 bytes more for each row and group.
 FP8_SCHEMES = {fp8_scheme_name(group): Scheme(bits=8, group=group, lowest="fp8") for group in (*FP8_COLUMNS, ROW)}
 # bitsandbytes' tables of the 4-bit values: NF4 (quantiles of the normal distribution, QLoRA, arXiv 2305.14314), and
 # its own FP4. Source: bitsandbytes, functional.get_4bit_type. Mirrored in native/cpp/quantised.h.
@@ -124,7 +124,7 @@ WIDE_SCHEMES = {wide_scheme_name("nf4", group): Scheme(bits=4, group=group, lowe
     wide_scheme_name("fp4", group): Scheme(bits=4, group=group, lowest="fp4") for group in TABLE_GROUPS
 }
 WIDE_SCHEMES[wide_scheme_name("signed", ROW)] = Scheme(bits=8, group=ROW, lowest="signed")
-# Types that are rounded anew, since no scheme holds them exactly. 8 bits in groups of 32 lose half a percent, as much
+# Types that are rounded again, since no scheme holds them exactly. 8 bits in groups of 32 lose half a percent, as much
 # as rounding the activations to 8 bits does, and add a twentieth to the loss of Q6_K itself (docs/benchmarks.md).
 ROUNDED = dict.fromkeys(("Q2_K", "Q3_K", "Q6_K"), SCHEMES["Q8_0"])
 # GPTQ's, AWQ's and compressed-tensors' formats, bit for bit; zero points have `bits` bits in their files.

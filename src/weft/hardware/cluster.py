@@ -54,7 +54,7 @@ class GpuPosition(NamedTuple):
 class Cluster(msgspec.Struct, frozen=True, dict=True):
     """Nodes and their network: `network_Bps` is bytes per second from one node to another, `network_s` the time of a
     small message, one way, as measured or that of Ethernet; None for RDMA's of the table. `price` is dollars for one
-    GPU and hour, None if unknown. `cpu` is the CPU of a single node with GPUs, if layers may run on it beside them."""
+    GPU and hour, None if unknown. `cpu` is the CPU of a single node with GPUs, if layers may run on it too."""
 
     nodes: tuple[Node, ...]
     network_Bps: float
@@ -84,8 +84,7 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
         return own if self.cpu is None else (*own, GpuPosition(0, "pcie", None))
 
     def beside(self, cpu: GpuSpec) -> Cluster:
-        """These GPUs, and the CPU of their host beside them, behind their PCIe links. Raises ConfigError for several
-        nodes."""
+        """These GPUs, and the CPU of their host, behind their PCIe links. Raises ConfigError for several nodes."""
         if len(self.nodes) > 1:
             raise ConfigError(
                 f"the CPU beside GPUs is that of one machine, and there are {len(self.nodes)} nodes: leave cpu out of "

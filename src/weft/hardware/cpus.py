@@ -47,7 +47,7 @@ TYPICAL_BYTES = 256 << 30
 
 
 def typical_cpu() -> GpuSpec:
-    """The CPU of a host that nobody has described: an estimate for a server of 2021."""
+    """The CPU of a host that was not described: an estimate for a server of 2021."""
     return GpuSpec(
         kind="cpu",
         name="a typical CPU",

@@ -165,7 +165,7 @@ class _Cpu(_Fields, frozen=True, kw_only=True):
 
 
 class _Node(_Fields, frozen=True, kw_only=True):
-    """`count` equal machines, with GPUs or a CPU, or with the CPU that layers may run on beside the GPUs."""
+    """`count` equal machines, with GPUs or a CPU, or with GPUs and a CPU that layers may run on."""
 
     count: Count = 1
     link: Literal["nvlink", "pcie"] | None = None

@@ -59,7 +59,7 @@ class NetworkFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     `latency_us` is a small message from one node to another, one way, over RDMA, and `ethernet_us` one over TCP;
     `inside_us` one between the GPUs of a node, as a step of an all-reduce over several nodes. `gloo_us` is the time of
-    an exchange through gloo beside that of its messages.
+    an exchange through gloo without the time of its messages.
     """
 
     latency_us: float

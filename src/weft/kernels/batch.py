@@ -87,7 +87,7 @@ class Batch:
 
 def table_columns(blocks: int) -> int:
     """Number of columns of tables with `blocks` blocks a row: each row, and so each KV group's table, begins at a
-    multiple of 16 bytes. Triton would compile a kernel anew for a table that does not."""
+    multiple of 16 bytes. Triton would compile another kernel for a table that does not."""
     return -(-blocks // 4) * 4
 
 

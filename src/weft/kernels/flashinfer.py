@@ -43,7 +43,7 @@ def create_attention(device: torch.device, shape: AttentionShape) -> FlashInferA
         attention = FlashInferAttention(device, shape)
         attention.compile()
     except Exception as error:
-        # No compiler, no CUDA toolkit beside the driver, a package for another torch: a start goes on without it.
+        # No compiler, no CUDA toolkit (only the driver), a package for another torch: a start goes on without it.
         lines = str(error).strip().splitlines() or [type(error).__name__]
         cause = next((line for line in lines if "error" in line.lower() or "not found" in line), lines[-1])
         raise UnusableError(f"they cannot be built ({cause.strip()[:200]})") from error

@@ -174,9 +174,9 @@ class LatentKernels(Protocol):
 
 
 class AbsorbedRows(NamedTuple, Generic[Array]):
-    """The rows of a step that stay in the absorbed form beside rows in the expanded one: their numbers `rows` [R']
-    int64, the numbers of their tokens `tokens` [T'] int64, and the index of each row's first token among these,
-    `row_starts` [R' + 1] int32."""
+    """The rows of a step that stay in the absorbed form while others are in the expanded form. `rows` [R'] int64 are
+    their numbers, `tokens` [T'] int64 the numbers of their tokens, `row_starts` [R' + 1] int32 the index of each row's
+    first token among these."""
 
     rows: Array
     tokens: Array

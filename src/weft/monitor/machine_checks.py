@@ -63,7 +63,7 @@ def check_memory(host: Host) -> Check:
 
 
 def check_control_group(root: Path = Path("/")) -> Check:
-    """The limit of memory of the tightest enclosing control group, beside the use of it."""
+    """The limit of memory of the tightest enclosing control group, and the use of it."""
     limits = []
     for group in control_groups("memory", root):
         try:

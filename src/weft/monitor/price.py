@@ -70,7 +70,7 @@ class Figure(NamedTuple):
 
 
 def price(change: Change, history: History, expected: Forecast | None) -> Figure | None:
-    """The planner's prediction with a change beside that without; None if it has none."""
+    """The planner's prediction with a change and without it; None if it has none."""
     if change.freed_bytes:
         # At most: the cache is as large as the device with the least free memory allows.
         now_tokens = cache_tokens(history)

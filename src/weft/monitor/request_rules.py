@@ -55,7 +55,7 @@ def needed_cache_bytes(history: History, requests: int) -> int:
 
 
 def preemption_storm(history: History, limits: Limits) -> Iterator[Finding]:
-    """Requests that lose their KV again and again, and compute it anew."""
+    """Requests that lose their KV again and again, and compute it again."""
     preemptions, total = history.counted("preemptions"), history.last.total
     ratio = preemptions / max(1, history.grown("finished") + total.running)
     if preemptions < limits.fewest_preemptions or ratio <= limits.preemptions or not has_served(history, limits):
@@ -76,7 +76,7 @@ def preemption_storm(history: History, limits: Limits) -> Iterator[Finding]:
 
 
 def prefix_unused(history: History, limits: Limits) -> Iterator[Finding]:
-    """Prompts that begin alike, and are computed anew each time."""
+    """Prompts that begin alike, and are computed each time."""
     prompts, repeated = history.grown("prompts"), history.grown("repeated_prompts")
     tokens = history.grown("repeated_tokens")
     if prompts < limits.prompts or repeated <= limits.repeated * prompts or not tokens:

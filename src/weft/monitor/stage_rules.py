@@ -103,7 +103,7 @@ def describe_stages(layers: Split, times: Sequence[float], heads: tuple[float, f
 def head_range(history: History, plan: Plan, replica: int, limits: Limits) -> tuple[float, float]:
     """The least and the most layers that the head is as much work as, in the steps of the history.
 
-    Beside many prompt tokens it may be next to nothing: how many tokens cost as much as the weights depends on the
+    In steps with many prompt tokens it may be negligible: how many tokens cost as much as the weights depends on the
     device.
     """
     most = head_layers(plan, history.weights[replica])

@@ -231,7 +231,7 @@ def cpu_kinds(spans: Sequence[Event], operations: Sequence[Event], exchanges: Ma
 
 
 def gpu_kinds(kernels: Sequence[Event], spans: Sequence[Event]) -> dict[str, float]:
-    """Seconds of a GPU by kind of kernel. Scheduling is the host's time, which may run beside them."""
+    """Seconds of a GPU by kind of kernel. Scheduling is the host's time, which may overlap with kernels."""
     seconds: dict[str, float] = defaultdict(float)
     for kernel in kernels:
         seconds[kind_of(kernel["name"])] += _seconds(kernel)

@@ -50,7 +50,7 @@ class AttentionSpec:
 class KernelDevice:
     """Device that kernels shall run on: one of `cards`, or a CPU if there are none.
 
-    `packages` are the versions of the installed `KERNEL_PACKAGES`, None if nobody knows. If `interpreted`, Triton's
+    `packages` are the versions of the installed `KERNEL_PACKAGES`, None if unknown. If `interpreted`, Triton's
     interpreter stands in for a GPU.
     """
 
@@ -283,7 +283,7 @@ def with_attention_backend(
 def _vllm_choice(wanted: str, spec: AttentionSpec, device: KernelDevice) -> str:
     """The backend that VLLM_ATTENTION_BACKEND names, or "auto" if it is not set or cannot be used.
 
-    The variable is set for vLLM, which may well run beside us: no reason to stop.
+    The variable is set for vLLM, which may well run on the same machine: no reason to stop.
     """
     name = weft_backend(wanted)
     if name in ATTENTION_BACKENDS and ATTENTION_BACKENDS[name].supports(spec, device) is None:

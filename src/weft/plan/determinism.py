@@ -41,7 +41,7 @@ def with_fixed_order(
         return replace(config, deterministic=True, attention_backend=BACKEND, product_backend="own")
     if config.deterministic:
         raise not_deterministic(reason)
-    # The variable is set for vLLM, which may well run beside us: no reason to stop.
+    # The variable is set for vLLM, which may well run on the same machine: no reason to stop.
     logger.warning("%s is 1, but answers depend on what else runs: %s", VARIABLE, reason)
     return config
 

@@ -81,7 +81,7 @@ def map_to_stages(shape: ModelShape, device_map: Mapping[str, object], available
     """Turn a device map into the pipeline that it describes.
 
     Raises ConfigError, in one line, for a map that leaves a part out, splits a layer, names an unknown module or
-    device, or puts parts on disk. Whole layers may be on cpu beside GPUs.
+    device, or puts parts on disk. Whole layers may be on cpu while the others are on GPUs.
     """
     devices = {module: parse_device(value, _label(module)) for module, value in device_map.items()}
     if not devices:

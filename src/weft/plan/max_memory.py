@@ -1,7 +1,8 @@
 """Memory caps per device, in accelerate's form: 0=40GB,1=40GiB,cpu=64GB.
 
-As in accelerate, a GPU that is not named is not used. Unlike accelerate's, a cap is for all that lies on a device: the
-KV cache and the engine's own memory beside the weights. Units are bytes whatever their case (accelerate's 40gb: bits).
+As in accelerate, a GPU that is not named is not used. Unlike accelerate's, a cap is for all that lies on a device:
+besides the weights, the KV cache and the engine's own memory. Units are bytes whatever their case (accelerate's 40gb:
+bits).
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def device_caps(
 ) -> dict[str, int]:
     """Cap in bytes of each device that ranks may run on, by the engine's device name; {} without --max-memory.
 
-    `gpus` is the number of GPUs, `ids` those of --device-ids, which may name the CPU beside them. Raises ConfigError as
+    `gpus` is the number of GPUs, `ids` the value of --device-ids, which may name the CPU too. Raises ConfigError as
     `check_caps` does, for one of `ids` that is left out, and for caps of GPUs if the ranks run on the CPU.
     """
     if max_memory is None:
@@ -119,7 +120,7 @@ def _check_device_ids(caps: Caps, ids: Sequence[int | str]) -> None:
 
 
 def cap_cluster(cluster: Cluster, caps: Caps) -> Cluster:
-    """Set the caps as limits of the cluster's devices; a GPU without a cap gets a limit of 0. Beside GPUs a CPU
+    """Set the caps as limits of the cluster's devices; a GPU without a cap gets a limit of 0. If there are GPUs, a CPU
     without a cap is as if it were not there.
 
     Raises ConfigError as `check_caps` does.

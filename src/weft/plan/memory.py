@@ -56,7 +56,7 @@ def step_bytes(
     draft_tokens: int = 0,
     context: int = 0,
 ) -> int:
-    """Estimate the bytes that a step of our engine needs beside weights and KV cache, if they cannot be measured.
+    """Estimate the bytes that a step of our engine needs besides weights and KV cache, if they cannot be measured.
 
     Counted are the widest point of a layer for each of `tokens` tokens and, on the output rank, the logits held at
     once: one row for each of `sequences` and each of its `draft_tokens`, or SCORED_POSITIONS rows of a prompt. With
@@ -76,7 +76,7 @@ def step_bytes(
 
 
 def expanded_bytes(shape: ModelShape, place: Place, context: int, number_bytes: int) -> int:
-    """Bytes that latent attention takes while it reads a prompt with so many tokens before it; 0 for other attention.
+    """Bytes that latent attention takes to read a prompt after `context` tokens; 0 for other attention.
 
     The latents of the context are copied out of the cache; they are counted twice. Then as many heads as fit into
     EXPANDED_BYTES, or one, have their keys and values projected from them. Except in Triton both are copied to whole
@@ -103,11 +103,11 @@ def _attention_width(shape: ModelShape, place: Place) -> int:
 def kv_blocks(plan: Plan, capacities: Sequence[Capacity]) -> int:
     """Number of KV blocks that every rank can hold: the minimum over all devices of budget / bytes per block.
 
-    GPUs of the same number on several nodes are several devices; the memory of a host is one.
-    The budget is `plan.kv_cache_bytes` per rank if the user gave it. Otherwise the ranks of a device share the smallest
-    free memory that they report, of which a CPU gives min(4 GB, a quarter) to all engines
-    together. `plan.max_memory` limits the budget to what it leaves beside weights, activations and, on a CPU, the
-    engine's own memory; on a GPU the reports include that memory, since `gpu_memory_utilization` is at most that share.
+    GPUs of the same number on several nodes are several devices; the memory of a host is one. The budget is
+    `plan.kv_cache_bytes` per rank if the user gave it. Otherwise the ranks of a device share the smallest free memory
+    that they report, of which a CPU gives min(4 GB, a quarter) to all engines together. `plan.max_memory` limits the
+    budget to what it leaves after weights, activations and, on a CPU, the engine's own memory; on a GPU the reports
+    include that memory, since `gpu_memory_utilization` is at most that share.
 
     Raises PlanError if a device has no room for one block of each KV group, or if kv_cache_bytes and max_memory
     contradict each other.

@@ -1,5 +1,5 @@
-"""Backends of products with quantised weights: Weft's own kernels, and a library that is installed beside it. One table
-says which schemes the library multiplies, and why not the others; the plan and the ranks judge by it."""
+"""Backends of products with quantised weights: Weft's own kernels, and a library that may be installed. One table says
+which schemes the library multiplies, and why not the others; the plan and the ranks judge by it."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def against_schemes(schemes: Collection[str], dtype: str) -> str | None:
 
 
 def repacking_bytes(plan: Plan, rank: int) -> int:
-    """Bytes that a rank needs beside its weights, at most, if the library multiplies them.
+    """Bytes that a rank needs besides its weights, at most, if the library multiplies them.
 
     These are what the weights are padded by, locks, and while weights are repacked a second one of the largest
     parameter, a third one if it races Weft's kernels, and COPIES of a band of it.

@@ -78,7 +78,7 @@ def tensor_schemes(
 def quantised_dtypes(backend: str, devices: Sequence[str]) -> tuple[DType, ...]:
     """Dtypes of activations in which all of these devices multiply quantised weights.
 
-    A CPU beside GPUs keeps its own kernels if the backend is one of GPUs.
+    A CPU that is used with GPUs keeps its own kernels if the backend is for GPUs.
     """
     beside_gpus = any(name != "cpu" for name in devices) and runs_on_gpus(backend)
     families = {

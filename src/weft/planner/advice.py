@@ -189,7 +189,7 @@ def _roomiest(question: Question) -> Fit | None:
 
 
 def _spare(memory: Footprint) -> float:
-    """Bytes that are left on the fullest GPU beside the weights, the engine and one request."""
+    """Bytes that are left on the fullest GPU after the weights, the engine and one request."""
     return min(
         (rank.memory_bytes if rank.limit_bytes is None else rank.limit_bytes)
         - rank.weights.total

@@ -69,7 +69,8 @@ def binding_constraint(result: SearchResult) -> Binding:
 def _gain(result: SearchResult, best: Candidate, resource: Resource) -> float:
     """The factor by which twice of a resource improves the best candidate.
 
-    At least 1: with room for more requests at once the engine may be slower in all, but nobody has to let so many run.
+    At least 1: with room for more requests at once the engine may be slower in all, but the user need not let that many
+    run.
     """
     question = result.question
     richer = msgspec.structs.replace(question, cluster=doubled(question.cluster, resource))

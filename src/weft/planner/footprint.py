@@ -64,8 +64,8 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
 class ReplicaMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of one replica: its ranks in order.
 
-    `kv_tokens` tokens of requests of `length` tokens fit on every rank, beside steps of at most `batched_tokens`
-    tokens. `batched_reason` says why a step has that many. `kv` counts the KV.
+    `kv_tokens` tokens of requests of `length` tokens fit on every rank, with steps of at most `batched_tokens` tokens.
+    `batched_reason` says why a step has that many. `kv` counts the KV.
     """
 
     ranks: tuple[RankMemory, ...]
@@ -210,8 +210,8 @@ def _with_best_budget(
     length: int,
     budgets: Sequence[TokenBudget],
 ) -> ReplicaMemory:
-    """One replica with the first budget that leaves the KV cache almost the size that it has beside the last budget,
-    the smallest: all but KV_SHARE_FOR_STEP of it. Without budgets, with the engine's own."""
+    """One replica with the first budget that leaves at least 1 - KV_SHARE_FOR_STEP of the KV cache that the last
+    budget, the smallest, leaves. Without budgets, with the engine's own."""
 
     def beside(budget: TokenBudget) -> ReplicaMemory:
         profile = with_token_budget(memory_of.profile, budget)
@@ -365,7 +365,7 @@ class EngineMemory(msgspec.Struct, frozen=True):
         )
 
     def _kv_room(self, gpu: GpuSpec, fixed: int, at_most: bool) -> int:
-        """Bytes that an engine leaves for KV on a GPU beside `fixed` bytes; negative if those do not fit."""
+        """Bytes that an engine leaves for KV on a GPU after `fixed` bytes; negative if those do not fit."""
         profile, on_cpu = self.profile.on(gpu), gpu.kind == "cpu"
         share = (profile.utilization_most if at_most else profile.utilization).value
         left = gpu.memory_bytes - gpu.held_bytes - fixed

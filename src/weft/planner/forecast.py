@@ -163,8 +163,8 @@ def plan_as_candidate(
 
 
 def _rank_devices(plan: Plan, host: Host, known: Speeds) -> tuple[Cluster, tuple[int, ...]]:
-    """A cluster with one device per rank of the plan, and the number of each rank's device. Ranks on the CPU beside
-    GPUs have the same one."""
+    """A cluster with one device per rank of the plan, and the number of each rank's device. Ranks on a CPU that is used
+    with GPUs have the same one."""
     ranks = range(len(plan.devices))
     if plan.on_cpu:
         machine = host_cluster(msgspec.structs.replace(host, gpus=(), pairs=()), known)
@@ -207,7 +207,7 @@ def parted(cluster: Cluster, devices: Sequence[int]) -> Cluster:
     return Cluster((Node(tuple(gpus), node.link),), cluster.network_Bps)
 
 
-# --- beside measurements ---
+# --- compared with measurements ---
 
 
 def start_report(expected: Forecast, ranks: Sequence[Capacity], num_blocks: int) -> str:

@@ -42,7 +42,7 @@ SIMULATED = ("ttft_s_at_concurrency", "ttft_s_at_concurrency_p95", "tpot_s_at_co
 def plan_json(result: SearchResult, model: Model) -> dict[str, Any]:
     """The whole plan; `best` is None if nothing fits.
 
-    Sentences have their codes beside them: `notes` in `note_codes`, and so on (planner.note).
+    Sentences have their codes next to them: `notes` in `note_codes`, and so on (planner.note).
     """
     question, best = result.question, result.best
     precision = best.layout.precision if best else question.precisions[0]

@@ -90,7 +90,7 @@ class MathRule(_Rule, frozen=True, kw_only=True):
 
 
 class KvRule(_Rule, frozen=True, kw_only=True):
-    """The dtype of the KV cache beside weights of a precision."""
+    """The dtype of the KV cache for weights of a precision."""
 
     dtype: str
     source: str
@@ -145,10 +145,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     measured: tuple[KernelShares, ...] = ()
     error_beyond: Constant | None = None  # for experts and precisions that the measured kernels say nothing about
     speculation: Speculation | None = None
-    cpu: Profile | None = None  # of the same engine on the CPU beside the GPUs
+    cpu: Profile | None = None  # of the same engine on the CPU, if it is used with the GPUs
 
     def on(self, gpu: GpuSpec) -> Profile:
-        """The constants for a device: the CPU beside GPUs has its own."""
+        """The constants for a device: a CPU that is used with GPUs has its own."""
         return self.cpu if self.cpu is not None and gpu.kind == "cpu" else self
 
     def batch_limits(self, memory_bytes: int) -> tuple[int, int]:
@@ -179,7 +179,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         return beyond or self.error
 
     def kv_dtype(self, precision: str) -> str:
-        """The engine's default dtype of the KV cache beside weights of a precision."""
+        """The engine's default dtype of the KV cache for weights of a precision."""
         return next((rule.dtype for rule in self.kv if rule.fits(precision, (0, 0))), "bf16")
 
     def provenance(self) -> dict[str, str]:
@@ -368,5 +368,5 @@ def engine_profile(question: Question) -> Profile:
 
 
 def kv_cache_dtype(question: Question, precision: str) -> str:
-    """The dtype of the KV cache: the question's, or the engine's own beside weights of this precision."""
+    """The dtype of the KV cache: the question's, or the engine's own for weights of this precision."""
     return question.kv_dtype or engine_profile(question).kv_dtype(precision)

@@ -17,7 +17,7 @@ from weft.planner.work import AttentionWork, ExpertWork, MatrixProduct, RankWork
 TILE = 16  # a matrix product computes tokens in multiples of this,
 VECTORS = 8  # except that up to this many are computed one by one, by matrix-vector kernels
 EXPERT_TILE = 8
-# Passes over the hidden state of a layer beside its products: norms, rotary embedding, activation, residuals.
+# Passes over the hidden state of a layer besides its products: norms, rotary embedding, activation, residuals.
 PASSES = 10
 FLOATS = ("fp32", "bf16", "fp16", "fp8")  # precisions that are multiplied as they are stored
 

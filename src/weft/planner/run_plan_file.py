@@ -239,7 +239,7 @@ def _check_gpus(plan: PlanFile, config: EngineConfig, host: Host) -> None:
 
 
 def _device_ids(plan: PlanFile) -> DeviceIds:
-    """The device of each rank of the file: a GPU's number, or the CPU beside them."""
+    """The device of each rank of the file: a GPU's number, or the CPU."""
     return tuple("cpu" if rank.device.kind == "cpu" else rank.device.index for rank in plan.ranks)
 
 

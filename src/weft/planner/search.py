@@ -59,8 +59,8 @@ def closest_miss(rejected: Sequence[Rejected]) -> Rejected | None:
 def search(question: Question) -> SearchResult:
     """Every candidate by the objective, the best first.
 
-    If nothing fits the GPUs and the cluster has a CPU beside them, the CPU is the first stage of a pipeline over all of
-    them, with as few layers as it has to take: the head, which every token reads, stays on a GPU.
+    If nothing fits the GPUs and the cluster has a CPU too, the CPU is the first stage of a pipeline over all of them,
+    with as few layers as necessary. The head, which every token reads, stays on a GPU.
     """
     result = _search_devices(question)
     if result.best is None and (beside := _with_cpu_stage(question)) is not None:

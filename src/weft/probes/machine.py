@@ -55,7 +55,7 @@ def host_cluster(host: Host, speeds: Speeds) -> Cluster:
 
 
 def add_cpu(cluster: Cluster, host: Host, speeds: Speeds) -> Cluster:
-    """The cluster with the host's CPU beside its GPUs."""
+    """The cluster with the host's CPU next to its GPUs."""
     assert speeds.cpu is not None, "a CPU is measured before it is planned for"
     return cluster.beside(with_calibration(cpu_spec(host, speeds.cpu), speeds))
 

@@ -17,7 +17,7 @@ def process_tree(pid: int, root: Path = Path("/proc")) -> list[int]:
                 # The process name in brackets may hold anything.
                 parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             except (OSError, ValueError, IndexError):
-                continue  # the process has ended meanwhile
+                continue  # the process has ended in between
             children[parent].append(int(folder.name))
     tree, remaining = [], [pid]
     while remaining:

@@ -147,7 +147,7 @@ def cpu_speed_of(host: Host, *, refresh: bool = False) -> CpuSpeed:
     if speeds.cpu and not refresh and not is_outdated(speeds.cpu):
         return speeds.cpu
     measured = measure_cpu(host)
-    # Loaded again: another process may have stored other figures meanwhile.
+    # Loaded again: another process may have stored other figures during the measurement.
     store_speeds(host, msgspec.structs.replace(load_speeds(host), cpu=measured))
     return measured
 

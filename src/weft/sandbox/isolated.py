@@ -87,7 +87,7 @@ class Isolated:
             del outcome  # an error keeps the frames that it passes: in a circle, the job would stay until a collection
 
     def close(self) -> None:
-        """End the workers, and the process that forks them if nobody else uses it. A later call starts them again."""
+        """End the workers, and the process that forks them if it has no other user. A later call starts them again."""
         for pool in self._pools:
             pool.close()
         if "caller" in vars(self):

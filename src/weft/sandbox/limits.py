@@ -42,7 +42,7 @@ def confine(limits: Limits) -> None:
 
 
 def grant_cpu(seconds: int) -> None:
-    """Have the system end this process once it has used so many seconds of CPU time more."""
+    """Have the system end this process once it has used this many seconds of CPU time more."""
     used = math.ceil(time.process_time())
     _lower(resource.RLIMIT_CPU, used + seconds)
 

@@ -118,7 +118,7 @@ def answer(handler: Handler, job: Job) -> FromWorker:
 def main(control: int, lifeline: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent's to answer
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no caller waits for workers
     for descriptor in (control, lifeline):
         os.set_inheritable(descriptor, False)
     die_with(lifeline)

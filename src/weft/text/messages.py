@@ -134,7 +134,7 @@ def _text(content: object, name: str) -> str:
 def result_text(content: object) -> str:
     """Return a tool's result as text: parts that are none are named, and what has no parts becomes JSON.
 
-    A result is never refused: the conversation would hold it for ever.
+    A result is never refused: the conversation would keep it.
     """
     if content is None or isinstance(content, str):
         return content or ""

@@ -32,8 +32,8 @@ codecs.register_error("weft-each-byte", _each_byte)
 class Pieces:
     """The text or the bytes that each token of `hf_tokenizer` adds, according to the vocabulary's own decoder.
 
-    `special`: ids that `skip_special_tokens` omits. `byte_fallback`: some tokens stand for single bytes, beside others
-    that stand for text. Raises ModelError for a decoder of an unknown kind.
+    `special`: ids that `skip_special_tokens` omits. `byte_fallback`: some tokens stand for single bytes, others for
+    text. Raises ModelError for a decoder of an unknown kind.
     """
 
     def __init__(self, hf_tokenizer: Tokenizer) -> None:

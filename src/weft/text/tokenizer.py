@@ -17,7 +17,7 @@ from weft.text.panics import convert_panic, loading
 from weft.text.pieces import Detokenizer, Pieces
 from weft.text.settings import TokenizerSettings
 
-# The library's batch calls release the interpreter's lock, so that a server can call them in a thread beside its event
+# The library's batch calls release the interpreter's lock, so that a server can call them in a thread next to its event
 # loop. Without this setting they also start a thread per core, even for a batch of one.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -218,8 +218,8 @@ def check_fill(fill: Fill) -> None:
 def reader_threads(device: torch.device) -> Iterator[ThreadPoolExecutor]:
     """Threads that read weights of a rank on `device`, one per core.
 
-    Each thread takes whole tensors: no barrier after every small step, and several reads in flight. Torch uses one
-    core for the caller meanwhile, as for each of these threads.
+    Each thread takes whole tensors: no barrier after every small step, and several reads in flight. Torch uses one more
+    core for the caller, as for each of these threads.
     """
     threads = torch.get_num_threads()
     with ThreadPoolExecutor(threads, "weft-load", initializer=_begin_reading, initargs=(device,)) as pool:

@@ -1,4 +1,4 @@
-"""The draft model beside the output rank: a `Proposer` that has a model runner of its own."""
+"""The draft model on the output rank: a `Proposer` that has a model runner of its own."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class ModelProposer:
         """
         rows, left, slots = [], self._runner.plan.max_num_batched_tokens, self._slots
         for slot in sorted(wanted, key=self._missing):
-            # Again: a text that begins alike may have been taken into this step meanwhile.
+            # Again: a text that begins alike may have been taken into this step since.
             missing = self._missing(slot)
             text, capacity = self._texts[slot], slots.capacity(slot)
             length = len(text.tokens)

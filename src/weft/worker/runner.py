@@ -59,7 +59,7 @@ class ModelRunner:
 
     Call `load`, `measure` and `allocate`, then for each step `fill_batch`, `forward` and, on the last stage, `logits`,
     all from one thread. `weight_bytes` are the bytes of the weights, `activation_bytes` the most that a step takes
-    beside them, `graph_bytes` those that all graphs keep.
+    besides the weights, `graph_bytes` the memory that all graphs keep.
     """
 
     def __init__(self, plan: Plan, rank: int, links: Links) -> None:
@@ -117,8 +117,8 @@ class ModelRunner:
     def _agree_on_captures(self) -> bool:
         """Return True if this rank, and all ranks that take part in its steps, can capture them as CUDA graphs.
 
-        A graph holds the exchanges of its step: a rank that captures beside one that does not would wait for it for
-        ever. Ranks can differ if their GPUs do, since kernels that a GPU cannot run are replaced by torch's.
+        A graph holds the exchanges of its step: a rank that captures would wait without end for a rank that does not.
+        Ranks can differ if their GPUs do, since kernels that a GPU cannot run are replaced by torch's.
         """
         if not self.plan.graphs or self.device.type != "cuda":
             return False
@@ -238,7 +238,8 @@ class ModelRunner:
             self.graphs = self._create_graphs()
             self.graphs.capture_at_start(self._slowest, report_captured)
         if not self.plan.on_cpu:
-            # The largest steps again, beside the KV cache: the allocator keeps their memory, and later steps find it.
+            # The largest steps again, together with the KV cache: the allocator keeps their memory, and later steps
+            # find it.
             for counts, params in rehearsal.largest_steps(self.plan):
                 rehearse(counts, params, num_blocks)
 

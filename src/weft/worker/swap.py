@@ -46,9 +46,9 @@ class WeightSwap:
     """The weights of rank `rank` by `plan`, whose checkpoint is another than the model's.
 
     All ranks `check`, then `stage`, then `move_into` their models, each if all ranks have done what comes before. The
-    host's memory has room for all weights of its ranks a second time. A GPU needs, beside its model, what one step of
-    64 tokens takes if importance is measured, and one band of a matrix at a time if it rounds: as many rows as have
-    512 Ki numbers, but a whole head, which is 10 MB for a matrix of 28,672 columns in bfloat16.
+    host's memory has room for all weights of its ranks a second time. A GPU needs, besides its model, the memory of one
+    step of 64 tokens if importance is measured. If it rounds, it also needs one band of a matrix at a time: as many
+    rows as have 512 Ki numbers, but a whole head, which is 10 MB for a matrix of 28,672 columns in bfloat16.
     """
 
     def __init__(self, plan: Plan, rank: int, links: Links, device: torch.device, rounding: Rounding) -> None:

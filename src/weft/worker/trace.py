@@ -1,7 +1,7 @@
 """Trace: torch's profiler over the steps of a rank, written as a file that chrome://tracing and Perfetto open.
 
-Beside the profiler's events the file has Weft's own: the parts of each step, and the phases of the layers that C++
-computes in one call, which the profiler sees as nothing.
+Besides the profiler's events the file has Weft's own: the parts of each step, and the phases of the layers that C++
+computes in one call, which the profiler does not see.
 """
 
 from __future__ import annotations

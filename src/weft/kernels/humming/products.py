@@ -40,7 +40,7 @@ class Tiles:
     configs: str
 
     def place(self, rows: int) -> int:
-        """Index of the tile for so many rows."""
+        """Index of the tile for `rows` rows."""
         return min(bisect_left(self.limits, rows), len(self.limits) - 1)
 
     def firsts(self, most: int) -> list[int]:
@@ -48,7 +48,7 @@ class Tiles:
         return [above + 1 for above in (0, *self.limits[:-1]) if above < most]
 
     def height(self, rows: int) -> int:
-        """Rows of the tile for so many rows of x."""
+        """Rows of the tile for `rows` rows of x."""
         return self.heights[self.place(rows)]
 
 

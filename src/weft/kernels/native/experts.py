@@ -121,7 +121,7 @@ def pack_stack(entries: Entries, stack: ExpertStack, order: torch.Tensor | None 
 def pack_gate_up(entries: Entries, stack: ExpertStack) -> NativeStack:
     """Pack matrices whose rows are those of the gate and then those of the up projection: panels of both in turns."""
     width = stack.weight.select(0, 0).shape[0] // 2
-    # Incomplete panels repeat the last row, whose products nobody reads.
+    # Incomplete panels repeat the last row, whose products are not read.
     rows = torch.arange(-(-width // PANEL) * PANEL).clamp(max=width - 1).view(-1, PANEL)
     return pack_stack(entries, stack, torch.stack((rows, rows + width), dim=1).flatten())
 

@@ -107,7 +107,7 @@ class NativeStage:
         self._phases = PhaseBuffer(len(self._layers), log) if log else None
 
     def forget_caches(self) -> None:
-        self._caches = None  # the next call sets the addresses anew
+        self._caches = None  # the next call sets the addresses again
 
     def _grow_workspace(self, tokens: int, routed: int) -> None:
         """Have room for a step of `tokens`, of which `routed`, with those of other groups, go through the experts."""

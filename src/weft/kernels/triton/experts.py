@@ -32,8 +32,8 @@ FLOAT_TILES = {16: (64, 2, 4), 32: (64, 2, 4), 64: (64, 2, 4), 128: (128, 2, 8)}
 MIN_ROWS = 32  # rows of a matrix per program, if whole tiles' programs would be fewer than the processors
 # Blocks that go through all rows of the matrices before the next ones: their tokens stay in the second cache.
 TOGETHER = 16
-# Tokens up to which shared experts are computed beside the routed ones; for more, products of their own have larger
-# tiles. Not yet measured.
+# Tokens up to which shared experts are computed together with the routed ones; for more, products of their own have
+# larger tiles. Not yet measured.
 MAX_SHARED_TOKENS = 64
 
 

@@ -22,7 +22,7 @@ from weft.kernels.warm import KernelLaunch, first_of_variants
 
 HEADS = 16  # query heads of a program that decodes
 QUERIES = 32  # queries of a program of a row of several tokens, tokens times heads
-QUERY_BYTES = 1 << 10  # bytes of the widest query of which so many fit beside the latents; of wider ones half as many
+QUERY_BYTES = 1 << 10  # bytes of the widest query for which this many fit next to the latents; else half
 PROGRAMS = 2  # per multiprocessor, until which contexts are split
 TILE_BYTES = 32 << 10  # bytes of the latents that a program works on at once
 WIDE_HEADS, WIDE_TILE = 64, 64  # queries and latents of a program that multiplies by warp groups
@@ -593,7 +593,7 @@ class TritonLatents:
         variants = first_of_variants(variant, shape.rows)
         decodes = [attention_inputs.decode_inputs(absorbed, device, [1] * rows) for rows in variants]
         prompts = [attention_inputs.prompt_inputs(absorbed, device, [2], [2])] * (shape.length > 1)
-        # Triton compiles anew if a row's length is no multiple of 16.
+        # Triton compiles another kernel if a row's length is no multiple of 16.
         expanded = first_of_variants(lambda heads: heads * (dims.nope_dim + dims.value_dim) % 16, shape.q_heads)
         return [
             [partial(attend, *inputs) for inputs in decodes],

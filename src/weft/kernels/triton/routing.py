@@ -158,13 +158,13 @@ class Choice(NamedTuple):
 
     @classmethod
     def empty(cls, tokens: int, spec: Experts, device: torch.device) -> Choice:
-        """Memory for the choices of so many tokens."""
+        """Memory for the choices of `tokens` tokens."""
         chosen = torch.empty(tokens, spec.top_k, dtype=torch.int64, device=device)
         return cls(chosen, torch.empty(tokens, spec.top_k, dtype=torch.float32, device=device))
 
 
 def choice_constants(spec: Experts, *, padded: bool, corrected: bool) -> dict[str, bool | int | float]:
-    """Constants of `choose_and_store` for a model; `padded` if the batch may have rows that choose nobody, `corrected`
+    """Constants of `choose_and_store` for a model; `padded` if the batch may have rows that choose NOBODY, `corrected`
     if there is a correction."""
     return {
         "TOP_K": spec.top_k,
@@ -386,7 +386,7 @@ def _sum(
     for k in tl.static_range(TOP_K):
         row = token * TOP_K + k
         own = tl.load(numbers + row) - first
-        # Nobody has written the parts of other experts.
+        # No kernel has written the parts of other experts.
         stop = tl.where((own >= 0) & (own < count), width, 0)
         part = tl.load(parts + row * width + columns, columns < stop, other=0.0)
         total += tl.where(columns < stop, part.to(tl.float32) * tl.load(shares + row), 0.0)

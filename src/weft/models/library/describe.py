@@ -309,7 +309,7 @@ def planned_style(path: str, plan: Mapping[str, str]) -> str:
 
 
 def head_tensors(tensors: tuple[LibraryTensor, ...], joined: Collection[str], head_dim: int) -> Iterator[str]:
-    """Yield a reason not to cut a layer if a tensor has values for each head beside projections that are cut."""
+    """Yield a reason not to cut a layer if a tensor has values for each head next to projections that are cut."""
     linear = {tensor.name.rpartition(".")[0]: tensor for tensor in tensors if tensor.linear}
     cut = {path.rpartition(".")[0] for path, tensor in linear.items() if tensor.cut == "rows" and path not in joined}
     for tensor in tensors:
