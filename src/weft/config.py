@@ -53,7 +53,7 @@ class Option:
     repeated: bool = False
 
     def checked(self, name: str, value: Any) -> Any:
-        """Return a value, or the choice that it is a synonym of. Raises ConfigError for one that is not allowed."""
+        """Return a value, or the choice that it is a synonym of. Raises ConfigError for a value that is not allowed."""
         if self.choices:
             value = self.synonyms.get(value, value)
             if value not in self.choices:

@@ -41,7 +41,8 @@ Tasks = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Batch:
-    """Requests that all arrive at the start; `requests` makes those of a run, with different tokens for each run.
+    """Requests that all arrive at the start; `requests` makes the requests of a run, with different tokens for each
+    run.
 
     `share` is the share of the suite's runs that is enough for this batch.
     """

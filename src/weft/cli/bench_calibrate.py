@@ -121,7 +121,8 @@ def keep_results(results: Sequence[DeviceResult]) -> None:
 
 
 def measured_config(arguments: Namespace) -> EngineConfig:
-    """The engine config of the flags; without a model, that of synthetic ones. Raises UsageError for several ranks."""
+    """The engine config of the flags; without a model, the config for synthetic models. Raises UsageError for several
+    ranks."""
     config = engine_config(arguments, **({} if getattr(arguments, "model", "") else {"model": "synthetic"}))
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if (getattr(config, name) or 1) > 1:

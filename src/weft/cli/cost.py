@@ -78,7 +78,7 @@ def request_usage(question: Question, cached: float) -> Usage:
 
 
 def api_quotes(arguments: Namespace, model: Model, each: Usage) -> list[Quote]:
-    """Prices of a request: of the APIs that the flags name, else of those that sell the model.
+    """Prices of a request: of the APIs that the flags name, else of all APIs that sell the model.
 
     Raises ConfigError if no provider sells the model and --demand needs an API.
     """

@@ -270,7 +270,7 @@ def with_config_file(command: Command, argv: list[str]) -> list[str]:
 
 
 def flags_of_file(command: Command, path: str) -> dict[Any, Any]:
-    """The flags in a --config file, by name; of a file with several models, those of the address."""
+    """The flags in a --config file, by name; if it has several models, the flags of the address."""
     content = read_config_file(path)
     if command.takes_set:
         from weft.cli import set_file

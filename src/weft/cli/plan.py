@@ -272,7 +272,7 @@ def planned_workload(given: dict[str, Any], model: Model) -> Workload:
 def beside_cpu(given: dict[str, Any], cluster: Cluster) -> Cluster:
     """The cluster with the CPU next to its GPUs if the flags name the CPU, and without it otherwise.
 
-    A CPU that is not described is that of this machine, or for described GPUs a typical one.
+    A CPU that is not described is this machine's, or for described GPUs a typical CPU.
     """
     if cluster.on_cpu or not layout_flags.asks_for_cpu(given):
         return msgspec.structs.replace(cluster, cpu=None)

@@ -157,7 +157,8 @@ def advice_json(arguments: Namespace, cluster: Cluster, rows: Sequence[dict[str,
 
 
 def best_first(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows: the largest model first of those that one person is glad of, then the fastest of the others."""
+    """The rows: first the models that are comfortable for one person, the largest first, then the fastest of the
+    others."""
 
     def order(row: dict[str, Any]) -> tuple[int, float]:
         if not row["fits"]:

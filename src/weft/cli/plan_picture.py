@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-MAX_DRAWN_GPUS = 8  # GPUs drawn one by one; more are folded
+MAX_DRAWN_GPUS = 8  # GPUs drawn separately; more are folded
 PARTS = ("weight", "kv", "other", "held", "free")  # parts of a GPU's memory, as `ranks` of the JSON names them
 NAMES = {"weight": "weights", "kv": "KV", "other": "other", "held": "in use", "free": "free"}
 LINKS = {"nvlink": "NVLink", "pcie": "PCIe", "memory": "shared memory", "network": "the network"}
@@ -17,7 +17,7 @@ Row = Mapping[str, Any]  # a rank in the JSON
 
 
 class Bar(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU, or several with equal parts; bytes are those of each.
+    """One GPU, or several with equal parts; bytes are per GPU.
 
     `numbers` count within the node. `ranks` is empty if the plan leaves the GPUs idle.
     """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 POLL_S = 0.25
-WRITING_S = 30.0  # seconds for the files of a trace that was ended; those of other machines never come
+WRITING_S = 30.0  # seconds for the files of a trace that was ended; files of other machines never come
 KERNELS = 20  # rows of the table by kernel
 # Kinds of work that the planner adds up as one figure.
 OVERHEAD = ("sampling", "scheduling", "other", "idle")

@@ -23,7 +23,7 @@ STAYS_S = 10 * 365 * 24 * 3600.0  # Ollama's API has no value for "never", and g
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model of a server. `bytes` and `device` are None for one that is not awake, or unknown.
+    """A model of a server. `bytes` and `device` are None for a model that is not awake, or unknown.
 
     - `state`: awake, asleep, or the reason why it is unknown.
     - `until`: when it will be sent to sleep, in seconds since 1970; None: not by itself.
@@ -120,7 +120,7 @@ def served_models(names: Sequence[str], rows: Sequence[_Row]) -> list[ServedMode
 
 
 def grouped(models: Sequence[ServedModel], *, one_model: bool) -> list[ServedModel]:
-    """The models with the names of one row joined: those of one model, or of several that are not awake."""
+    """The models with the names of one row joined: names of one model, or of several that are not awake."""
     groups: dict[ServedModel, list[str]] = {}
     for model in models:
         alike = one_model or model.state != "awake"

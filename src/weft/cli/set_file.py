@@ -107,7 +107,7 @@ def _entry(row: object, number: int, common: Mapping[Flag, Any], path: str) -> M
 
 
 def _fields(row: object, where: str) -> dict[Any, Any]:
-    """The fields of a model, each by its name in OWN or that of its flag."""
+    """The fields of a model, each by its name in OWN or its flag's name."""
     if not isinstance(row, dict):
         raise ConfigError(
             f"{where} is {row!r:.60}; it must be a mapping, as in {{name: small, model: demo}}",
@@ -117,7 +117,7 @@ def _fields(row: object, where: str) -> dict[Any, Any]:
 
 
 def _flags_of_fields(fields: Mapping[Any, Any], where: str) -> dict[Flag, Any]:
-    """The values of the fields that are flags. Raises ConfigError for one that is no flag of a model."""
+    """The values of the fields that are flags. Raises ConfigError for a field that is no flag of a model."""
     flags = _by_name(MODEL_FLAGS)
     values = {key: value for key, value in fields.items() if key not in OWN}
     for key in values:
@@ -149,7 +149,7 @@ def _loads_at_start(value: object, where: str) -> bool:
 
 
 def _names(value: object, model: str, where: str) -> tuple[str, ...]:
-    """The names of a model in requests: those that it is given, or what it is."""
+    """The names of a model in requests: the given names, or the model's own."""
     names = [model] if value is None else value if isinstance(value, list) else [value]
     if not names or not all(isinstance(name, str) and name.strip() for name in names):
         raise ConfigError(

@@ -16,7 +16,7 @@ from weft.formatting import format_bytes
 STEP_BAR = 20  # characters of a rank's step
 MIN_DELAYED = 0.005  # a smaller share of a step without a core is shown as 0 %
 DELAYED = "no core"
-# Columns of ranks, those that are left out first come first.
+# Columns of ranks; the first in this list is left out first
 RANKS_DISPENSABLE = ("share of a step", "stage", "KV size", "weights", "layers", DELAYED, "▒ comm", "· wait")
 NO_CORE = f"{DELAYED}: other programs had the rank's core; this time is part of the other shares"
 # The parts of a step: name, its short form, character and style.

@@ -115,7 +115,7 @@ def _watched(look: Look) -> Iterator[str]:
 
 
 def _findings(servers: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[RenderableType]:
-    """Two paragraphs for each finding; of several servers with the URL of the one that has it.
+    """Two paragraphs for each finding; if there are several servers, with the URL of its server.
 
     Findings that follow from another one come after all others of their server.
     """

@@ -208,7 +208,7 @@ class Machine:
 
 
 def core_ticks(root: Path = Path("/")) -> dict[int, tuple[int, int]]:
-    """Clock ticks of each core since the start of the machine: those of work, and all. Empty outside Linux."""
+    """Clock ticks of each core since the start of the machine: of work, and in all. Empty outside Linux."""
     try:
         lines = (root / "proc/stat").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""EngineNodes: the nodes that hold the ranks of engines, those of the first start and those that have come back."""
+"""EngineNodes: the nodes that hold the ranks of engines, from the first start or joined again."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ class Frontend:
     async def render_chat(self, messages: Sequence[Mapping[str, Any]], **keywords: Any) -> str:
         """Return a conversation as the text of a prompt, with BOS if the model wants it.
 
-        `keywords` are those of `_rendering`.
+        `keywords` are as in `_rendering`.
         """
         return await self._rendering(**keywords).text(messages)
 
@@ -203,7 +203,7 @@ class Frontend:
     ) -> tuple[str, list[int]]:
         """Return a conversation as the text of a prompt and as its token ids, without a limit on their number.
 
-        `keywords` are those of `_rendering`, `least` is that of `check_text`.
+        `keywords` are as in `_rendering`, `least` as in `check_text`.
         """
         rendering = self._rendering(**keywords)
         text = await rendering.text(messages)
@@ -237,8 +237,8 @@ class Frontend:
     ) -> Collector:
         """Return the Collector of a prompt's answer, which holds the core's requests, one per choice.
 
-        `shown` are special tokens that the answer's text has in any case. `grammar` constrains the answer; it is that
-        of the `structured_outputs` of `params`, or another one that has been checked.
+        `shown` are special tokens that the answer's text has in any case. `grammar` constrains the answer; it comes
+        from the `structured_outputs` of `params`, or is another one that has been checked.
         """
         check_priority(priority)
         if self.pooling is not None and not self.pooling.generates:

@@ -31,7 +31,7 @@ WAIT_S = 30.0  # seconds for a replica, while none runs
 
 
 class RoutedRequest:
-    """A request, and the sink of what its replica sends. `tokens` are those of its answer so far.
+    """A request, and the sink of what its replica sends. `tokens` are the answer's so far.
 
     `engine_id` is its id in the engine. Each hand-over has a new one: an engine to which the request comes back may
     still send outputs of the time before. `given_s` is the time at which it came there, `given` the number of tokens
@@ -91,10 +91,9 @@ class RoutedRequest:
 class HandOver:
     """The open requests of a set of replicas: each is with a replica, or waits for one up to WAIT_S seconds.
 
-    `room` limits their number. With the engine number `lost` that it loses in a row, a request fails, since it may be
-    what kills them; if it lost LOST while no other suspect was there, it is refused for a while. `ended` is the error
-    after which none is taken, `last_death` the last failure of an engine or of a start. `busy` is set while there are
-    requests.
+    `room` limits their number. A request that loses LOST engines in a row fails, since it may be what kills them; if it
+    lost them while no other suspect was there, it is refused for a while. `ended` is the error after which none is
+    taken, `last_death` the last failure of an engine or of a start. `busy` is set while there are requests.
     """
 
     def __init__(self, replicas: Sequence[Replica], router: Router, room: Room, lost: int = LOST) -> None:
@@ -177,7 +176,7 @@ class HandOver:
             self.busy.clear()
 
     def _place(self, requests: Iterable[RoutedRequest]) -> None:
-        """Give requests to replicas, or let them wait for one."""
+        """Give requests to replicas, or let them wait for a replica."""
         for routed in requests:
             loads = [replica.load if self._may_give(routed, replica) else None for replica in self._replicas]
             if all(load is None for load in loads):
@@ -230,7 +229,7 @@ class HandOver:
                 self._give(routed, replica)
 
     def _leave(self, routed: RoutedRequest) -> None:
-        """Take a request from its replica, or from those that wait."""
+        """Take a request from its replica, or from the queue of waiting requests."""
         replica, routed.replica = routed.replica, None
         self._end_trial(routed)
         if replica is not None:

@@ -274,7 +274,7 @@ class CoreThread(CoreLoop):
             submission.outputs.put(share)
 
     def _end(self, cause: Cause) -> None:
-        """Pass the cause to all waiting callers, and to those that come later."""
+        """Pass the cause to all waiting callers, and to later ones."""
         self._heap.set_busy(False)
         with self._lock:
             self.failure = EngineError(cause)

@@ -184,7 +184,7 @@ class AsyncEngine:
     def send_requests(self, requests: Sequence[Request], sink: OutputSink) -> None:
         """Queue requests, all or none; `sink` gets their outputs.
 
-        Raises QueueFullError, EngineError, and RequestError for one whose result cannot be sent.
+        Raises QueueFullError, EngineError, and RequestError for a request whose result cannot be sent.
         """
         self._raise_failure()
         for request in requests:

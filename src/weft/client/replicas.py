@@ -42,10 +42,10 @@ class ReplicaSet:
 
     A request goes to the replica that will have done its work the soonest (`client.routing`). If an engine dies, it is
     started again (`client.restarts`), and its requests go to the others: from their beginning, or behind the tokens
-    that they have, so that no caller notices (`client.handover`). If no engine runs, requests wait for one. With a
-    single engine on this machine, those that it had fail.
+    that they have, so that no caller notices (`client.handover`). If no engine runs, requests wait until one does. With
+    a single engine on this machine, its requests fail.
 
-    `plan` is that of the replica that serves the shortest requests. `failure` is the error after which no engine is
+    `plan` is the plan of the replica that serves the shortest requests. `failure` is the error after which no engine is
     started again: every replica has started too often in a row without an answered request.
     """
 
@@ -84,9 +84,9 @@ class ReplicaSet:
     ) -> ReplicaSet:
         """Start all engines at the same time, and wait until all are warm. Raises the EngineError of the first to fail.
 
-        With `stall_s`, an engine that finishes no step for that many seconds while it has requests is taken for dead,
-        and so is one of whose processes one shows no sign of life for as long.
-        `nodes` hold the ranks, if these are not all on this machine.
+        With `stall_s`, an engine that finishes no step for that many seconds while it has requests is taken for dead.
+        So is an engine of which a process shows no sign of life for as long. `nodes` hold the ranks, if these are not
+        all on this machine.
         """
         replicas = cls(planned, config, worker, nodes)
         replicas._stall_s = None if stall_s is None else max(stall_s, SHORTEST_S)
@@ -133,7 +133,7 @@ class ReplicaSet:
                     return
 
     async def _follow_state(self, engine: AsyncEngine, state: State) -> State:
-        """Bring a new engine from `state` to that of the others, and return this."""
+        """Bring a new engine from `state` to the state of the others, and return this."""
         current = self._state
         weights, sleep = current
         if weights is not None and weights is not state[0]:
@@ -162,7 +162,7 @@ class ReplicaSet:
 
     @property
     def replica_stats(self) -> list[Stats]:
-        """The stats of each replica; the gauges of one without engine are 0."""
+        """The stats of each replica; without an engine, its gauges are 0."""
         return [replica.stats for replica in self._replicas]
 
     @property
@@ -313,8 +313,8 @@ async def start_engine(
 ) -> AsyncEngine | ReplicaSet:
     """Start one engine, or several as one. Raises EngineError with the root cause.
 
-    The arguments are those of `ReplicaSet.start`. One engine is a ReplicaSet too if it shall start again after a
-    failure: with `stall_s` on this machine, on several nodes if these last.
+    The arguments are as in `ReplicaSet.start`. One engine is a ReplicaSet too if it shall start again after a failure:
+    with `stall_s` on this machine, on several nodes if these last.
     """
     lasting = nodes.lasting if nodes is not None else stall_s is not None
     if len(planned) > 1 or lasting:

@@ -40,8 +40,8 @@ WAITING = frozenset(
 class EngineKeeper:
     """Starts engines for replicas, all at once, and each again that has died or finishes no step.
 
-    `join` makes an engine that has started the replica's; it may take time. `nodes` are those that hold the ranks, None
-    for ranks of this machine. `plan` is the executed plan of the replica that serves the shortest requests.
+    `join` makes an engine that has started the replica's; it may take time. `nodes` are the nodes that hold the ranks,
+    None for ranks of this machine. `plan` is the executed plan of the replica that serves the shortest requests.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Suspects: requests with which engines have died, and the refusal of those that are what kills them."""
+"""Suspects: requests with which engines have died, and the refusal of requests that kill engines."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Hashable
 LOST = 2
 REFUSED_S = 600.0  # after its last death: clients' own retries have ended by then, and a mended server gets it again
 REMEMBERED = 4096  # digests: each has cost an engine, so that more in REFUSED_S means that another thing is wrong
-# After this time with an engine a suspect may be joined by the next one: what kills an engine mostly does so soon, in
-# the check of a grammar or in the first step, which on a busy machine took five seconds.
+# After this time with an engine a suspect may be joined by the next one. A request that kills an engine mostly does so
+# soon, in the check of a grammar or in the first step, which on a busy machine took five seconds.
 ALONE_S = 10.0
 # After this many deaths in a row, other suspects no longer count: they would all have to be as unlucky.
 LOST_IN_COMPANY = 2 * LOST
@@ -46,15 +46,15 @@ class Suspects:
     """Deaths of engines, by a digest of the request. All times are seconds of one clock, which the caller reads.
 
     An engine that dies has many requests, of which one may be what killed it. All of them are suspects then, until an
-    answer of theirs is complete. Suspects are asked one after the other (`may_begin`): if an engine dies with one that
-    was alone among its suspects, and that was its death number LOST in a row, the request is refused for REFUSED_S
-    seconds, else after LOST_IN_COMPANY deaths in a row. So a second death that no request caused refuses at most one
-    innocent request, never all that were in flight.
+    answer of theirs is complete. Suspects are tried one after the other (`may_begin`). If an engine dies with a single
+    suspect, and this was that request's death number LOST in a row, the request is refused for REFUSED_S seconds, else
+    after LOST_IN_COMPANY deaths in a row. So a second death that no request caused refuses at most one innocent
+    request, never all that were in flight.
     """
 
     def __init__(self) -> None:
         self._deaths: OrderedDict[bytes, _Deaths] = OrderedDict()  # the oldest death first
-        self._trials: list[Trial] = []  # those of suspects
+        self._trials: list[Trial] = []  # digests of suspects
 
     def __bool__(self) -> bool:
         """Return True if there is any suspect: otherwise no digest is needed."""

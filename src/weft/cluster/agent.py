@@ -238,7 +238,7 @@ class Server:
         self._child: subprocess.Popen[bytes] | None = None
 
     def start(self, task: Start) -> Started:
-        """Start the server, or find the one that runs."""
+        """Start the server, or find the server that runs."""
         with open(self._record, "a+b", opener=_open_private) as record:
             if not try_lock(record.fileno()):
                 running = self._read_record()

@@ -44,7 +44,7 @@ MEASURED_S = 15.0  # seconds of measurements, of which some failed, after which 
 
 
 class Assembly:
-    """All nodes of an engine, or of several replicas, checked. `groups` are those of each replica.
+    """All nodes of an engine, or of several replicas, checked. `groups` are the nodes of each replica.
 
     With `lasting` the head goes on listening, so that nodes may come back after a failure.
     """
@@ -88,7 +88,7 @@ class Gatherer:
             gone = self._lasting and getattr(error, "code", "") == NOT_ANSWERING
             for node in chain.from_iterable(joined):
                 if gone:
-                    node.close()  # those that are there join again
+                    node.close()  # nodes that are there join again
                 else:
                     node.dismiss(*end_of_head(error))
             raise

@@ -86,7 +86,7 @@ class JoinedNode:
         self._channel.close()
 
     def _read_facts(self, report: msgspec.Raw) -> Facts:
-        """Read a node's report. Raises NotWeftError, of which the node is told, for that of another version."""
+        """Read a node's report. Raises NotWeftError for a node of another version, which is told so."""
         try:
             return msgspec.msgpack.decode(report, type=Facts)
         except msgspec.DecodeError as error:
@@ -185,7 +185,7 @@ class Door:
         return [[taken[number, node] for node in settings.groups[number] if node] for number in replicas]
 
     def _are_there(self, wanted: Set[tuple[int, int]]) -> bool:
-        """Return True if all have joined; forget those that have left."""
+        """Return True if all have joined; forget nodes that have left."""
         for key in [key for key in wanted if key in self._joined and not self._joined[key].present]:
             self._joined.pop(key).close()
         return wanted <= self._joined.keys()

@@ -92,7 +92,7 @@ class RayGroup:
 
 
 class RayAssembly:
-    """The nodes of an engine, or of several replicas, on Ray. `groups` are those of each replica."""
+    """The nodes of an engine, or of several replicas, on Ray. `groups` are the nodes of each replica."""
 
     def __init__(self, groups: list[RayGroup], gather: Callable[[Occupied, int], RayGroup], *, lasting: bool) -> None:
         """`gather` finds nodes of one replica among nodes that are not occupied; it takes this many if the config has
@@ -139,7 +139,7 @@ def uses_ray(config: EngineConfig, host: Host, environment: Mapping[str, str]) -
 
 
 def sized_ranks(config: EngineConfig) -> int:
-    """Number of ranks by the sizes of a config; those that are left out count as 1."""
+    """Number of ranks by the sizes of a config; sizes that are left out count as 1."""
     tensor = len(config.tensor_split) if config.tensor_split else config.tensor_parallel_size or 1
     stages = len(config.pipeline_split) if config.pipeline_split else config.pipeline_parallel_size or 1
     groups = config.data_parallel_size or 1 if config.enable_expert_parallel else 1
@@ -336,7 +336,7 @@ def _open_connection(ray: Any, environment: Mapping[str, str], limit_s: float, *
 def _last_cluster(may_start: bool) -> str:
     """Address of the cluster that Ray would join here: of its processes, else of the file that `ray start` has left.
 
-    Raises ConnectionError if there is none, or if that of the file was on this machine, is dead, and another one may
+    Raises ConnectionError if there is none, or if the file's cluster was on this machine, is dead, and another one may
     start; and ConfigError for a dead one otherwise.
     """
     try:

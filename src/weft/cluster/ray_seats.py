@@ -1,4 +1,4 @@
-"""Choice of the nodes of a Ray cluster for engines. Pure: nodes with room in, those of each engine out."""
+"""Choice of the nodes of a Ray cluster for engines. Pure: takes nodes with room, returns each engine's nodes."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def choose_seats(
     share: int,
     where: str = CLUSTER,
 ) -> list[Seat]:
-    """The nodes for one of `replicas` engines, each with room for exactly the ranks that it gets.
+    """The nodes for one of `replicas` engines, each node with room for exactly the ranks that it gets.
 
     One node if one holds all ranks; else the first nodes that hold them with every tensor-parallel group inside a node;
     else the first that hold them. Without sizes in the config, the first `share` nodes. Raises PlanError, with the

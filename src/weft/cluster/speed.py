@@ -60,7 +60,7 @@ def listen_for_peers(address: str, settings: NodeSettings) -> PeerListener:
 
 
 def answer_measurement(connection: socket.socket) -> None:
-    """Send PINGS bytes back one by one, then read blocks until the last one, and confirm that."""
+    """Send PINGS bytes back one at a time, then read blocks until the last one, and confirm it."""
     deadline_s = _prepare(connection)
     for _ in range(PINGS):
         connection.sendall(_receive(connection, 1, deadline_s))

@@ -54,7 +54,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A node: its devices, those that no placement group has, their links, and the engines on it. Memory is in bytes.
+    """A node: its devices, the devices that no placement group has, their links, and the engines on it. Memory is in
+    bytes.
 
     `links` is None for a node that has not reported them.
     """
@@ -87,7 +88,7 @@ class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
 def cluster_status(host: Host, environment: Mapping[str, str], servers: Sequence[Engine] = ()) -> ClusterStatus:
     """The status of the Ray cluster at RAY_ADDRESS or on this machine; without one, of this machine alone.
 
-    `servers` are those that run on this machine. Raises ConfigError for an address at which no cluster answers.
+    `servers` are the servers that run on this machine. Raises ConfigError for an address at which no cluster answers.
     """
     if environment.get("RAY_ADDRESS") or importlib.util.find_spec("ray"):
         try:

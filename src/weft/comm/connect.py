@@ -263,7 +263,7 @@ def connect_rank(site: Site) -> Links:
     """Connect a rank to the others. Every rank of the plan calls this, and it returns when all have."""
     plan = site.plan
     if plan.nodes > 1:
-        site.join_world()  # all ranks take part in it, even those that need no process group
+        site.join_world()  # all ranks take part in it, even ranks that need no process group
     links = connect_links(site)
     site.end_rendezvous()
     return links

@@ -158,7 +158,7 @@ class ForkClient:
         self._ready = True
 
     def _receive(self) -> tuple[FromServer, list[int]]:
-        """Wait for a message that is not the end of a process; note those that are. Raises ForkError."""
+        """Wait for a message that is not the end of a process; note the ends of processes. Raises ForkError."""
         while True:
             message, files = self._receive_any()
             if not isinstance(message, Exited):

@@ -13,7 +13,7 @@ from typing import IO, Protocol
 
 from weft.executors.fork_client import AdoptedServer, ForkClient, ForkError
 
-# With one of these, OpenMP binds the very process that loads it to a core.
+# With one of these variables, OpenMP binds the very process that loads it to a core.
 BINDING_VARIABLES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
 MIN_FORKS = 2  # processes for which a server pays: it imports as long as one of them does
 

@@ -147,7 +147,7 @@ class Silence:
 
     @property
     def stopped_s(self) -> float:
-        """Seconds of silence of a process that is stopped; 0 for one that may only be short of CPU time."""
+        """Seconds of silence of a process that is stopped; 0 for a process that may only be short of CPU time."""
         return self.seconds if self.times is not None and self.times.stopped else 0.0
 
     @property

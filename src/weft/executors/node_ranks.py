@@ -40,8 +40,8 @@ from weft.plan.wiring import Tcp
 class NodeRanks:
     """Runs this node's ranks as the head at the other end of `channel` asks, until one side ends.
 
-    `node` is this node's number, `address` and `interface` those of its route to the others, `checkpoint` its own copy
-    of the model.
+    `node` is this node's number, `address` and `interface` its route to the others, `checkpoint` its own copy of the
+    model.
     """
 
     def __init__(self, channel: Channel[Any], node: int, address: str, interface: str, checkpoint: str) -> None:
@@ -59,7 +59,7 @@ class NodeRanks:
     def run_until_end(self, messages: Iterable[Any]) -> Cause:
         """Run the ranks; return the cause of the end, in the phase "shutdown" if the engine was closed in order.
 
-        `messages` are those of the channel, a StartRanks first.
+        `messages` are the channel's, a StartRanks first.
         """
         try:
             for message in messages:

@@ -1,4 +1,5 @@
-"""NodesExecutor: ranks as processes on several nodes: this one, the head, if it has any, and those that have joined."""
+"""NodesExecutor: ranks as processes on several nodes: this one, the head, if it has any, and the nodes that have
+joined."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class ProcessExecutor(RankExecutor):
             self._launch_on_host(plan)
 
     def _launch_on_network(self, plan: Plan) -> None:
-        """Start the processes; tell those of the other ranks where rank 0 listens."""
+        """Start the processes; tell the other ranks' processes where rank 0 listens."""
         for place in plan.places:
             self._start_rank(plan, place.rank)
         self._send_launch(plan, 0, Tcp(LOOPBACK_ADDRESS, 0), Network())

@@ -88,7 +88,7 @@ class RankWatch:
         return None
 
     def _stuck_work(self, now: float) -> Cause | None:
-        """The cause if the oldest work has taken too long: it is that of the rank that is behind the others."""
+        """The cause if the oldest work has taken too long: it is the work of the rank that is behind the others."""
         self._leave_pause_out(now)
         before, work = self._work, self._oldest_work()
         self._work = work
@@ -144,5 +144,6 @@ class RankWatch:
 
 
 def watch_silence(processes: RankProcesses, limit_s: float, fail: Callable[[Cause], None]) -> RankWatch:
-    """Create a watch over ranks whose work others see, too: those of one of several nodes, of which any may compute."""
+    """Create a watch over ranks whose work others see, too: the ranks of one of several nodes, of which any may
+    compute."""
     return RankWatch(processes, limit_s, lambda: None, fail)

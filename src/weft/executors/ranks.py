@@ -206,7 +206,7 @@ class RankExecutor(ABC):
 
     @abstractmethod
     def _send(self, message: ToRank, ranks: Iterable[int]) -> None:
-        """Send a message to those of these ranks that are still there."""
+        """Send a message to these ranks, as far as they are still there."""
 
     @abstractmethod
     def _kill(self) -> None:
@@ -278,7 +278,7 @@ class RankExecutor(ABC):
             pending.results[group] = result
             if len(pending.results) < len(self._groups):
                 return
-            self._pending.popleft()  # every group has returned those of earlier steps
+            self._pending.popleft()  # every group has returned its results of earlier steps
         if isinstance(pending.step, LockStep):
             pending.future.set_result(LockStepResult([pending.results[group] for group in range(len(self._groups))]))
         else:

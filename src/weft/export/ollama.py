@@ -14,7 +14,7 @@ from weft.formats import gguf_reference, gguf_types
 from weft.planner.deployment import DeploymentLayout
 from weft.planner.question import Question
 
-# Precisions of GGUF with about as many bits, for those that Ollama does not read.
+# Precisions of GGUF with about as many bits, for precisions that Ollama does not read.
 PRECISION_SUBSTITUTES = {"int4": "q4_k_m", "nvfp4": "q4_k_m", "int8": "q8_0", "fp8": "q8_0"}
 PORT = 11434  # Ollama's default
 

@@ -4,12 +4,12 @@ NAME.weight has the numbers of a matrix one after the other, row by row, two to 
 Each is an index of a table of 16 values (`schemes.TABLES`). With it are stored
 
 - NAME.weight.absmax: a scale for each `blocksize` numbers, in float32; with double quantisation a byte for each, an
-  index of NAME.weight.nested_quant_map, to be multiplied by one of NAME.weight.nested_absmax per `nested_blocksize`
+  index of NAME.weight.nested_quant_map, to be multiplied by a value of NAME.weight.nested_absmax per `nested_blocksize`
   bytes and added to `nested_offset`;
 - NAME.weight.quant_map: the table;
 - NAME.weight.quant_state.bitsandbytes__nf4 (or fp4): the other figures, as the bytes of a JSON object.
 
-Blocks run along the whole matrix, so those of a row are its own only if they divide its columns. If they do not, the
+Blocks run along the whole matrix, so a row has blocks of its own only if they divide its columns. If they do not, the
 scale of a block is repeated for each part of it of as many columns as divide both. Source: bitsandbytes,
 functional.QuantState. 8-bit matrices are in `formats.signed`.
 """
@@ -134,7 +134,7 @@ def _join(index: Mapping[str, TensorInfo], name: str, published: PublishedQuanti
 
 
 def read_state(info: TensorInfo, name: str) -> QuantState:
-    """Read the quant_state of matrix `name` from its tensor. Raises ModelError for one that is damaged."""
+    """Read the quant_state of matrix `name` from its tensor. Raises ModelError if it is damaged."""
     if info.type != "U8" or info.nbytes > LARGEST_STATE:
         raise _misfit(
             info, name, f"has a quant_state that is {info.type} of {info.nbytes:,} bytes", code="bad-quant-state"

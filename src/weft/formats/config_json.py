@@ -35,8 +35,8 @@ FLAGS = {
 def read_shape(folder: Path, own: DType = "bfloat16", *, run: bool = True, model_impl: str = "auto") -> ModelShape:
     """Read the shape from a directory's config.json; `own` is the tensors' dtype, the default of the config's.
 
-    End tokens are those of config.json and of generation_config.json together. Raises ModelError, in one line, for
-    values that are missing, wrong, impossible or unknown; with `run`, also for values that the engine does not compute.
+    End tokens come from config.json and generation_config.json together. Raises ModelError, in one line, for values
+    that are missing, wrong, impossible or unknown; with `run`, also for values that the engine does not compute.
     `model_impl` is EngineConfig's.
     """
     config = load_config(folder)
@@ -135,7 +135,7 @@ def _is_foreign(config: Fields) -> bool:
 
 
 def _own_name(name: object) -> str | None:
-    """The name by which Weft knows an architecture; the base model, Qwen3Model, is that of Qwen3ForCausalLM."""
+    """The name by which Weft knows an architecture; the base model Qwen3Model is known as Qwen3ForCausalLM."""
     text = str(name)
     if text not in ARCHITECTURES and text.endswith("Model"):
         text = text.removesuffix("Model") + "ForCausalLM"

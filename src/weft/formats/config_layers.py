@@ -164,7 +164,7 @@ def _experts(config: Fields, default: ConfigFields, mlp_width: int, *, bias: boo
 
 
 def _shared_experts(config: Fields, default: ConfigFields, width: int) -> tuple[int, int]:
-    """Number of shared experts, and their columns together; `width` is that of a routed expert."""
+    """Number of shared experts, and their columns together; `width` is a routed expert's."""
     if default.shared_gate:
         return 1, config.integer("shared_expert_intermediate_size")
     shared = config.integer_or("n_shared_experts", 0, minimum=0) or 0

@@ -107,8 +107,8 @@ def hugging_face(name: str, names: Names) -> str | None:
 
 
 def ggml_name(name: str, names: Names, layers: int) -> str:
-    """ggml's name for Hugging Face's name of a tensor of a model with this number of layers; of an expert's tensor,
-    that of the stack of all experts."""
+    """ggml's name for Hugging Face's name of a tensor of a model with this number of layers; for an expert's tensor,
+    the name of the stack of all experts."""
     module, _, kind = name.rpartition(".")
     outer = {theirs: own for own, theirs in outer_modules(names).items()}
     if module in outer:

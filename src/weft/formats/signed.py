@@ -24,7 +24,7 @@ from weft.formats.packed import SCALE_TYPES, Packed, check_zero_points
 from weft.formats.tensor import TensorInfo
 
 LARGEST = 127  # that bitsandbytes' SCB stands for
-# By method: the suffix of a matrix's scales, and those of tensors that are not needed.
+# By method: the suffix of a matrix's scales, and the suffixes of tensors that are not needed.
 SCALES = {"bitsandbytes": ".SCB", "compressed-tensors": ".weight_scale"}
 UNREAD = (".weight_format", ".input_scale", ".input_zero_point", ".weight_zero_point")
 
