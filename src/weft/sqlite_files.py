@@ -28,7 +28,7 @@ def statements(*lines: str) -> Migration:
 
 
 def make_private_file(path: str | Path) -> None:
-    """Create a database's file for its owner alone, or correct the mode of one of an older version. Raises OSError.
+    """Create a database's file for its owner alone, or correct the mode of an older version's file. Raises OSError.
 
     SQLite gives its other files the mode of this one. A file of another owner keeps its mode.
     """
@@ -111,7 +111,7 @@ def copy_path(path: str | Path, version: int) -> Path:
 
 
 def path_of(database: sqlite3.Connection) -> str:
-    """The path of a database's file; "" for one in memory."""
+    """The path of a database's file; "" for a database in memory."""
     return str(database.execute("PRAGMA database_list").fetchone()[2])
 
 

@@ -55,7 +55,7 @@ def release_workspaces(user: object) -> None:
     """Give cuBLAS's workspaces of all streams back to the allocator if no rank of this process computes any more.
 
     torch keeps a workspace for each stream of a thread, and `empty_cache` does not free it. Graphs hold its address:
-    those of `user` have been dropped.
+    the graphs of `user` have been dropped.
     """
     with _exclusive:
         _computing.discard(user)

@@ -69,7 +69,7 @@ def orphans(processes: Sequence[Process]) -> list[Process]:
 
 
 def own_pids() -> frozenset[int]:
-    """This process, and all those of this user that descend from it."""
+    """This process, and all processes of this user that descend from it."""
     children: dict[int, list[int]] = {}
     for process in own_processes():
         children.setdefault(process.parent, []).append(process.pid)

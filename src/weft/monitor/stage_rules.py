@@ -42,7 +42,7 @@ class Stages(NamedTuple):
         return 1 - self.seconds(split, head) / self.seconds(self.layers, head)
 
     def best_split(self) -> Split:
-        """The split that saves the most, of those that save something whatever the head is; else the one there is."""
+        """The best split that never loses, whatever the head costs; the current one if there is none."""
         candidates = [balanced_layers(sum(self.layers), self.units, head) for head in (self.head, *self.heads)]
         better = [split for split in candidates if all(self.gain(split, head) >= 0 for head in self.heads)]
         return max(better, key=lambda split: self.gain(split, self.head), default=self.layers)

@@ -102,7 +102,7 @@ def open_library(path: Path) -> ctypes.CDLL:
     """The library at `path`, loaded; all callers load it here.
 
     Raises OSError, in one line, if another user could have written it, if its digest does not hold, if the system
-    cannot load it, and if its structures or constants are not those of `structures.py`.
+    cannot load it, or if its structures or constants differ from `structures.py`.
     """
     if reason := objection(path):
         raise OSError(reason)

@@ -65,7 +65,7 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
 
     - ranks: one;
     - tokens in a step: BATCHED_TOKENS (`planner.execution` chooses more if possible);
-    - layers per stage: those that make the slowest stage as fast as possible (`layers_by_weight`);
+    - layers per stage: the layers that make the slowest stage as fast as possible (`layers_by_weight`);
     - devices: GPUs in their order, or the CPU if there are no GPUs.
 
     Raises ConfigError for a value out of its range and PlanError for a layout that this model or this machine cannot

@@ -92,7 +92,7 @@ def device_caps(
     """Cap in bytes of each device that ranks may run on, by the engine's device name; {} without --max-memory.
 
     `gpus` is the number of GPUs, `ids` the value of --device-ids, which may name the CPU too. Raises ConfigError as
-    `check_caps` does, for one of `ids` that is left out, and for caps of GPUs if the ranks run on the CPU.
+    `check_caps` does, for a device in `ids` that is left out, and for caps of GPUs if the ranks run on the CPU.
     """
     if max_memory is None:
         return {}

@@ -59,8 +59,8 @@ def step_bytes(
     """Estimate the bytes that a step of our engine needs besides weights and KV cache, if they cannot be measured.
 
     Counted are the widest point of a layer for each of `tokens` tokens and, on the output rank, the logits held at
-    once: one row for each of `sequences` and each of its `draft_tokens`, or SCORED_POSITIONS rows of a prompt. With
-    latent attention, so is the `context` of a prompt that is expanded.
+    once. These are one row for each of `sequences` and each of its `draft_tokens`, or SCORED_POSITIONS rows of a
+    prompt. With latent attention, so is the `context` of a prompt that is expanded.
     """
     attention = _attention_width(shape, place)
     feed_forward = FFN_COPIES * len(place.ffn)

@@ -79,7 +79,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
       threads may use.
     - `max_num_seqs`, `max_num_batched_tokens`: limits of each attention group.
     - `uuids`: the driver's ids of the GPUs, in rank order, "" for a rank on the CPU; empty if all ranks are on the CPU.
-    - `max_threads`: largest number of threads per rank (OMP_NUM_THREADS); None for one per core.
+    - `max_threads`: largest number of threads per rank (OMP_NUM_THREADS); None for a thread per core.
     - `peer_to_peer`: False if a measurement found that the GPUs do not reach each other's memory correctly; all traffic
       between them then goes through the host's memory.
     - `product_backend`: "own", "humming", or "auto" if ranks race both for each shape of a quantised weight.

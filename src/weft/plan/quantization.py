@@ -100,7 +100,7 @@ def quantises_online(quantization: str, shape: ModelShape) -> bool:
 
 
 def cut_precision(config: EngineConfig, shape: ModelShape, schemes: Mapping[str, str]) -> str:
-    """A precision whose scales cover as many columns as those of the held weights, for `places.column_unit`."""
+    """A precision whose scales cover as many columns as the held weights' scales, for `places.column_unit`."""
     if quantises_online(config.quantization, shape):
         return ONLINE_QUANTIZATIONS[config.quantization]
     return shape.published.precision if shape.published and schemes else "bf16"

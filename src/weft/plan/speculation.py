@@ -98,7 +98,7 @@ def to_speculative_config(speculation: Speculation) -> dict[str, Any]:
 
 
 def fetch_draft(model: str, load_format: str) -> DraftModel:
-    """Fetch a draft model by name, like any other model; `load_format` is that of the large model."""
+    """Fetch a draft model by name, like any other model; `load_format` is the large model's."""
     source = checkpoint.resolve(model, load_format="dummy" if load_format == "dummy" else "auto")
     if source.format == "sharded_state":
         raise ConfigError(

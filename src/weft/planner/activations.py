@@ -17,7 +17,7 @@ def activation_bytes(
     """Bytes of a step of `tokens` tokens besides weights and KV, if `rows` of its sequences sample. `context` is the
     length of the longest request.
 
-    The steps of a draft model come after those of the large one, in the same memory.
+    The steps of a draft model come after the large model's, in the same memory.
     """
     if profile.own_activations.value:
         speculation = profile.speculation

@@ -56,12 +56,11 @@ def token_budgets(replica: PlannedReplica, profile: Profile, longest: int) -> It
     notice. In a pipeline the best budget is the smallest that keeps the multipliers busy, since steps behind a long one
     wait for it in every stage.
 
-    The multipliers are busy if twice the tokens save less than FULL of each token's time. Below that, weights (of
-    experts, of which a token meets only a few) are streamed faster than they are multiplied, and prompts in smaller
-    steps would delay answers longer in total. So the budget is never below that point. It is at least
-    `small_num_batched_tokens`, and at least twice `max_num_seqs`, so that the next tokens of all requests leave room
-    for prompts. It is at most `max_num_batched_tokens`, or all tokens of `max_num_seqs` requests of the `longest`
-    length.
+    The multipliers are busy if twice the tokens save less than FULL of each token's time. Below that point, weights (of
+    experts, of which a token meets only a few) are streamed faster than they are multiplied, and smaller steps would
+    delay answers longer in total. So the budget is never below that point. It is at least `small_num_batched_tokens`,
+    and at least twice `max_num_seqs`, so that the next tokens of all requests leave room for prompts. It is at most
+    `max_num_batched_tokens`, or all tokens of `max_num_seqs` requests of the `longest` length.
 
     One figure serves every use: offline runs lose nothing by it, since the launches of a step this long are less than
     a hundredth of it.

@@ -35,7 +35,7 @@ MIN_GAIN = 1.05  # gains below it are not worth a line
 
 
 class Binding(msgspec.Struct, frozen=True, kw_only=True):
-    """The resource that limits the best candidate: the one of which twice as much helps most.
+    """The resource that limits the best candidate: doubling it helps most.
 
     `gains` are the factors by which twice of each resource improves the objective. `resource` is None if none of them
     does. `note` says it in words.

@@ -80,7 +80,7 @@ def configs_of_best(
     cluster: Cluster,
     speculative: Speculation | None = None,
 ) -> list[EngineConfig]:
-    """The config with the best layout on this machine's GPUs in it, or on those of `device_ids`, for each engine.
+    """The config with the best layout on this machine's GPUs, or on `device_ids`, for each engine.
 
     There is one engine per replica, or one for all if they share their experts. Raises PlanError if nothing fits.
     """

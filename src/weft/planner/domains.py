@@ -103,7 +103,7 @@ def _by_node(groups: Sequence[tuple[Device, ...]]) -> Iterator[list[tuple[Device
 
 
 def tensor_sizes(pools: Sequence[Sequence[Device]], most: int) -> list[int]:
-    """Sizes of tensor parallelism worth trying, up to `most`, the largest first: the powers of two, and those that
+    """Sizes of tensor parallelism worth trying, up to `most`, the largest first: the powers of two, and sizes that
     divide a pool into few groups with no GPU idle."""
     sizes: set[int] = set()
     for pool in pools:

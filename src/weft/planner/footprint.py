@@ -31,9 +31,9 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of one rank's GPU, in bytes.
 
     `usable_bytes` is all that the engine takes of `memory_bytes`, at most `limit_bytes` if the user set a limit.
-    `kv_room_bytes` is the part of it that is left for KV; it is negative if everything else does not fit.
-    `draft_bytes` are the weights of a draft model, whose KV is a part of `kv_bytes_per_token`. `kv_block_bytes` are the
-    bytes of a KV block, `kv_request_bytes` those of a request of the replica's `length`.
+    `kv_room_bytes` is the part of it that is left for KV; it is negative if everything else does not fit. `draft_bytes`
+    are the weights of a draft model, whose KV is a part of `kv_bytes_per_token`. `kv_block_bytes` are the bytes of a KV
+    block, `kv_request_bytes` the bytes of a request of the replica's `length`.
     """
 
     gpu: str
@@ -293,7 +293,7 @@ class EngineMemory(msgspec.Struct, frozen=True):
         return _pooled(ranks, min(room, sum(limits) - fixed) if limits else room)
 
     def _share_gpus(self, seats: Sequence[RankSeat], ranks: list[RankMemory], length: int) -> None:
-        """Replace, in `ranks`, those that share a GPU with others."""
+        """Replace, in `ranks`, the ranks that share a GPU with others."""
         by_gpu: dict[int, list[int]] = {}
         for position, (_, _, number) in enumerate(seats):
             by_gpu.setdefault(number, []).append(position)
@@ -307,7 +307,7 @@ class EngineMemory(msgspec.Struct, frozen=True):
     def _sharing(self, places: Sequence[Place], gpu: GpuSpec, length: int) -> list[RankMemory]:
         """Several ranks on one GPU: each holds its own weights, and they divide what is left for KV.
 
-        `usable_bytes` of each is that of all of them together.
+        `usable_bytes` of each is for all of them together.
         """
         need = sum(self.kv.request_bytes(place, length) for place in places)
         room, ranks = -1, []

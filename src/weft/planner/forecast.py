@@ -50,7 +50,7 @@ class Forecast:
 
     @property
     def weight_bytes(self) -> int:
-        """Weight bytes of all ranks, with those of a draft model."""
+        """Weight bytes of all ranks, with a draft model's."""
         return sum(rank.weights.total + rank.draft_bytes for rank in self.memory.ranks)
 
     @property

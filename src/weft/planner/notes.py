@@ -81,7 +81,7 @@ def _slow_kernels(question: Question, best: Candidate) -> Iterator[Note]:
 
 
 def _experts_on_gpus(question: Question, best: Candidate) -> Iterator[Note]:
-    """Speeds are those of other engines' products of experts, also where those of our own engine are slower."""
+    """Speeds are for other engines' products of experts, also where our own engine's are slower."""
     experts, cluster = question.shape.experts, question.cluster
     if experts is None or question.engine != "weft" or cluster.on_cpu or question.shape.architecture not in RUNNABLE:
         return
@@ -153,7 +153,7 @@ def _beside_cpu(question: Question, best: Candidate) -> Iterator[Note]:
 
 
 def _deterministic(question: Question) -> Iterator[Note]:
-    """Sums in a fixed order take longer; the speeds are those without."""
+    """Sums in a fixed order take longer; the speeds are without them."""
     if question.deterministic:
         yield create_note("deterministic_not_counted")
 

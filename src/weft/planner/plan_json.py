@@ -365,7 +365,7 @@ def dollars_band(question: Question, predicted: Prediction, gpus: int) -> list[f
 
 
 def provenance(question: Question, model: Model) -> dict[str, Any]:
-    """Sources of the figures: the model's, each GPU's, the links', and those of every constant of the engine."""
+    """Sources of the figures: the model's, each GPU's, the links', and every constant's of the engine."""
     sources = _link_sources(question.cluster)
     return {
         "model": model.source,

@@ -27,8 +27,8 @@ from weft.plan.plan import Speculation
 from weft.planner.question import Question
 
 OURS = "weft"  # the engine that can be calibrated
-# The error band of a calibrated engine is ERRORS times the fit's mean error, since other models differ more than those
-# that it was fitted on, and at least MIN_ERROR.
+# The error band of a calibrated engine is ERRORS times the fit's mean error, since other models differ more than the
+# fitted ones, and at least MIN_ERROR.
 ERRORS, MIN_ERROR = 2, 0.1
 
 
@@ -75,7 +75,7 @@ class _Rule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightsRule(_Rule, frozen=True, kw_only=True):
-    """Streaming speed of a precision's weights: a share of that of 16-bit weights, or of the bandwidth itself."""
+    """Streaming speed of a precision's weights: a share of 16-bit weights' speed, or of the bandwidth itself."""
 
     share: Constant
     of_bandwidth: bool = False
@@ -167,7 +167,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         return held_precision(precision) if self.name == OURS else precision
 
     def kernels(self, gpu: GpuSpec, precision: str) -> KernelShares:
-        """The shares that kernels reach on a GPU: the measured ones, else those of the tables."""
+        """The shares that kernels reach on a GPU: the measured ones, else the tables'."""
         for kernels in self.measured:
             if kernels.gpu == gpu.name and not (kernels.products and precision in NOT_COMPILED):
                 return kernels
@@ -248,8 +248,8 @@ def load_profile(engine: str, on_cpu: bool = False) -> Profile:
 def calibrated(profile: Profile, gpus: Sequence[GpuSpec]) -> Profile:
     """Our engine's profile with the measurements of these GPUs in place of its own figures.
 
-    The host's times are those of the slowest calibration. Nothing changes if a GPU was not calibrated; a CPU that was
-    not gets the measurements of its kernels alone.
+    The host's times are the slowest calibration's. Nothing changes if a GPU was not calibrated; a CPU that was not gets
+    the measurements of its kernels alone.
     """
     if profile.name != OURS:
         return profile
@@ -309,7 +309,7 @@ def _kernels_alone(gpu: GpuSpec, speed: KernelSpeed) -> KernelShares:
 
 
 def _with_measured_precisions(profile: Profile, calibration: Calibration) -> Profile:
-    """The profile with the precisions that were measured: their rules come before those of the tables."""
+    """The profile with the precisions that were measured: their rules come before the tables' rules."""
     weights, math = [], []
     for precision, rates in calibration.quantised.items():
         share = Constant(rates.weights_Bps.value / calibration.weights_Bps.value, calibration.source)

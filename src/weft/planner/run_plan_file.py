@@ -98,7 +98,7 @@ def _memory_fields(plan: PlanFile, config: EngineConfig, on_gpus: bool) -> dict[
 
 
 def check_applied(plan: PlanFile, actual: Plan) -> None:
-    """Check that the engine's plan is the one in the file.
+    """Check that the engine's plan is the file's.
 
     Raises PlanError if not: the file is from another version, or was edited.
     """

@@ -45,7 +45,7 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def obstacle(self) -> str:
-        """The reason for which nothing fits: that of the closest cut."""
+        """The reason for which nothing fits: the closest cut's."""
         miss = closest_miss(self.rejected)
         return f"{miss.cut}: {miss.reason}" if miss else str(create_note("no_such_layout"))
 
@@ -145,7 +145,7 @@ class Fitting(msgspec.Struct, frozen=True):
 
 
 def fitting_layouts(question: Question, rejected: list[Rejected]) -> Iterator[Fitting]:
-    """Every layout that fits, in no order; those that do not are added to `rejected`."""
+    """Every layout that fits, in no order; layouts that do not fit are added to `rejected`."""
     strategy = question.constraints.device_map_strategy
     if strategy:
         for precision in question.precisions:

@@ -131,7 +131,7 @@ def measure_loads(
     """Measure the loads that the engine has room for; `report` gets each result, `advance` is called after every run of
     MAX_REPEATS for each of `loads`.
 
-    The loads take turns, so that a disturbance of a second or two affects one run of each and not all runs of one.
+    The loads take turns, so that a disturbance of a second or two affects a run of each and not all runs of one load.
     """
     plan = llm.plan
     seconds_of(llm, WARM_UP, -1)

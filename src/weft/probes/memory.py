@@ -28,7 +28,7 @@ def process_tree(pid: int, root: Path = Path("/proc")) -> list[int]:
 
 
 def pss_bytes(pid: int, root: Path = Path("/proc")) -> int:
-    """PSS of a process and its descendants, in bytes. Raises WeftError if the kernel does not report that of `pid`."""
+    """PSS of a process and its descendants, in bytes. Raises WeftError if the kernel does not report it for `pid`."""
     total = 0
     for process in process_tree(pid, root):
         try:

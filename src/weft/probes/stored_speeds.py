@@ -155,9 +155,9 @@ def cpu_speed_of(host: Host, *, refresh: bool = False) -> CpuSpeed:
 def is_outdated(speed: CpuSpeed) -> bool:
     """Return True if a measurement now would be better: without other processes, or with the kernels that run now.
 
-    The library of kernels is one of three: a path, whose name must be that of the measured library; None without a
-    compiler, for which the measurement must have had none either; "" if it is not built yet, for which a measurement
-    with the kernels of an older library is better than none.
+    The library of kernels is one of three: a path, whose name must be the measured library's; None without a compiler,
+    if the measurement had none either; "" if it is not built yet. In the last case a measurement with the kernels of an
+    older library is better than none.
     """
     if speed.busy and not is_busy():
         return True

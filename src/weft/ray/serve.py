@@ -66,7 +66,7 @@ def build(arguments: Mapping[str, Any]) -> Any:
 
 
 def deployment_options(wanted: ServeArguments, config: EngineConfig) -> dict[str, Any]:
-    """Options of the deployment: those that were given, over those that suit an engine."""
+    """Options of the deployment: the given options, over options that suit an engine."""
     ray: Any = import_module("ray")
     gpus = ray.cluster_resources().get("GPU", 0) if ray.is_initialized() else 0
     options: dict[str, Any] = {

@@ -75,7 +75,8 @@ class Isolated:
         return BlockingCaller(self)
 
     async def call(self, data: bytes) -> bytes:
-        """Return the function's result. Raises the RequestError that it raises, or that of a broken limit."""
+        """Return the function's result. Raises the RequestError that it raises, or the RequestError of a broken
+        limit."""
         if len(data) > MOST_BYTES:
             raise self.broken(f"it has {len(data):,} bytes; the limit is {MOST_BYTES:,}")
         outcome = await Call(self, data)

@@ -25,7 +25,7 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
 
     `preemptions`, `prefix_queries` and `prefix_hits` cover the window and all simulated replicas together. `events`:
     steps, stretches (runs of steps with the same batch, simulated as one event) and arrivals of the whole run. `steps`:
-    scheduler steps of the whole run, including those within stretches.
+    scheduler steps of the whole run, including steps within stretches.
     """
 
     tally: Tally

@@ -154,7 +154,7 @@ def _add_tokens(hf_tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
 
 
 def _addable_tokens(hf_tokenizer: Tokenizer, tokens: Mapping[int, object]) -> Iterator[AddedToken]:
-    """Tokens of added_tokens_decoder, without those whose ids the vocabulary's ids contradict."""
+    """Tokens of added_tokens_decoder, without tokens whose ids the vocabulary's ids contradict."""
     added: dict[str, int] = {}
     next_id, left_out = vocab_size(hf_tokenizer), 0
     for id, token in tokens.items():
@@ -193,7 +193,7 @@ def _listed_names(config: Mapping[str, Any]) -> dict[int, str]:
 
 
 def _make_special(hf_tokenizer: Tokenizer, texts: Iterable[str | None]) -> None:
-    """Make those of some tokens special that the vocabulary has."""
+    """Make some tokens special, as far as the vocabulary has them."""
     present = [text for text in dict.fromkeys(texts) if text is not None and hf_tokenizer.token_to_id(text) is not None]
     hf_tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in present])
 

@@ -144,7 +144,7 @@ def result_text(content: object) -> str:
 
 
 def _part_text(part: Mapping[str, Any]) -> str:
-    """The text of a part: its own, that of a document, or those within a search result."""
+    """The text of a part: its own, a document's, or the texts within a search result."""
     if isinstance(text := part.get("text"), str):
         return text
     source, inner = part.get("source"), part.get("content")

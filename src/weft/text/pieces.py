@@ -21,7 +21,8 @@ _BEFORE = "a"  # any text before a token that is not the first
 
 
 def _each_byte(error: UnicodeError) -> tuple[str, int]:
-    """Replace every invalid byte by one U+FFFD, as SentencePiece does; Unicode replaces each run of them by one."""
+    """Replace every invalid byte by one U+FFFD, as SentencePiece does; Unicode replaces each run of them by a single
+    one."""
     assert isinstance(error, UnicodeDecodeError)
     return "\ufffd" * (error.end - error.start), error.end
 
@@ -136,7 +137,7 @@ class Detokenizer:
         return self._utf8.decode(b"", final=True)
 
     def _has_bytes(self) -> bool:
-        """Return True if bytes wait for those that complete their character."""
+        """Return True if bytes wait for the rest of their character."""
         return bool(self._utf8.getstate()[0])
 
     def _decoder(self) -> codecs.IncrementalDecoder:

@@ -141,7 +141,7 @@ class ModelRunner:
         return None if self.model.capturable else "The experts of this layout cannot be captured"
 
     def _fill_ropes(self) -> None:
-        """Compute the angles of a GPU; those of a CPU are computed when the length of its KV cache is known."""
+        """Compute the angles of a GPU; a CPU's are computed when the length of its KV cache is known."""
         if self.device.type != "cpu":
             # Before memory is measured, with all that a step needs.
             self.model.fill_ropes(self.plan.max_model_len, self.plan.max_model_len, self.device)
@@ -171,12 +171,12 @@ class ModelRunner:
             rehearse(counts, params)
         synchronize_device(self.device)
         self.activation_bytes = torch.cuda.max_memory_allocated(self.device) - before
-        # Prompts that are read in chunks have a longer context than those of the rehearsal.
+        # Prompts that are read in chunks have a longer context than the prompts of the rehearsal.
         longest = max(max(counts) for counts, _ in steps)
         further_bytes = self._expanded_bytes(plan.max_model_len) - self._expanded_bytes(longest)
         self.activation_bytes += max(0, further_bytes)  # fewer heads are expanded at once over a longer context
         if self.captures or self._steps_with_cpu:
-            # Graphs have memory of their own: that of the largest, and what the driver takes for each.
+            # Graphs have memory of their own: as much as the largest needs, and what the driver takes for each.
             sizes = graph_sizes(rows)
             torch.cuda.reset_peak_memory_stats(self.device)
             with self._exchange_as_in_graphs():

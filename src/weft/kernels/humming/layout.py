@@ -1,7 +1,7 @@
 """Quantised weights as humming-kernels takes them, before it repacks them for its kernels.
 
 Numbers lie along a row in the order of their columns, the first in the lowest bits of a word. Zero points do so along a
-column of the matrix. Scales have the dtype of activations, except those of MXFP4.
+column of the matrix. Scales have the dtype of activations, except MXFP4's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The library humming-kernels as far as it is called: its functional form, not its layer, which allocates on whatever
 device is current.
 
-Names, layouts and arguments are those of version `plan.products.VERSION`, from its sources (PyPI: humming-kernels).
+Names, layouts and arguments are as in version `plan.products.VERSION`, from its sources (PyPI: humming-kernels).
 """
 
 from __future__ import annotations

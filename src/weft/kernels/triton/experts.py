@@ -148,7 +148,7 @@ class SharedRows(NamedTuple):
 class TritonExperts:
     """`ExpertProducts` in Triton, of the experts from number `first` on. Work is spread over `processors`.
 
-    The rows of `gate_up` are those of the gate and then those of the up projection.
+    The rows of `gate_up` are the gate's and then the up projection's.
     """
 
     spec: Experts
@@ -242,7 +242,7 @@ class TritonExperts:
         gated: bool,
         shared: SharedRows | None = None,
     ) -> None:
-        """Multiply the rows of all blocks with their experts' matrices; row r of the result is that of row r // choices
+        """Multiply the rows of all blocks with their experts' matrices; row r of the result belongs to row r // choices
         of x, activated if `gated`. Programs after these multiply the `shared` rows likewise."""
         spec, weight, count = self.spec, stack.weight, len(blocks.owners)
         tokens, taken_rows, taken_units, warps = self._tile(stack, len(out))
@@ -294,7 +294,7 @@ class TritonExperts:
 
 @dataclass(frozen=True, kw_only=True)
 class TritonMixture:
-    """`MixtureProducts` in Triton: routed experts, and those that see every token, in the same launches."""
+    """`MixtureProducts` in Triton: routed experts, and the experts that see every token, in the same launches."""
 
     experts: TritonExperts
     shared: tuple[PackedWeight, PackedWeight]  # of the gate and up projection, and of the down projection

@@ -36,7 +36,7 @@ def _place(value):
 
 @triton.jit
 def _weigh(score, SIGMOID: tl.constexpr):
-    """Weights [TOKENS, EXPERTS] of the experts with these scores, -inf of those that do not exist."""
+    """Weights [TOKENS, EXPERTS] of the experts with these scores, -inf for experts that do not exist."""
     if SIGMOID:
         weight = 1.0 / (1.0 + tl.exp(-score))
     else:
@@ -88,8 +88,8 @@ def choose_and_store(
     PADDED: tl.constexpr, NOBODY: tl.constexpr, MIN_SUM: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, SIZE_BLOCK: tl.constexpr, CHOICES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Choose the experts of the tokens [TOKENS] int64, those that are `mine`, by their scores [TOKENS, GROUP_BLOCK *
-    SIZE_BLOCK]; write numbers and shares. `expert` and `exists` are those of `expert_columns`."""
+    """Choose the experts of the tokens [TOKENS] int64 that are `mine`, by their scores [TOKENS, GROUP_BLOCK *
+    SIZE_BLOCK]; write numbers and shares. `expert` and `exists` are as in `expert_columns`."""
     index, choice = tl.arange(0, GROUP_BLOCK * SIZE_BLOCK)[None, :], tl.arange(0, CHOICES)[None, :]
     score = tl.where(exists[None, :] & (score == score), score, float("-inf"))
     weight, value = score, score
@@ -206,7 +206,7 @@ def choose_experts(
 
 
 class SortedRows(NamedTuple):
-    """Rows of tokens in the order of experts: row token * top_k + k is that of choice k of a token.
+    """Rows of tokens in the order of experts: row token * top_k + k is choice k of a token.
 
     A block of rows belongs to one expert. `members` [blocks, size] int32 are the numbers of its rows, NOBODY after the
     last one. `owners` [blocks] int32 are the experts of the blocks, counted from the rank's first one, NOBODY for
@@ -266,7 +266,8 @@ def _count_pairs(
 def _add_counts(
     counts, routed, programs, count, BINS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr
 ):  # fmt: skip
-    """Replace each program's counts by those of the programs before it. The sums of all come after the last ones."""
+    """Replace each program's counts by the counts of the programs before it. The sums of all come after the last
+    ones."""
     expert = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int32)
     for begin in range(0, programs, AT_ONCE):
@@ -286,7 +287,7 @@ def _place_pairs(
     SIZE: tl.constexpr, REACH: tl.constexpr, PAIRS: tl.constexpr, COUNTED: tl.constexpr, BINS: tl.constexpr,
     TILE: tl.constexpr, NOBODY: tl.constexpr,
 ):  # fmt: skip
-    # BINS of the COUNTED ones are those of this rank's experts.
+    # BINS of the COUNTED counters are for this rank's experts.
     program, programs, bins = tl.program_id(0), tl.num_programs(0), tl.arange(0, BINS)
     total = tl.load(counts + programs * COUNTED + bins, bins < count, other=0)
     block_counts = (total + SIZE - 1) // SIZE

@@ -268,7 +268,7 @@ def survey(
     logits: torch.Tensor, slots: torch.Tensor, settings: torch.Tensor, *, filtered: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Place of the greatest logit of each block, [R, B] int32; sum of its weights, [R, B] float32; lowest logit that
-    each row's filters keep, [R] float32. Arguments are those of `sample_tokens`."""
+    each row's filters keep, [R] float32. Arguments are as in `sample_tokens`."""
     rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
     tops = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)

@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def describe(text: str) -> LibraryReport:
-    """The report on the model of a config.json. Raises ClassError for one that cannot be run this way."""
+    """The report on the model of a config.json. Raises ClassError for a model that cannot be run this way."""
     config = read_config(text)
     check_config(config)
     check_class(cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]))
@@ -255,7 +255,7 @@ def can_merge(group: Sequence[str], layers: LayerTable) -> bool:
 def tensors_outside_layers(model: PreTrainedModel, outer: Collection[str]) -> Iterator[tuple[LibraryTensor, bool]]:
     """Yield each tensor outside the layers whose name is not in `outer`, and True if it comes after the layers.
 
-    The order is that of Transformers' plan for pipelines; a tensor that it does not place comes before the layers.
+    The order is as in Transformers' plan for pipelines; a tensor that it does not place comes before the layers.
     """
     layers_name, _ = layer_list(model)
     stages = list(getattr(model.config, "base_model_pp_plan", None) or {})
