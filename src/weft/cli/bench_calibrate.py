@@ -50,10 +50,10 @@ UNITS = {  # a constant's meaning, and its factor from the kept unit to the prin
     "matmul_flops": ("TFLOPS of matrix products", 1e12),
     "attention_flops": ("TFLOPS of a prompt's attention", 1e12),
     "overlap": ("of the shorter of memory and compute time hidden behind the longer", 1.0),
-    "layer_us": ("us of each layer beside its products", 1.0),
+    "layer_us": ("us of each layer besides its products", 1.0),
     "step_us": ("us of each step", 1.0),
     "sequence_us": ("us of each request in a step", 1.0),
-    "runtime_MiB": ("MiB of memory beside weights and cache", 1.0),
+    "runtime_MiB": ("MiB of memory besides weights and cache", 1.0),
 }
 TUNABLE_BACKENDS = ("auto", "triton", "varlen")  # attention backends that use our kernels
 

@@ -126,7 +126,7 @@ def _check_argument(arguments: argparse.Namespace) -> None:
     named = getattr(arguments, "model", "")
     if not arguments.argument.strip():
         raise UsageError(
-            f"the model is {arguments.argument!r}{f' beside --model {named}' * bool(named)}: in a shell, a backslash "
+            f"the model is {arguments.argument!r}{f' with --model {named}' * bool(named)}: in a shell, a backslash "
             "before a blank makes such a word; end the line with the backslash, and put comments on lines of their own",
             code="blank-model",
         )

@@ -280,7 +280,7 @@ def beside_cpu(given: dict[str, Any], cluster: Cluster) -> Cluster:
         return cluster
     is_here = given.get("gpus") is None and given.get("nodes") is None
     refresh = given.get("refresh_hardware", False)
-    return cluster.beside(machine.probe_cpu(refresh=refresh) if is_here else typical_cpu())
+    return cluster.with_cpu(machine.probe_cpu(refresh=refresh) if is_here else typical_cpu())
 
 
 def measured_cluster(given: dict[str, Any]) -> Cluster:

@@ -102,10 +102,10 @@ def picture(plan: Mapping[str, Any]) -> list[Rack]:
             )
         )
     racks = _folded_racks(racks) if fold else racks
-    beside = ranks[hardware["gpus"]]
-    if beside:  # on the CPU, which comes behind the GPUs
-        name = beside[0]["gpu"]
-        bar = _bar(0, name, hardware["types"][name], beside)
+    on_cpu = ranks[hardware["gpus"]]
+    if on_cpu:  # on the CPU, which comes behind the GPUs
+        name = on_cpu[0]["gpu"]
+        bar = _bar(0, name, hardware["types"][name], on_cpu)
         racks.append(Rack(nodes=(0,), alone=True, bridged=(), link="pcie", link_Bps=None, bars=(bar,)))
     return racks
 

@@ -64,7 +64,7 @@ async def profile_server(url: str, steps: int, timeout_s: float) -> tuple[dict[s
             raise
         if profile["report"] is None or not profile["report"]["ranks"]:
             raise WeftError(
-                f"{url} took no step within {timeout_s:g} s: send it requests meanwhile (traces: "
+                f"{url} took no step within {timeout_s:g} s: send it requests during the trace (traces: "
                 f"{', '.join(began['files'])})",
                 code="nothing-to-profile",
             )

@@ -129,7 +129,7 @@ def _flags_of_fields(fields: Mapping[Any, Any], where: str) -> dict[Flag, Any]:
 def _unknown_field(key: object, flags: Iterable[str], where: str) -> ConfigError:
     if key in _by_name(SERVER):
         return ConfigError(
-            f"{where} has {key!r}, which is about the address of all models; put it beside the list",
+            f"{where} has {key!r}, which is about the address of all models; put it next to the list",
             code="address-flag-of-model",
         )
     near = nearest_name(str(key), [*OWN, *flags], {"keepalive": "keep-alive", "names": "name"})
@@ -210,6 +210,6 @@ def check_front_flags(arguments: Namespace, source: str) -> None:
     if given is not None:
         raise UsageError(
             f"{given.long} is about one engine, and {source} has several; put {given.name} into the file, for one "
-            "model or beside `models` for all",
+            "model or next to `models` for all",
             code="engine-flag-beside-set",
         )

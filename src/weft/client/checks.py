@@ -44,7 +44,7 @@ def check_frame(request: Request) -> None:
     if len(request.prompt) > most:
         raise RequestError(
             f"prompt_logprobs of {top} alternatives for a prompt of {len(request.prompt):,} tokens are too large; at "
-            f"most {most:,} tokens may have so many: ask for fewer alternatives, or send a shorter prompt",
+            f"most {most:,} tokens may have this many: ask for fewer alternatives, or send a shorter prompt",
             param="prompt_logprobs",
             code="prompt-logprobs-too-large",
         )

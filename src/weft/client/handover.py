@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from weft.client.output_stream import OutputSink
 from weft.client.replica import Replica
-from weft.client.room import Room
+from weft.client.room import QueueLimit
 from weft.client.routing import Router, work_of
 from weft.client.suspects import ALONE_S, LOST, REFUSED_S, Suspects, Trial
 from weft.core.request import Output, Request, duplicate_id_error
@@ -91,13 +91,13 @@ class RoutedRequest:
 class HandOver:
     """The open requests of a set of replicas: each is with a replica, or waits for one up to WAIT_S seconds.
 
-    `room` limits their number. A request that loses LOST engines in a row fails, since it may be what kills them; if it
-    lost them while no other suspect was there, it is refused for a while. `ended` is the error after which none is
+    `limit` is for their number. A request that loses LOST engines in a row fails, since it may be what kills them. If
+    it lost them while no other suspect was there, it is refused for a while. `ended` is the error after which none is
     taken, `last_death` the last failure of an engine or of a start. `busy` is set while there are requests.
     """
 
-    def __init__(self, replicas: Sequence[Replica], router: Router, room: Room, lost: int = LOST) -> None:
-        self._room, self._lost = room, lost
+    def __init__(self, replicas: Sequence[Replica], router: Router, limit: QueueLimit, lost: int = LOST) -> None:
+        self._limit, self._lost = limit, lost
         self._suspects = Suspects()
         self._turn: asyncio.TimerHandle | None = None  # for the next suspect
         self.ended: EngineError | None = None
@@ -130,7 +130,7 @@ class HandOver:
         for request in requests:
             if request.id in self._open:
                 raise duplicate_id_error(request.id)
-        self._room.check(requests, len(self._open), self._count_owned)
+        self._limit.check(requests, len(self._open), self._count_owned)
         routed = [RoutedRequest(self, request, sink) for request in requests]
         self._check_suspects(routed)
         self._open.update((one.request.id, one) for one in routed)

@@ -16,7 +16,7 @@ from weft.client.output_stream import OutputSink, OutputStream
 from weft.client.remote import AsyncEngine
 from weft.client.replica import Replica
 from weft.client.restarts import EngineKeeper
-from weft.client.room import Room
+from weft.client.room import QueueLimit
 from weft.client.routing import Router
 from weft.client.running import RunningReplica
 from weft.client.suspects import LOST
@@ -64,7 +64,7 @@ class ReplicaSet:
         self._config, self._worker, self._nodes = _with_queue(config, self.capacity), worker, nodes
         # A request of the only engine fails with it: it may have killed the engine, and there is no other engine.
         lost = LOST if len(planned) > 1 or nodes is not None else 1
-        self._requests = HandOver(self._replicas, router, Room.of(config, self.capacity), lost)
+        self._requests = HandOver(self._replicas, router, QueueLimit.of(config, self.capacity), lost)
         self._keeper = EngineKeeper(self._replicas, self._requests, router, self._launch, self._join)
         self._stall_s: float | None = None
         self._forks: ForkClient | None = None

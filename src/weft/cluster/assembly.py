@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from weft.cluster import preflight
-from weft.cluster.door import NOT_ANSWERING, Door, JoinedNode
+from weft.cluster.door import NOT_ANSWERING, JoinedNode, JoinListener
 from weft.cluster.facts import gather_facts
 from weft.cluster.groups import Cancelled, JoinedGroup, end_of_head
 from weft.cluster.measured import store_cluster
@@ -72,7 +72,13 @@ class Gatherer:
     """Waits for the nodes of replicas, and checks them."""
 
     def __init__(
-        self, config: EngineConfig, checkpoint: Checkpoint, door: Door, own: Callable[[], Facts], *, lasting: bool
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        door: JoinListener,
+        own: Callable[[], Facts],
+        *,
+        lasting: bool,
     ) -> None:
         self.door = door
         self._config, self._own, self._lasting = config, own, lasting
@@ -150,7 +156,7 @@ def assemble(
         return gather_facts(settings, probe_host(), config.model, checkpoint, environment)
 
     own_facts()  # fails before anybody waits
-    door = Door(settings)
+    door = JoinListener(settings)
     door.open()
     try:
         gatherer = Gatherer(config, checkpoint, door, own_facts, lasting=lasting)

@@ -1,4 +1,4 @@
-"""The head's door: nodes of the engine join here, each proved by the cluster key."""
+"""JoinListener: on the head, takes the nodes that join the engine, each proved by the cluster key."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class JoinedNode:
         return message
 
 
-class Door:
+class JoinListener:
     """The head's port at which the other nodes join, once for each replica that has ranks there.
 
     A context manager: it accepts no connections afterwards.
@@ -136,7 +136,7 @@ class Door:
         self._wanted: set[tuple[int, int]] = set()
         self._closed = False
 
-    def __enter__(self) -> Door:
+    def __enter__(self) -> JoinListener:
         self.open()
         return self
 

@@ -22,7 +22,7 @@ from weft.cluster.messages import Speed
 from weft.cluster.ray_bundles import OwnGroup, own_group
 from weft.cluster.ray_facts import check_seats, find_seats, numbered_facts
 from weft.cluster.ray_network import measure_seats
-from weft.cluster.ray_seats import Occupied, Seat, beside, choose_for_replicas
+from weft.cluster.ray_seats import Occupied, Seat, choose_for_replicas, unoccupied
 from weft.cluster.settings import replica_count
 from weft.config import EngineConfig
 from weft.errors import ConfigError
@@ -191,7 +191,7 @@ def assemble_on_ray(
             head = head_address(ray)
             seats = call_watched(lambda: find_seats(ray, config, on_cpu, own), head, config.start_timeout + LATE_S)
             if own is None:
-                chosen = choose_for_replicas(config, checkpoint, beside(seats, occupied), replicas, share)
+                chosen = choose_for_replicas(config, checkpoint, unoccupied(seats, occupied), replicas, share)
             else:  # bundles that engines have are not free
                 where = "this process's placement group"
                 chosen = choose_for_replicas(config, checkpoint, seats, replicas, share, where)

@@ -34,7 +34,7 @@ class Seat(msgspec.Struct, frozen=True):
         return f"{self.node.label} with room for {self.room}"
 
 
-def beside(seats: Sequence[Seat], occupied: Occupied) -> list[Seat]:
+def unoccupied(seats: Sequence[Seat], occupied: Occupied) -> list[Seat]:
     """The seats with the room that others leave."""
     left = [replace(seat, room=seat.room - occupied.get(seat.node.id, 0)) for seat in seats]
     return [seat for seat in left if seat.room > 0]
@@ -64,7 +64,7 @@ def choose_for_replicas(
         if whole:
             left = left[share:]
         else:
-            left = beside(left, {seat.node.id: seat.room for seat in taken})
+            left = unoccupied(left, {seat.node.id: seat.room for seat in taken})
     return _shared_cores(chosen)
 
 

@@ -72,7 +72,7 @@ def answer_measurement(connection: socket.socket) -> None:
 def measure_network(first: int, second: int, address: str, port: int, key: bytes, certificate: str = "") -> Speed:
     """Measure the network from node `first` to node `second`, which listens at the address.
 
-    With a certificate the bytes are encrypted here and decrypted there, which a fast network is quicker than.
+    With a certificate the bytes are encrypted, so on a fast network encryption is the bottleneck that is measured.
     """
     try:
         connection = socket.create_connection((address, port), CONNECT_S)

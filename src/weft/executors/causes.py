@@ -19,7 +19,7 @@ OUT_OF_MEMORY_HINTS = {
 }
 STUCK = "its stack is printed above; weft hardware tests the GPUs and the links between them"
 CANNOT_REACH = "cannot-reach"  # code of the error of a rank that does not find rank 0
-KILLED = "if nobody killed it, the system was out of memory: see `dmesg`"
+KILLED = "unless it was killed by hand, the system was out of memory: see `dmesg`"
 
 
 def cause_of(error: BaseException, rank: int, phase: str) -> Cause:

@@ -26,8 +26,9 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
 class Alive(msgspec.Struct, frozen=True, tag=True):
     """The answer to a Heartbeat.
 
-    A rank says how many `steps` it has finished, and whether it waits for a compiler, which `computes` for it. The core
-    says for how long one of its ranks has been stopped, and whether they compute, or come forward, at this time.
+    - `steps`: from a rank, the number of steps that it has finished.
+    - `stopped_s`: from the core, for how long one of its ranks has been stopped.
+    - `computes`: from a rank, that it waits for a compiler; from the core, that its ranks compute or make progress.
     """
 
     steps: int = 0

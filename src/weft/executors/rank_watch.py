@@ -57,7 +57,7 @@ class RankWatch:
 
     @property
     def state(self) -> Alive:
-        """The longest stop of a rank, and whether ranks compute. Whoever asks has heartbeats sent to them."""
+        """The longest stop of a rank, and whether ranks compute. Reading it also sends every rank a heartbeat."""
         self._asked.set()
         stopped_s = max((silence.stopped_s for silence in list(self._processes.silences.values())), default=0.0)
         moved_s = max(self._moved_s, self._computed_s)

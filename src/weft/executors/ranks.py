@@ -69,7 +69,7 @@ class UnexpectedMessageError(WeftError):
 
     def __init__(self, message: object) -> None:
         super().__init__(
-            f"sent a message that nobody has asked for, or with impossible values ({type(message).__name__})",
+            f"sent a message that was not asked for, or with impossible values ({type(message).__name__})",
             code="unexpected-message",
         )
 

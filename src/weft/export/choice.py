@@ -68,7 +68,7 @@ def obstacle(target: ExportTarget, question: Question, candidate: Candidate) -> 
     """The reason why a target cannot run a plan; "" if it can."""
     layout = candidate.layout
     if layout.gpu_count(question.cluster) < len(set(layout.gpus)):
-        return "it has layers on the CPU beside GPUs, which only Weft's plan files have (weft plan --json)"
+        return "it has layers on the CPU as well as on GPUs, which only Weft's plan files have (weft plan --json)"
     return target.unsupported(question, layout)
 
 

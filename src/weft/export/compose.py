@@ -223,7 +223,7 @@ def next_steps(deployment: Deployment) -> list[str]:
             "firewall: keep others out"
         )
     steps.append(
-        "variables are read from the environment or from a file .env beside this one: HF_TOKEN for models that need "
+        "variables are read from the environment or from a file .env next to this one: HF_TOKEN for models that need "
         "it, VLLM_API_KEY for a key that clients must send"
     )
     return steps

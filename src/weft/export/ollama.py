@@ -132,7 +132,7 @@ def omitted_options(deployment: Deployment) -> list[str]:
 
 def next_steps(deployment: Deployment) -> list[str]:
     """Next steps, in words."""
-    steps = ["run the script beside the Modelfile; ollama ps must then show 100% GPU"]
+    steps = ["run the script next to the Modelfile; ollama ps must then show 100% GPU"]
     if len(deployment.servers) > 1:
         steps.append("each replica is a server with its own port; Ollama does not balance between them")
     return steps

@@ -67,14 +67,14 @@ def join_tables(index: Mapping[str, TensorInfo], published: PublishedQuantizatio
         joined[name] = _join(index, name, published)
     for name, info in joined.items():
         if info.type == "U8" and name.endswith(".weight"):
-            raise _misfit(info, name, "has no .absmax and no .quant_state beside it", code="matrix-without-scales")
+            raise _misfit(info, name, "has no .absmax and no .quant_state with it", code="matrix-without-scales")
     return joined
 
 
 def _matrix_names(index: Iterable[str]) -> list[str]:
     """The names of the matrices that scales or states in an index belong to, sorted."""
-    beside = (name for name in index if STATE in name or name.endswith(".absmax"))
-    names = {re.sub(r"\.(absmax|quant_state\.\w+)$", "", name) for name in beside}
+    extra = (name for name in index if STATE in name or name.endswith(".absmax"))
+    names = {re.sub(r"\.(absmax|quant_state\.\w+)$", "", name) for name in extra}
     return sorted(name for name in names if not name.endswith(".nested_absmax"))
 
 
@@ -86,7 +86,7 @@ def _numbers_and_state(index: Mapping[str, TensorInfo], name: str) -> tuple[Tens
     values = index[name]
     states = [name + STATE + kind for kind in ("nf4", "fp4") if name + STATE + kind in index]
     if not states:
-        raise _misfit(values, name, f"has no {name}{STATE}nf4 or fp4 beside it", code="matrix-without-quant-state")
+        raise _misfit(values, name, f"has no {name}{STATE}nf4 or fp4 with it", code="matrix-without-quant-state")
     return values, read_state(index[states[0]], name)
 
 
@@ -159,7 +159,7 @@ def _part(
     """The tensor NAME + `part` of `count` numbers."""
     info = index.get(name + part)
     if info is None:
-        raise _misfit(index[name], name, f"has no {name}{part} beside it", code="matrix-without-scales")
+        raise _misfit(index[name], name, f"has no {name}{part} with it", code="matrix-without-scales")
     if info.type not in types or prod(info.dims) != count:
         raise _misfit(
             info,

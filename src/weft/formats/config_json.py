@@ -119,7 +119,7 @@ def architecture(config: Fields) -> str:
     for name in names:
         if (own_name := _own_name(name)) is not None:
             return own_name
-    missing = "" if library.is_installed() else f"; {library.EXTRA} adds those of Transformers"
+    missing = "" if library.is_installed() else f"; {library.EXTRA} adds Transformers' architectures"
     raise ModelError(
         f"{config.where}: unknown architecture {names[0]!r:.80}; known: {', '.join(ARCHITECTURES)}{missing}",
         code="unknown-architecture",

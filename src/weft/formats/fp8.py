@@ -37,7 +37,7 @@ def join_fp8(index: Mapping[str, TensorInfo], published: PublishedQuantization) 
         if own is None:
             raise ModelError(
                 f"{values.file}: tensor {name} is {NUMBERS} and has no {name}{SCALE_NAMES[0]} or "
-                f"{name}{SCALE_NAMES[1]} beside it; this checkpoint's scale naming is unsupported, or the "
+                f"{name}{SCALE_NAMES[1]} next to it; this checkpoint's scale naming is unsupported, or the "
                 "file is incomplete",
                 code="matrix-without-scales",
             )

@@ -115,7 +115,7 @@ def _join_mxfp4(index: Mapping[str, TensorInfo], published: PublishedQuantizatio
         stack = name.removesuffix(MXFP4_PARTS[0])
         scales = index.get(stack + MXFP4_PARTS[1])
         if scales is None:
-            raise _wrong(values, stack, f"has no {stack}{MXFP4_PARTS[1]} beside it", code="matrix-without-scales")
+            raise _wrong(values, stack, f"has no {stack}{MXFP4_PARTS[1]} with it", code="matrix-without-scales")
         if not scales.dims:
             raise _wrong(scales, stack, "has a scalar for its scales", code="packed-part-of-other-dims")
         _check_part(scales, stack, ("U8",))
@@ -247,7 +247,7 @@ def _pack(index: Mapping[str, TensorInfo], layer: str, values: TensorInfo, publi
         raise _wrong(
             values,
             layer,
-            f"has no {PART_NAMES[published.method][3]} beside it, which desc_act or actorder in the config says it has",
+            f"has no {PART_NAMES[published.method][3]} with it, which desc_act or actorder in the config says it has",
             code="matrix-without-column-groups",
         )
     symmetric = zeros is None if by_row else published.symmetric
@@ -278,11 +278,11 @@ def _find_parts(
     _, scale_name, zero_name, order_name = PART_NAMES[published.method]
     scales = index.get(f"{layer}.{scale_name}")
     if scales is None or len(scales.dims) != 2 or len(values.dims) != 2:
-        raise _wrong(values, layer, f"has no {layer}.{scale_name} of two dims beside it", code="matrix-without-scales")
+        raise _wrong(values, layer, f"has no {layer}.{scale_name} of two dims with it", code="matrix-without-scales")
     zeros = index.get(f"{layer}.{zero_name}")
     may_lack_zeros = published.method == "compressed-tensors" and (published.symmetric or published.mixed)
     if zeros is None and not may_lack_zeros:
-        raise _wrong(values, layer, f"has no {layer}.{zero_name} beside it", code="matrix-without-zero-points")
+        raise _wrong(values, layer, f"has no {layer}.{zero_name} with it", code="matrix-without-zero-points")
     return scales, zeros, index.get(f"{layer}.{order_name}") if order_name else None
 
 

@@ -42,7 +42,7 @@ def join_signed(index: Mapping[str, TensorInfo], published: PublishedQuantizatio
         layer = name.removesuffix(".weight")
         scales = index.get(layer + ending)
         if scales is None:
-            raise _misfit(values, name, f"is I8 and has no {layer}{ending} beside it", code="matrix-without-scales")
+            raise _misfit(values, name, f"is I8 and has no {layer}{ending} with it", code="matrix-without-scales")
         rows = values.dims[0]
         has_one = published.rows == ROW or published.mixed
         counts = (rows, 1) if has_one else (rows,)

@@ -83,11 +83,11 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
         own = tuple(position for number, node in enumerate(self.nodes) for position in _positions(number, node))
         return own if self.cpu is None else (*own, GpuPosition(0, "pcie", None))
 
-    def beside(self, cpu: GpuSpec) -> Cluster:
+    def with_cpu(self, cpu: GpuSpec) -> Cluster:
         """These GPUs, and the CPU of their host, behind their PCIe links. Raises ConfigError for several nodes."""
         if len(self.nodes) > 1:
             raise ConfigError(
-                f"the CPU beside GPUs is that of one machine, and there are {len(self.nodes)} nodes: leave cpu out of "
+                f"a CPU is used with GPUs on one machine only, and there are {len(self.nodes)} nodes: leave cpu out of "
                 "--max-memory and --device-map, or plan for one of them",
                 code="cpu-beside-several-nodes",
             )

@@ -37,7 +37,7 @@ def kv_starved(history: History, limits: Limits) -> Iterator[Finding]:
     cache_bytes = needed_cache_bytes(history, wanted)
     yield Finding(
         code=Code.KV_STARVED,
-        text=f"{total.waiting} requests are queued because the KV cache is full, beside {total.running} that run: in "
+        text=f"{total.waiting} requests are queued because the KV cache is full, while {total.running} run: in "
         f"{starved:.0%} of the steps it had no room for the next (alarm above {limits.starved:.0%})",
         value=starved,
         limit=limits.starved,

@@ -58,8 +58,8 @@ def check_beside_cpu(devices: Sequence[str], stages: int) -> None:
     """Raise ConfigError unless a CPU that is used with GPUs has whole stages of one pipeline."""
     if len(set(devices)) > 1 and "cpu" in devices and len(devices) != stages:
         raise ConfigError(
-            f"the CPU beside GPUs takes whole layers, a stage of one pipeline, and {len(devices)} ranks in {stages} "
-            f"{'stage' if stages == 1 else 'stages'} share layers or experts: leave tensor, data and expert "
+            f"a CPU that is used with GPUs takes whole layers, a stage of one pipeline, and {len(devices)} ranks in "
+            f"{stages} {'stage' if stages == 1 else 'stages'} share layers or experts: leave tensor, data and expert "
             "parallelism out, or the CPU",
             code="cpu-beside-other-cut",
         )

@@ -81,7 +81,7 @@ def check_caps(caps: Caps, count: int) -> None:
         raise ConfigError(f"--max-memory names GPU {beyond[0]}; {available}", code="max-memory-beyond-gpus")
     if count and not any(caps.gpus.values()):
         raise ConfigError(
-            "--max-memory leaves no GPU, for those that it does not name are not used, as with accelerate: add 0=40GB",
+            "--max-memory leaves no GPU: GPUs that it does not name are not used, as with accelerate; add 0=40GB",
             code="max-memory-leaves-no-gpu",
         )
 
@@ -100,8 +100,8 @@ def device_caps(
     if not on_cpu:
         check_caps(caps, gpus)
         _check_device_ids(caps, ids or ())
-        beside = {"cpu": caps.cpu} if caps.cpu is not None and "cpu" in (ids or ()) else {}
-        return {f"cuda:{number}": limit for number, limit in sorted(caps.gpus.items()) if limit} | beside
+        cpu_cap = {"cpu": caps.cpu} if caps.cpu is not None and "cpu" in (ids or ()) else {}
+        return {f"cuda:{number}": limit for number, limit in sorted(caps.gpus.items()) if limit} | cpu_cap
     if caps.gpus:
         raise ConfigError(
             f"--max-memory names GPU {min(caps.gpus)}, and the ranks run on the CPU; that is capped as in cpu=8GB",

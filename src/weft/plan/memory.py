@@ -142,7 +142,7 @@ def _capped_budget(plan: Plan, device: str, ranks: Sequence[Capacity]) -> int:
     left = plan.max_memory[device] - sum(rank.weight_bytes + rank.activation_bytes + own for rank in ranks)
     if plan.kv_cache_bytes is not None and plan.kv_cache_bytes * len(ranks) > left:
         raise PlanError(
-            f"--max-memory leaves {max(0, left):,} bytes of {device} beside the weights, and "
+            f"--max-memory leaves {max(0, left):,} bytes of {device} after the weights, and "
             f"--kv-cache-memory-bytes wants {plan.kv_cache_bytes * len(ranks):,}: leave one of them out",
             code="kv-cache-exceeds-max-memory",
         )
@@ -156,7 +156,7 @@ def _no_room(plan: Plan, host: str, device: str, budget: int, cost: int) -> str:
     if plan.kv_cache_bytes is not None:
         source, ways = "--kv-cache-memory-bytes gives", ["raise --kv-cache-memory-bytes", more_ranks]
     elif device in plan.max_memory:
-        source = "--max-memory leaves beside weights, activations and the engine itself"
+        source = "--max-memory leaves after weights, activations and the engine itself"
         ways = ["raise it", fewer_tokens] if device == "cpu" else ["raise it", more_ranks, fewer_tokens]
     elif device == "cpu":
         source = "a quarter of the free memory, at most 4 GB, is"

@@ -156,7 +156,9 @@ def with_product_backend(
     reason = against_device(device, dtype) or against_schemes(schemes, dtype)
     family = kernel_family(config.attention_backend, on_cpu=False)
     if reason is None and family != "triton":
-        reason = f"they stand beside the Triton kernels, and --attention-backend {config.attention_backend} has none"
+        reason = (
+            f"they replace products of the Triton kernels, and --attention-backend {config.attention_backend} has none"
+        )
     if reason is None:
         return replace(config, product_backend=backend)
     if backend == "humming":

@@ -112,7 +112,7 @@ def check_draft_groups(speculation: Speculation, data_parallel: int) -> None:
     """Raise ConfigError for a draft model together with several attention groups."""
     if speculation.draft is not None and data_parallel > 1:
         raise ConfigError(
-            f"the draft model {speculation.draft.model} runs beside one output rank, and --data-parallel-size "
+            f"the draft model {speculation.draft.model} runs next to one output rank, and --data-parallel-size "
             f"{data_parallel} has as many: leave one of them out, or draft by prompt lookup "
             '(--speculative-config \'{"method": "ngram"}\')',
             code="draft-beside-attention-groups",

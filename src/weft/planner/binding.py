@@ -61,8 +61,8 @@ def binding_constraint(result: SearchResult) -> Binding:
     gains = {resource: round(_gain(result, best, resource), 3) for resource in RESOURCES}
     most: Resource = max(RESOURCES, key=lambda resource: gains[resource])
     if gains[most] < MIN_GAIN:
-        return Binding(resource=None, gains=gains, note=create_note("bound_by_engine", doubling=_told(gains)))
-    doubling = _told(gains, MEASURES[question.objective])
+        return Binding(resource=None, gains=gains, note=create_note("bound_by_engine", doubling=_describe_gains(gains)))
+    doubling = _describe_gains(gains, MEASURES[question.objective])
     return Binding(resource=most, gains=gains, note=create_note(f"bound_by_{most}", doubling=doubling))
 
 
@@ -81,7 +81,7 @@ def _gain(result: SearchResult, best: Candidate, resource: Resource) -> float:
     return max(1.0, objective_value(richer, changed) / objective_value(question, best))
 
 
-def _told(gains: Mapping[Resource, float], measure: str = "speed") -> str:
+def _describe_gains(gains: Mapping[Resource, float], measure: str = "speed") -> str:
     """ "Doubling: memory -> 2.1x the throughput, compute -> 1.1x", the largest gain first."""
     first, *others = sorted(gains, key=lambda resource: -gains[resource])
     following = "".join(f", {RESOURCES[resource]} -> {format_factor(gains[resource])}" for resource in others)

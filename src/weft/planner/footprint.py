@@ -213,16 +213,16 @@ def _with_best_budget(
     """One replica with the first budget that leaves at least 1 - KV_SHARE_FOR_STEP of the KV cache that the last
     budget, the smallest, leaves. Without budgets, with the engine's own."""
 
-    def beside(budget: TokenBudget) -> ReplicaMemory:
+    def with_budget(budget: TokenBudget) -> ReplicaMemory:
         profile = with_token_budget(memory_of.profile, budget)
         return msgspec.structs.replace(memory_of, profile=profile).replica(seats, length, neighbours)
 
     if not budgets:
         return memory_of.replica(seats, length, neighbours)
-    least = beside(budgets[-1])
+    least = with_budget(budgets[-1])
     if least.kv_tokens >= length:
         for budget in budgets[:-1]:
-            memory = beside(budget)
+            memory = with_budget(budget)
             needed = max(length, (1 - KV_SHARE_FOR_STEP) * least.kv_tokens)
             if memory.kv_tokens >= needed and not memory.takes_more(least):
                 return memory

@@ -363,8 +363,8 @@ def engine_profile(question: Question) -> Profile:
     profile = msgspec.structs.replace(profile, speculation=question.speculation, **given)
     if cluster.cpu is None:
         return profile
-    beside = calibrated(load_profile(question.engine, on_cpu=True), [cluster.cpu])
-    return msgspec.structs.replace(profile, cpu=msgspec.structs.replace(beside, speculation=question.speculation))
+    for_cpu = calibrated(load_profile(question.engine, on_cpu=True), [cluster.cpu])
+    return msgspec.structs.replace(profile, cpu=msgspec.structs.replace(for_cpu, speculation=question.speculation))
 
 
 def kv_cache_dtype(question: Question, precision: str) -> str:

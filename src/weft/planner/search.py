@@ -63,8 +63,8 @@ def search(question: Question) -> SearchResult:
     with as few layers as necessary. The head, which every token reads, stays on a GPU.
     """
     result = _search_devices(question)
-    if result.best is None and (beside := _with_cpu_stage(question)) is not None:
-        other = _search_devices(beside)
+    if result.best is None and (with_cpu := _with_cpu_stage(question)) is not None:
+        other = _search_devices(with_cpu)
         return SearchResult(
             question=other.question if other.best else question,
             candidates=other.candidates,

@@ -72,8 +72,8 @@ def gpus_used(question: Question, candidate: Candidate) -> str:
         return "the CPU"
     total = len(question.cluster.gpus)
     used = len(set(candidate.layout.gpus) - {total})
-    beside = "the CPU and " * (total in candidate.layout.gpus)
-    return beside + _gpus_of(question, used, total)
+    with_cpu = "the CPU and " * (total in candidate.layout.gpus)
+    return with_cpu + _gpus_of(question, used, total)
 
 
 def _gpus_of(question: Question, used: int, total: int) -> str:

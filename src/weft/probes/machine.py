@@ -57,7 +57,7 @@ def host_cluster(host: Host, speeds: Speeds) -> Cluster:
 def add_cpu(cluster: Cluster, host: Host, speeds: Speeds) -> Cluster:
     """The cluster with the host's CPU next to its GPUs."""
     assert speeds.cpu is not None, "a CPU is measured before it is planned for"
-    return cluster.beside(with_calibration(cpu_spec(host, speeds.cpu), speeds))
+    return cluster.with_cpu(with_calibration(cpu_spec(host, speeds.cpu), speeds))
 
 
 def probe_cpu(*, refresh: bool = False) -> GpuSpec:

@@ -183,7 +183,7 @@ def measure_cpu(host: Host) -> CpuSpeed:
         try:
             return msgspec.structs.replace(_measure_in_child(host, built), library=name)
         except OSError as error:
-            logger.warning("the CPU kernels do not run (%s); delete %s, and they are built anew", error, built)
+            logger.warning("the CPU kernels do not run (%s); delete %s, and they are built again", error, built)
     try:
         return msgspec.structs.replace(_measure_in_child(host, None), library=name)
     except OSError as error:

@@ -29,7 +29,7 @@ REACHED = 200_000  # lists and objects in the targets of references, all togethe
 LARK_PARTS = re.compile(
     r"""
       //[^\n]*+ | \#[^\n]*+                      # comments
-    | "(?:[^"\\\n]|\\.)*+"?                      # texts, also those of JSON
+    | "(?:[^"\\\n]|\\.)*+"?                      # texts, also in JSON
     | /(?:[^/\\\n]|\\.)++/?                      # expressions
     | (?P<rule>(?:^|(?<=\n))[ \t]*+[!?]*+(?P<head>[A-Za-z_][A-Za-z0-9_]*+)[^:"/\n|]*+:)
     | (?P<name>[A-Za-z_][A-Za-z0-9_]*+)

@@ -1,8 +1,8 @@
-"""SchemaState: where an answer stands in a JSON schema, as a key that answers with other texts before share.
+"""SchemaState: the position of an answer in a JSON schema, as a cache key: equal keys have equal token masks.
 
 In most schemas the tokens that may follow depend on little of the text before: on the open objects with their names, on
-the open lists, and on the length of the string that has begun. They do not depend on earlier strings and numbers. Two
-answers with the same key have the same mask. A schema in which more matters has no keys.
+the open lists, and on the length of the string that has begun. They do not depend on earlier strings and numbers. A
+schema in which more matters has no keys.
 """
 
 from __future__ import annotations

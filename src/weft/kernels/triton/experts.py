@@ -247,7 +247,7 @@ class TritonExperts:
         spec, weight, count = self.spec, stack.weight, len(blocks.owners)
         tokens, taken_rows, taken_units, warps = self._tile(stack, len(out))
         programs = count * triton.cdiv(stack.rows, taken_rows)
-        beside = shared or SharedRows(x, weight, out)
+        extra = shared or SharedRows(x, weight, out)
         if shared:
             programs += triton.cdiv(len(shared.x), tokens) * triton.cdiv(shared.weight.rows, taken_rows)
         _multiply_experts[(programs,)](
@@ -265,17 +265,17 @@ class TritonExperts:
             weight.units,
             weight.groups,
             weight.lacking,
-            beside.x,
-            beside.weight.words,
-            beside.weight.scales,
-            beside.weight.lowest,
-            beside.out,
-            len(beside.x),
-            beside.weight.rows,
-            beside.weight.cols,
-            beside.weight.units,
-            beside.weight.groups,
-            beside.weight.lacking,
+            extra.x,
+            extra.weight.words,
+            extra.weight.scales,
+            extra.weight.lowest,
+            extra.out,
+            len(extra.x),
+            extra.weight.rows,
+            extra.weight.cols,
+            extra.weight.units,
+            extra.weight.groups,
+            extra.weight.lacking,
             float(spec.gain),
             math.inf if spec.limit is None else float(spec.limit),
             float(spec.up_offset),

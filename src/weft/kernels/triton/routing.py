@@ -28,7 +28,7 @@ UNAVAILABLE = tl.constexpr(-(2**31))  # below the place of every score
 
 
 @triton.jit
-def _place(value):
+def _order_bits(value):
     """Integers in the order of floats, of which none is a NaN."""
     bits = value.to(tl.int32, bitcast=True)
     return bits ^ (bits >> 31 & 0x7FFFFFFF)
@@ -57,7 +57,7 @@ def _in_best_groups(
         first = tl.arange(0, SIZE_BLOCK)[None, None, :] == tl.argmax(grouped, 2)[:, :, None]
         total += tl.max(tl.where(first, float("-inf"), grouped), 2)
     group = tl.arange(0, GROUP_BLOCK)[None, :]
-    place = tl.where(group < GROUPS, _place(total), UNAVAILABLE)
+    place = tl.where(group < GROUPS, _order_bits(total), UNAVAILABLE)
     for _ in tl.static_range(TOP_GROUPS):
         place = tl.where(group == tl.argmax(place, 1)[:, None], UNAVAILABLE, place)
     taken = (group < GROUPS) & (place == UNAVAILABLE)
@@ -100,7 +100,7 @@ def choose_and_store(
             value += tl.load(correction + expert, exists, other=0.0)[None, :]
         value = tl.where(exists[None, :] & (value == value), value, float("-inf"))
     # Experts that were chosen stay apart from one of value -inf.
-    place = tl.where(exists[None, :], _place(value), UNAVAILABLE)
+    place = tl.where(exists[None, :], _order_bits(value), UNAVAILABLE)
     if GROUPS > 1:
         best_groups = _in_best_groups(value, TOKENS, GROUPS, TOP_GROUPS, GROUP_BEST, GROUP_BLOCK, SIZE_BLOCK)
         place = tl.where(best_groups, place, UNAVAILABLE)

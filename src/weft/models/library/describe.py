@@ -137,7 +137,7 @@ def check_config(config: PreTrainedConfig) -> None:
         if getattr(config, key, None):
             raise ClassError(f"it has {what} ({key}), which Weft does not run through Transformers' class")
     if config.is_encoder_decoder:
-        raise ClassError("it has an encoder beside its decoder")
+        raise ClassError("it has an encoder besides its decoder")
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in ("full_attention", "sliding_attention"):
             raise ClassError(f"it has layers of {kind}, a state or a mask that Weft's cache does not hold")
@@ -314,8 +314,8 @@ def head_tensors(tensors: tuple[LibraryTensor, ...], joined: Collection[str], he
     cut = {path.rpartition(".")[0] for path, tensor in linear.items() if tensor.cut == "rows" and path not in joined}
     for tensor in tensors:
         path = tensor.name.rpartition(".")[0]
-        beside = {path, path.rpartition(".")[0]} & cut
-        if beside and path not in linear and tensor.dims not in ((head_dim,), (1,)):
+        extra = {path, path.rpartition(".")[0]} & cut
+        if extra and path not in linear and tensor.dims not in ((head_dim,), (1,)):
             yield f"{tensor.name} has values for each head, which its plan for tensor parallelism leaves whole"
 
 
