@@ -54,9 +54,9 @@ def distrust_reason(path: Path) -> str | None:
     """Return a reason not to run code from the cache file `path`; None if only this user and root can have written it.
 
     The file need not exist. The file and its two folders (`weft/kernels`) must belong to this user or root and be
-    closed to other writers. A folder further up may belong to somebody else, and to a group: homes are mounted like
-    that, and a folder of ours below it can be taken away but not forged. It may not be open to everybody unless its
-    sticky bit is set, like that of /tmp.
+    closed to other writers. A folder further up may belong to another user, and to a group: homes are often mounted so,
+    and a folder of ours below it can be taken away but not forged. It may not be writable by everybody unless its
+    sticky bit is set, as for /tmp.
     """
     ours = (path, path.parent, path.parent.parent)
     for place in (path, *path.parents):
@@ -107,7 +107,7 @@ def write_cache_file(path: Path, content: bytes) -> None:
 def install_cache_file(source: Path, path: Path) -> None:
     """Move a complete file to its place in the cache, on the same disk. Raises OSError.
 
-    After a power cut either the old file or the new one is there, never a part of one.
+    After a power cut either the old file or the new file is there, complete.
     """
     _flush(source)
     os.replace(source, path)

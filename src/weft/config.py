@@ -53,7 +53,7 @@ class Option:
     repeated: bool = False
 
     def checked(self, name: str, value: Any) -> Any:
-        """Return a value, or the choice that it is a synonym of. Raises ConfigError for one that is not allowed."""
+        """Return a value, or the choice that it is a synonym of. Raises ConfigError for a value that is not allowed."""
         if self.choices:
             value = self.synonyms.get(value, value)
             if value not in self.choices:
@@ -225,7 +225,7 @@ class LayoutOptions(Options):
     device_ids: DeviceIds | None = option(
         None,
         metavar="0,1",
-        help="the GPU of each rank, numbered among the visible ones; cpu for a pipeline stage on the CPU beside them",
+        help="the GPU of each rank, numbered among the visible ones; cpu for a pipeline stage on the CPU",
     )
 
 
@@ -275,7 +275,7 @@ class MemoryOptions(Options):
         None,
         metavar="0=40GB,1=40GB",
         help="limit for the memory of each device; a GPU that is not named is not used, as in accelerate. With "
-        "cpu=SIZE beside GPUs, layers that no GPU has room for run on the CPU",
+        "cpu=SIZE: layers that no GPU has room for run on the CPU",
     )
     kv_cache_memory_bytes: int | None = option(
         None,

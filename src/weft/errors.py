@@ -62,7 +62,7 @@ class ModelError(WeftError):
 
 
 class PlanError(WeftError):
-    """A layout that is impossible, with those that are possible."""
+    """A layout that is impossible; the message names layouts that are possible."""
 
 
 class ConfigError(WeftError):

@@ -98,12 +98,12 @@ class LLM:
 
     @property
     def plan(self) -> Plan:
-        """The executed plan: each rank's share of the model, and the limits. With several replicas, that of one."""
+        """The executed plan: each rank's share of the model, and the limits. With several replicas, the plan of one."""
         return self._running.plan
 
     @property
     def replicas(self) -> list[RunningReplica]:
-        """The engines that run, with their plans: one, or those of data_parallel_size."""
+        """The engines that run, with their plans: one, or data_parallel_size of them."""
         return self._running.replicas
 
     @property
@@ -248,8 +248,8 @@ class LLM:
     ) -> list[EmbeddingOutput]:
         """Return the embeddings of one prompt or several, in their order, each in `embedding`.
 
-        Prompts are those of `generate`. `dimensions` cuts the embeddings, `truncate_prompt_tokens` the prompts (-1: to
-        the model's length). Raises RequestError before anything runs, also for a model that does not embed.
+        Prompts are as in `generate`. `dimensions` cuts the embeddings, `truncate_prompt_tokens` the prompts (-1: to the
+        model's length). Raises RequestError before anything runs, also for a model that does not embed.
         """
         self._pooler.check_dimensions(dimensions)
         now = time.monotonic()
@@ -307,9 +307,8 @@ class LLM:
     def sleep(self, level: int = 1) -> None:
         """Give the memory of the KV cache and of the weights back, once the steps in flight are done.
 
-        At level 1 the weights stay in the host's memory, those of a CPU where they are; at level 2 they are dropped.
-        Requests wait until `wake_up`; those that ran lose no token. Raises RequestError if
-        the engine sleeps already.
+        At level 1 the weights move to the host's memory (a CPU's weights are not moved); at level 2 they are dropped.
+        Requests wait until `wake_up`; running requests lose no token. Raises RequestError if the engine sleeps already.
         """
         self._running.call(Sleep(level))
 
@@ -376,7 +375,7 @@ class LLM:
 
     @property
     def _running(self) -> LocalEngine | ReplicaThread:
-        engine = self._engine  # read once: another thread may shut it down meanwhile
+        engine = self._engine  # read once: another thread may shut it down in between
         if engine is None:
             raise RequestError("this LLM has been shut down; make another", code="engine-closed")
         return engine
@@ -424,7 +423,7 @@ class LLM:
         """Run the collectors' requests. Yields a collector each time its answer has grown."""
         owners = {request.id: collector for collector in collectors for request in collector.requests}
         requests = [request for collector in collectors for request in collector.requests]
-        # Closed, whatever happens: Ctrl-C must not leave requests behind that nobody waits for.
+        # Closed, whatever happens: Ctrl-C must not leave requests behind whose results are not wanted.
         with closing(self._running.submit(requests)) as submission:
             for output in submission:
                 collector = owners[output.id]
@@ -450,8 +449,7 @@ def start_replicas(
 ) -> LocalEngine | ReplicaThread:
     """Start one engine in a thread of this process, or several in processes of their own. Raises EngineError.
 
-    `nodes` are those that hold the ranks, if there are several. One engine computes its masks by `grammars`, several
-    have compilers of their own.
+    `nodes` are the nodes that hold the ranks, if there are several.
     """
     if len(planned) == 1:
         return LocalEngine(config, planned[0], nodes, grammars)

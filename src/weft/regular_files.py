@@ -1,4 +1,4 @@
-"""Files from outside: those that a user, a model's folder or a configuration names.
+"""Files from outside: files that a user, a model's folder or a configuration names.
 
 Only regular files are opened. A pipe may never have a byte, a device may never end, and opening one may change it. Each
 reader names the number of bytes that it reads at most, so that a file that is too large costs a line instead of memory.

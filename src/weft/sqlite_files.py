@@ -28,7 +28,7 @@ def statements(*lines: str) -> Migration:
 
 
 def make_private_file(path: str | Path) -> None:
-    """Create a database's file for its owner alone, or correct the mode of one of an older version. Raises OSError.
+    """Create a database's file for its owner alone, or correct the mode of an older version's file. Raises OSError.
 
     SQLite gives its other files the mode of this one. A file of another owner keeps its mode.
     """
@@ -73,8 +73,8 @@ def migrate(database: sqlite3.Connection, migrations: Sequence[Migration]) -> No
     """Bring a database to the version `len(migrations)`, in one transaction: it is changed whole or not at all.
 
     `migrations[n]` makes version n + 1 of version n, and the version is SQLite's `user_version`. An empty file has
-    version 0, and so has one of the programs that knew of no versions: the first migration gets both. A copy of an
-    old version that has tables is kept beside the file. Other processes may migrate the file at the same time. Raises
+    version 0, and so has one of the programs that knew of no versions: the first migration gets both. A copy of an old
+    version that has tables is kept next to the file. Other processes may migrate the file at the same time. Raises
     ConfigError for a file of a newer program, and sqlite3.Error.
     """
     newest = len(migrations)
@@ -111,7 +111,7 @@ def copy_path(path: str | Path, version: int) -> Path:
 
 
 def path_of(database: sqlite3.Connection) -> str:
-    """The path of a database's file; "" for one in memory."""
+    """The path of a database's file; "" for a database in memory."""
     return str(database.execute("PRAGMA database_list").fetchone()[2])
 
 
@@ -127,5 +127,5 @@ def _keep_copy(database: sqlite3.Connection, version: int) -> None:
     # Over a connection of its own, which sees what is committed: `database` is in a transaction.
     with contextlib.closing(sqlite3.connect(path)) as source, contextlib.closing(sqlite3.connect(part)) as copy:
         source.backup(copy)
-        copy.execute("PRAGMA journal_mode = DELETE")  # no files beside it
+        copy.execute("PRAGMA journal_mode = DELETE")  # no files next to it
     os.replace(part, kept)

@@ -18,7 +18,7 @@ from fake_worker import HERE, make_plan, make_step, total
 from tests.cpu.families import command_line, family
 from tests.pure.joining import at_door, facts, free_port
 from tests.refusals import has_values
-from weft.cluster.door import Door
+from weft.cluster.door import JoinListener
 from weft.cluster.groups import JoinedGroup
 from weft.cluster.node import Session, run_sessions
 from weft.core.commands import RankReport, RankStats
@@ -229,7 +229,7 @@ def test_a_node_joins_again(monkeypatch: pytest.MonkeyPatch) -> None:
             ends.append(error)
 
     node = threading.Thread(target=run)
-    with Door(settings) as door:
+    with JoinListener(settings) as door:
         node.start()
         for action in ("kill 1 step", "fine"):
             [[joined]] = door.wait_for([0])

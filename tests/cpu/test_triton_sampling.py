@@ -61,7 +61,7 @@ def test_floats_have_places() -> None:
     @triton.jit
     def _there_and_back(x, places, numbers, COUNT: tl.constexpr):
         index = tl.arange(0, COUNT)
-        place = sampling._place(tl.load(x + index))
+        place = sampling._order_bits(tl.load(x + index))
         tl.store(places + index, place)
         tl.store(numbers + index, sampling._number(place))
 

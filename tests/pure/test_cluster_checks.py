@@ -312,7 +312,7 @@ def test_a_stranger_does_not_fill_the_log(caplog: pytest.LogCaptureFixture, monk
     """One line in ten seconds for each address, however often it comes."""
     monkeypatch.setattr(logging.getLogger("weft"), "propagate", True)
     settings = at_door(free_port())
-    with door.Door(settings):
+    with door.JoinListener(settings):
         for _ in range(5):
             with socket.create_connection(("127.0.0.1", settings.port)) as stranger:
                 stranger.sendall(b"x" * 40)

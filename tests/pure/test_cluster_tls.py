@@ -18,7 +18,7 @@ from tests.pure.test_nodes import at_door, facts, free_port, join
 from tests.refusals import refuses
 from weft.cluster import certificates
 from weft.cluster.certificates import make_certificates
-from weft.cluster.door import Door
+from weft.cluster.door import JoinListener
 from weft.cluster.node import connect_to_head
 from weft.cluster.speed import PeerListener, measure_network
 from weft.errors import ConfigError
@@ -207,7 +207,7 @@ def copy(source: socket.socket, target: socket.socket) -> None:
 
 def test_a_node_joins_and_measures_inside_tls(texts: dict[str, str]) -> None:
     settings = at_door(free_port(), certificate=texts["first"])
-    with Door(settings) as door:
+    with JoinListener(settings) as door:
         theirs = at_door(settings.port, certificate=texts["second"])
         connection = join(theirs, facts(1))
         [[node]] = door.wait_for([0])
@@ -226,7 +226,7 @@ def test_a_node_joins_and_measures_inside_tls(texts: dict[str, str]) -> None:
 
 def test_a_head_with_another_authority_is_no_reason_to_wait(texts: dict[str, str]) -> None:
     settings = at_door(free_port(), certificate=texts["first"])
-    with Door(settings), refuses(ConfigError, "cluster-certificate", settings.head, "another authority"):
+    with JoinListener(settings), refuses(ConfigError, "cluster-certificate", settings.head, "another authority"):
         connect_to_head(at_door(settings.port, certificate=texts["other"]))
 
 

@@ -27,9 +27,9 @@ from weft.planner.forecast import (
     far_off,
     forecast_plan,
     load_report,
-    parted,
     predicted_json,
     request_report,
+    split_gpus,
     start_report,
 )
 from weft.planner.search import search
@@ -96,7 +96,7 @@ def test_ranks_that_share_a_device_have_a_part_of_it_each() -> None:
     assert [gpu.name for gpu in gpus] == ["1/2 of RTX 4090", "RTX 3090", "1/2 of RTX 4090"]
     whole = host_cluster(where, NOTHING).gpus
     assert gpus[1] == whole[1] and gpus[0].memory_bytes == whole[0].memory_bytes // 2
-    assert parted(host_cluster(where, NOTHING), [1, 0]).gpus == whole[::-1]
+    assert split_gpus(host_cluster(where, NOTHING), [1, 0]).gpus == whole[::-1]
 
 
 def test_numbers_have_the_bytes_that_they_are_computed_in() -> None:

@@ -21,7 +21,7 @@ from tests.pure.machines import gpu, host
 from tests.pure.machines import plan as plan_on
 from tests.refusals import has_values, refusals, refuses
 from weft import __version__
-from weft.cluster.door import Door, JoinedNode
+from weft.cluster.door import JoinedNode, JoinListener
 from weft.cluster.facts import gather_facts, wrong_interface
 from weft.cluster.messages import HEAD_CLOSED, Dismissed, Facts, Join, Speed
 from weft.cluster.node import connect_to_head
@@ -387,7 +387,7 @@ def join(settings: NodeSettings, about: Facts, replica: int = 0) -> socket.socke
 
 def test_nodes_join_in_any_order_and_once() -> None:
     settings = at_door(free_port(), nodes=3)
-    with Door(settings) as door:
+    with JoinListener(settings) as door:
         numbers = (2, 2, 1)
         connections = [join(settings, facts(number, nodes=3)) for number in numbers]
         [joined] = door.wait_for([0])
@@ -402,7 +402,7 @@ def test_a_node_of_another_version_whose_report_is_another_one() -> None:
     """Both sides name the versions, though one knows no message of the other; the head goes on waiting."""
     settings = at_door(free_port())
     report = {"type": "Join", "facts": {"weft": "9.9\x1b[2J", "node": 1, "new": "x"}, "replica": 0}
-    with Door(settings), connect_to_head(settings) as stranger:
+    with JoinListener(settings), connect_to_head(settings) as stranger:
         body = msgspec.msgpack.encode(report)
         stranger.sendall(LENGTH.pack(len(body)) + body)
         (message,) = Channel[Any](stranger, Dismissed)
@@ -415,7 +415,7 @@ def test_a_node_with_a_public_address_is_refused() -> None:
     """It may have come from a private one."""
     settings = at_door(free_port())
     admitted: list[JoinedNode] = []
-    with Door(settings) as door:
+    with JoinListener(settings) as door:
         waiting = threading.Thread(target=lambda: admitted.extend(*door.wait_for([0])))
         waiting.start()
         with join(settings, facts(1, address="8.8.8.8")) as refused:
@@ -431,7 +431,7 @@ def test_a_node_joins_once_for_each_of_its_replicas() -> None:
     """Replica 0 lies on node 0; the others wait for their connection, and another one in the place of a lost one."""
     settings = at_door(free_port(), replicas=3)
     assert settings.groups == [range(1), range(1), range(1, 2)]
-    with Door(settings) as door:
+    with JoinListener(settings) as door:
         lost = join(settings, facts(1, replicas=3), 2)
         with join(settings, facts(1, replicas=3), 0) as refused:
             (message,) = Channel[Any](refused, Dismissed)
@@ -449,7 +449,7 @@ def test_a_node_joins_once_for_each_of_its_replicas() -> None:
 
 
 def test_a_wait_that_is_given_up() -> None:
-    with Door(at_door(free_port())) as door, refuses(ConfigError, HEAD_CLOSED):
+    with JoinListener(at_door(free_port())) as door, refuses(ConfigError, HEAD_CLOSED):
         door.wait_for([0], lambda: True)
 
 
@@ -460,7 +460,7 @@ def test_a_head_that_has_ended() -> None:
 
 def test_nodes_that_do_not_come() -> None:
     settings = at_door(free_port(), nodes=4, start_timeout_s=0.2)
-    with Door(settings) as door, refuses(ConfigError, "nodes-missing", "nodes 1, 2, 3", settings.head):
+    with JoinListener(settings) as door, refuses(ConfigError, "nodes-missing", "nodes 1, 2, 3", settings.head):
         door.wait_for([0])
 
 
@@ -468,14 +468,14 @@ def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with refuses(ConfigError, "cannot-listen", f"127.0.0.1:{port}"):
-            Door(at_door(port))
+            JoinListener(at_door(port))
 
 
 def test_a_head_that_does_not_come_or_has_another_key() -> None:
     with refuses(ConfigError, "head-missing", "0.1 s"):
         connect_to_head(at_door(free_port(), start_timeout_s=0.1))
     settings = at_door(free_port())
-    with Door(settings), refuses(ConfigError, "other-cluster-key", settings.head):
+    with JoinListener(settings), refuses(ConfigError, "other-cluster-key", settings.head):
         connect_to_head(at_door(settings.port, key=b"b" * 32))
 
 

@@ -31,7 +31,7 @@ from weft.cli.top_app import TopApp
 from weft.cli.top_csv import COLUMNS, MISSING, csv_header, csv_lines
 from weft.cli.top_sparks import Sparks
 from weft.cli.top_tables import page
-from weft.cli.top_watch import Look, Target, Watch, core_ticks
+from weft.cli.top_watch import Snapshot, Target, Watch, core_ticks
 from weft.hardware.gpu_figures import GpuFigures
 from weft.hardware.topology import Holder
 from weft.monitor.figures import FINDING_FIELDS, GPU_FIELDS, MODEL_FIELDS, RANK_FIELDS, join_figures
@@ -130,16 +130,16 @@ def test_csv_has_the_columns_of_nvidia_smi() -> None:
     assert len(COLUMNS) == len(names) - 2
 
 
-def printed(look: Look, width: int, sparks: Sparks | None = None) -> str:
+def printed(snapshot: Snapshot, width: int, sparks: Sparks | None = None) -> str:
     out = io.StringIO()
-    Console(file=out, width=width, force_terminal=False).print(page(look, sparks or Sparks(), width))
+    Console(file=out, width=width, force_terminal=False).print(page(snapshot, sparks or Sparks(), width))
     return out.getvalue()
 
 
-def look_at(*problems: str, **more: Any) -> Look:
+def look_at(*problems: str, **more: Any) -> Snapshot:
     """A look at one server, with other fields in its answer."""
     answer = figures() | more
-    return Look([("http://rig:8000", answer)], join_figures([answer], None, 0.0), list(problems), {})
+    return Snapshot([("http://rig:8000", answer)], join_figures([answer], None, 0.0), list(problems), {})
 
 
 # --- the live page ---
@@ -151,21 +151,21 @@ def shown(app: TopApp) -> str:
 
 
 async def test_the_live_page_follows_looks_and_the_terminal_s_size() -> None:
-    coming: asyncio.Queue[Look | None] = asyncio.Queue()
+    coming: asyncio.Queue[Snapshot | None] = asyncio.Queue()
     stop = asyncio.Event()
 
-    async def looks() -> AsyncIterator[Look]:
-        while (look := await coming.get()) is not None:
-            yield look
+    async def snapshots() -> AsyncIterator[Snapshot]:
+        while (snapshot := await coming.get()) is not None:
+            yield snapshot
 
-    app = TopApp(looks(), stop)
+    app = TopApp(snapshots(), stop)
     async with app.run_test(size=(120, 50)) as pilot:
 
-        async def after(look: Look) -> str:
-            coming.put_nowait(look)
+        async def after(snapshot: Snapshot) -> str:
+            coming.put_nowait(snapshot)
             for _ in range(100):
                 await pilot.pause(0.01)
-                if app.last is look:
+                if app.last is snapshot:
                     break
             await pilot.pause()
             return shown(app)
@@ -174,7 +174,7 @@ async def test_the_live_page_follows_looks_and_the_terminal_s_size() -> None:
         assert text.index("Diagnosis") < text.index("straggler") < text.index("GPUs") < text.index("Ranks")
         text = await after(look_at(diagnosis=[]))
         assert "Nothing found" in text and "straggler" not in text
-        text = await after(Look([], join_figures([], None, 0.0), ["http://rig:8000: cannot connect"], {}))
+        text = await after(Snapshot([], join_figures([], None, 0.0), ["http://rig:8000: cannot connect"], {}))
         assert "cannot connect" in text and "Ranks" not in text, "the server is away"
         assert "Ranks" in await after(look_at()), "and back"
         for columns, rows in ((60, 20), (20, 5), (200, 60)):
@@ -287,7 +287,7 @@ def test_cores(tmp_path: Path) -> None:
 async def test_a_server_and_one_that_is_not_there() -> None:
     async with serving(lambda one: answering(one, {"/monitor": figures()})) as server:
         watch = Watch([server.url, "http://127.0.0.1:1"], None, None)
-        found, problems = await watch.look()
+        found, problems = await watch.snapshot()
         watch.close()
     assert found == [(server.url, figures())]
     assert len(problems) == 1 and "127.0.0.1:1" in problems[0] and "cannot connect" in problems[0]
@@ -310,7 +310,7 @@ async def test_a_gateway_stands_for_its_upstreams() -> None:
 
         async with serving(gateway) as front:
             watch = Watch([front.url], "api", "admin")
-            found, problems = await watch.look()
+            found, problems = await watch.snapshot()
             watch.close()
     assert [(url, answer["nodes"][0]["node"]) for url, answer in found] == [(behind.url, "upstream")]
     assert len(problems) == 1 and problems[0].startswith("http://127.0.0.1:1 (of ")
@@ -331,7 +331,7 @@ async def test_a_server_that_is_found_on_this_machine_gets_no_key(monkeypatch: p
     async with serving(found_server) as server:
         monkeypatch.setattr(top_watch, "local_urls", lambda: (server.url,))
         watch = Watch([], "api", "admin")
-        found, _ = await watch.look()
+        found, _ = await watch.snapshot()
         watch.close()
     assert [url for url, _ in found] == [server.url] and set(sent) == {""}
 
@@ -382,7 +382,7 @@ async def test_only_the_owner_sees_other_users_processes(
     assert [word in answer.text for word in ("4711", "train.py")] == [shown, shown]
     joined = join_figures([answer.json()], None, 0.0)
     out = io.StringIO()
-    Console(file=out, width=120, force_terminal=False).print(page(Look([], joined, [], {}), Sparks(), 120))
+    Console(file=out, width=120, force_terminal=False).print(page(Snapshot([], joined, [], {}), Sparks(), 120))
     assert "9" in out.getvalue() and ("4711" in out.getvalue()) == shown and "None" not in out.getvalue()
 
 
@@ -408,7 +408,7 @@ async def test_what_is_missing_is_said() -> None:
     for answers, told in cases:
         async with serving(lambda one, answers=answers: answering(one, answers)) as server:  # type: ignore[misc]
             watch = Watch([server.url], None, None)
-            found, problems = await watch.look()
+            found, problems = await watch.snapshot()
             watch.close()
         assert not found and len(problems) == 1 and told in problems[0], problems
 
@@ -427,7 +427,7 @@ async def test_a_server_that_goes_away_and_comes_back(monkeypatch: pytest.Monkey
         seen = []
         for quiet in (False, True, False):
             (silent.set if quiet else silent.clear)()
-            found, problems = await watch.look()
+            found, problems = await watch.snapshot()
             seen.append((len(found), len(problems)))
         watch.close()
     assert seen == [(1, 0), (0, 1), (1, 0)]

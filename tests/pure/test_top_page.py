@@ -12,7 +12,7 @@ from tests.pure.test_top import FINDING, MODEL, RANK, figures, look_at, printed
 from weft.cli.top_cells import VERY_WIDE, WIDE, used_of
 from weft.cli.top_sparks import POINTS, Sparks
 from weft.cli.top_tables import page
-from weft.cli.top_watch import Look
+from weft.cli.top_watch import Snapshot
 from weft.monitor.figures import join_figures
 
 PAIR = [RANK | {"rank": rank, "node": "rig", "stage": 0, "first_layer": 0, "delayed": 0.0} for rank in range(2)]
@@ -25,10 +25,12 @@ def rows(text: str, section: str) -> list[str]:
 
 
 def test_the_page_fits_any_width() -> None:
-    look = Look([("http://rig:8000", figures())], join_figures([figures()], None, 0.0), ["http://b: no answer"], {})
+    snapshot = Snapshot(
+        [("http://rig:8000", figures())], join_figures([figures()], None, 0.0), ["http://b: no answer"], {}
+    )
     for width in (40, 80, 200):
         out = io.StringIO()
-        Console(file=out, width=width, force_terminal=False).print(page(look, Sparks(), width))
+        Console(file=out, width=width, force_terminal=False).print(page(snapshot, Sparks(), width))
         text = out.getvalue()
         assert max(map(len, text.splitlines())) <= width
         for word in ("straggler", "--tensor-split", "no answer"):
@@ -38,8 +40,8 @@ def test_the_page_fits_any_width() -> None:
 def test_ranks_and_findings_of_several_servers_have_their_url() -> None:
     servers = [("http://rig:8000", figures()), ("http://other:8001", figures(node="other", diagnosis=[]))]
     out = io.StringIO()
-    look = Look(servers, join_figures([one for _, one in servers], None, 0.0), [], {})
-    Console(file=out, width=200).print(page(look, Sparks(), 200))
+    snapshot = Snapshot(servers, join_figures([one for _, one in servers], None, 0.0), [], {})
+    Console(file=out, width=200).print(page(snapshot, Sparks(), 200))
     lines = [line.strip() for line in out.getvalue().splitlines()]
     assert any(line.startswith("▲ http://rig:8000: straggler: ") for line in lines)
     assert lines.index("rig:8000") < lines.index("other:8001"), "above their ranks"
@@ -64,11 +66,11 @@ def test_the_parts_of_a_step_are_a_bar() -> None:
 
 
 def test_sparklines_come_with_the_second_look_on_a_wide_page() -> None:
-    sparks, look = Sparks(), look_at()
-    sparks.add(look)
-    assert "██ " not in printed(look, VERY_WIDE, sparks)
-    sparks.add(look)
-    assert "██ " in printed(look, VERY_WIDE, sparks) and "██ " not in printed(look, WIDE - 1, sparks)
+    sparks, snapshot = Sparks(), look_at()
+    sparks.add(snapshot)
+    assert "██ " not in printed(snapshot, VERY_WIDE, sparks)
+    sparks.add(snapshot)
+    assert "██ " in printed(snapshot, VERY_WIDE, sparks) and "██ " not in printed(snapshot, WIDE - 1, sparks)
 
 
 def test_the_share_without_a_core_has_a_column_if_there_is_one() -> None:
@@ -96,7 +98,7 @@ def test_the_model_of_a_fault_of_its_requests_has_a_sign() -> None:
         ("http://a:1", figures(diagnosis=[STORM])),
         ("http://b:2", figures(diagnosis=[], models=[MODEL | {"layout": None}])),
     ]
-    text = printed(Look(servers, join_figures([one for _, one in servers], None, 0.0), [], {}), 120)
+    text = printed(Snapshot(servers, join_figures([one for _, one in servers], None, 0.0), [], {}), 120)
     first, second = rows(text, "Models")
     assert first.startswith(" ▲ m at a:1 ") and second.startswith("   m at b:2 ")
     assert "▲" not in "".join(rows(text, "Ranks"))
@@ -132,28 +134,28 @@ def test_bytes_in_use(used: float, size: float, words: str) -> None:
     assert used_of(used, size) == words
 
 
-def looks(count: int, apart_s: float, **more: Any) -> Sparks:
+def snapshots(count: int, apart_s: float, **more: Any) -> Sparks:
     """The lines after several looks at a server."""
     sparks = Sparks()
     for number in range(count):
-        look = look_at(models=[MODEL | {"tok_s": 10.0 * number}], **more)
-        look.figures["time"] = apart_s * number
-        sparks.add(look)
+        snapshot = look_at(models=[MODEL | {"tok_s": 10.0 * number}], **more)
+        snapshot.figures["time"] = apart_s * number
+        sparks.add(snapshot)
     return sparks
 
 
 def test_the_time_and_the_scale_of_sparklines() -> None:
-    first, second = rows(printed(look_at(), 140, looks(5, 2.0)), "Models")
+    first, second = rows(printed(look_at(), 140, snapshots(5, 2.0)), "Models")
     assert first.rstrip().endswith("█") and second.rstrip().endswith("0 to 40 tok/s")
-    text = printed(look_at(), 140, looks(5, 2.0))
+    text = printed(look_at(), 140, snapshots(5, 2.0))
     assert "use 0 to 100%, last 8 s" in text and "tok/s, last 8 s" in text
-    assert looks(2 * POINTS, 5.0).window == "last 2 min", "older values are forgotten"
+    assert snapshots(2 * POINTS, 5.0).window == "last 2 min", "older values are forgotten"
 
 
 def test_a_line_has_no_values_of_before_its_time() -> None:
-    sparks = looks(3, 2.0)
+    sparks = snapshots(3, 2.0)
     for number in range(3, POINTS + 2):
-        away = Look([], join_figures([], None, 2.0 * number), [], {})
+        away = Snapshot([], join_figures([], None, 2.0 * number), [], {})
         sparks.add(away)
     assert sparks.values("tok http://rig:8000 m") == [20.0], "of the last looks, one had it"
 
@@ -176,8 +178,8 @@ def test_what_the_tables_show_is_not_called_nothing(more: dict[str, Any], word: 
 @pytest.mark.parametrize("width", [60, 80, 100, WIDE, 160])
 def test_columns_are_left_out_and_never_cut(width: int) -> None:
     name = "SmolLM2-135M-Instruct"
-    look = look_at(ranks=[RANK | {"delayed": 0.3}], models=[MODEL | {"name": name, "kv_usage": 0.3}])
-    text = printed(look, width)
+    snapshot = look_at(ranks=[RANK | {"delayed": 0.3}], models=[MODEL | {"name": name, "kv_usage": 0.3}])
+    text = printed(snapshot, width)
     assert all(len(line) <= width for line in text.splitlines())
     heads = [line for line in text.splitlines() if line.strip().startswith(("model ", "rank "))]
     assert len(heads) == 2

@@ -88,9 +88,9 @@ class ConfigFields(msgspec.Struct, frozen=True, kw_only=True):
     - `bias`: which projections have a bias. "config": q, k, v and o, if `attention_bias` is set; "qkv":
       always those three; "all": all four, and the MLP; "none": no projection.
     - `mlp_bias`: the config's own `mlp_bias` counts.
-    - `window`: which layers have a sliding window. "none"; "all"; "some": those that `use_sliding_window` and
+    - `window`: which layers have a sliding window. "none"; "all"; "some": the layers that `use_sliding_window` and
       `layer_types` name; a number n: all but every nth layer, unless `layer_types` is given. Only `layer_types` can say
-      that every nth layer has one.
+      that every nth layer has a window.
     - `local_rope`: the field that gives layers with a window a rotary base of their own; "" if all layers share one.
     - `stretched`: `max_position_embeddings` is the length after rotary scaling, not the one before.
     - `partial_rotary`: `partial_rotary_factor` counts; other architectures must rotate whole heads.
@@ -160,11 +160,11 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     - `gguf`: `general.architecture` in GGUF files; "" if another architecture with that name stands for both.
     - `gguf_interleaved`: llama.cpp reorders the rows of queries and keys, so that rotary pairs lie side by side.
     - `modules`: substitutions (pattern, replacement) from tensor names to Transformers' module names.
-    - `renamed`: substitutions (pattern, replacement) from tensor names that some files have to those of `names`.
-    - `published`: the precisions that it is published in beside 16 bits; () for those that most models are.
+    - `renamed`: substitutions (pattern, replacement) that turn tensor names of some files into those in `names`.
+    - `published`: the precisions besides 16 bits in which the model is published; () for most models' precisions.
     - `fp8_in_blocks`: it is published with FP8 in blocks of 128 x 128, and is rounded to such groups too.
     - `attention_kept`: precisions whose published checkpoints leave the matrices of attention in 16 bits.
-    - `positions_before`: rows before that of position 0 in a table of position embeddings.
+    - `positions_before`: rows before position 0's row in a table of position embeddings.
     """
 
     name: str

@@ -97,8 +97,8 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Layout of a model's KV in our engine: in blocks of `block_size` tokens, one block table for each group.
 
     All groups take their blocks from one pool. A block has room for `block_size` tokens in as many layers as the
-    largest group has on a rank: the memory of a group's i-th layer is that of every group's i-th layer. So a block that
-    one group frees serves any other. States are slots of their own.
+    largest group has on a rank: the i-th layers of all groups share memory. So a block that one group frees serves any
+    other. States are slots of their own.
 
     `chunk` is the most tokens of one request in a step.
     """
@@ -177,7 +177,7 @@ def kv_groups(specs: Sequence[KVSpec]) -> tuple[KVGroup, ...]:
     """Divide layers with these specs into groups.
 
     Layers with one spec are a group, unless there are several specs that take blocks. Then groups have about equally
-    many layers, since a block has room for those of the largest group: a spec's layers are dealt out over several
+    many layers, since a block has room for the largest group's layers. A spec's layers are dealt out over several
     groups in turn, so that each stage of a pipeline has about equally many of each group as well.
     """
     layers: dict[KVSpec, list[int]] = {}
@@ -192,7 +192,7 @@ def kv_groups(specs: Sequence[KVSpec]) -> tuple[KVGroup, ...]:
 
 
 def _group_width(counts: dict[KVSpec, int]) -> int:
-    """Number of layers that a block has room for: the one that wastes the least memory for a text of LONG windows.
+    """Number of layers that a block has room for: the number that wastes the least memory for a text of LONG windows.
 
     `counts` are the numbers of layers by spec.
     """

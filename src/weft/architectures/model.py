@@ -13,7 +13,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     - `params`: number of parameters; tied weights count once.
     - `precision`: a name of `formats.precision`; bf16 unless the model's name or config gives another one.
     - `source`: origin of these facts: a file, a URL or the catalogue.
-    - `stored_bytes`: bytes of the weights in their files; None if nobody looked at the files.
+    - `stored_bytes`: bytes of the weights in their files; None if the files were not read.
     """
 
     name: str

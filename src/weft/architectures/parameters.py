@@ -79,7 +79,7 @@ def model_parameters(shape: ModelShape) -> Iterator[tuple[Parameter, int | None]
 
 @lru_cache(maxsize=64)
 def outer_parameters(shape: ModelShape) -> tuple[Parameter, ...]:
-    """Parameters outside the layers: those of the embedding, then the final norm, and the head as the last."""
+    """Parameters outside the layers: first the embedding's, then the final norm, and last the head."""
     if shape.library is not None:
         return _library_outer(shape.library, tied=shape.tied)
     names = find_architecture(shape.architecture).names
@@ -158,7 +158,7 @@ def _library_layer(model: LibraryModel, kind: int) -> tuple[Parameter, ...]:
 def _library_parameter(
     tensor: LibraryTensor, where: Literal["embed", "layer", "head"], prefix: str, name: str = ""
 ) -> Parameter:
-    """A tensor, under its own name unless another is given; `prefix` is that of the layer in the checkpoint."""
+    """A tensor, under its own name unless another is given; `prefix` is the layer's in the checkpoint."""
     rows = Extent(tensor.dims[0], tensor.cut == "rows")
     cols = Extent(tensor.dims[1], tensor.cut == "cols") if len(tensor.dims) > 1 else None
     name = f"layers.{{layer}}.{name or tensor.name}" if prefix else tensor.name

@@ -18,7 +18,7 @@ ORDERED = "_ORDERED"  # suffix of a scheme in which each column names its group;
 class PublishedQuantization(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """Storage format of the quantised weights of one checkpoint.
 
-    The matrices of attention, MLPs and experts are in `scheme`, of MXFP4 those of experts; the head is not quantised.
+    Attention, MLPs and experts are in `scheme`, or in MXFP4 the experts alone; the head is not quantised.
 
     - `method`: the library or format, as `quant_method` of a config.json names it.
     - `bits`: of each stored number, without its part of the scales.
@@ -32,7 +32,7 @@ class PublishedQuantization(msgspec.Struct, frozen=True, kw_only=True, cache_has
       bits; "" for all others.
     - `nested`: scales are themselves rounded to 8 bits (bitsandbytes' double quantisation).
     - `mixed`: the config says that layers differ in groups, zero points or order; else all tensors must be as it says.
-    - `exceptions`: (tensor name, scheme) of tensors that are stored otherwise; "" for one that is not quantised.
+    - `exceptions`: (tensor name, scheme) of tensors that are stored otherwise; "" for a tensor that is not quantised.
     """
 
     method: Method

@@ -1,4 +1,4 @@
-"""All architectures by name: those that the engine runs, and those that only the planner knows."""
+"""All architectures by name: those that the engine runs, and others that only the planner knows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RUNNABLE = tuple(name for name, entry in ARCHITECTURES.items() if entry.runs)
 def find_architecture(name: str) -> Architecture:
     """The architecture with this class name. Raises ModelError for an unknown one.
 
-    One that runs through Transformers' class has no names: its shape has those of its tensors.
+    An architecture that runs through Transformers' class has no names: its shape has its tensors' names.
     """
     if name.startswith(PREFIX):
         return Architecture(name=name, config=ConfigFields(model_type="", max_positions=0), runs=True)

@@ -30,8 +30,8 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     for a model that does not rotate queries and keys. The other fields are parameters of that scaling, None if the
     checkpoint does not give them. `original_max_positions` is the length in tokens that the model was trained at before
     scaling. `factors` are llama3's divisors of the head_dim/2 frequencies, if the checkpoint gives the divisors
-    themselves (GGUF does) and not the parameters that they are computed from. longrope has two sets of divisors:
-    `short_factors` for texts of up to `original_max_positions` tokens, `long_factors` for longer ones.
+    themselves (as GGUF does) and not the parameters for them. longrope has two sets of divisors: `short_factors` for
+    texts of up to `original_max_positions` tokens, `long_factors` for longer ones.
 
     `rotated` is the share of a head's numbers that is rotated, the first of them (`partial_rotary_factor`).
     """
@@ -88,8 +88,8 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention", cach
     - `qk_norm`: norm of queries and keys before the rotation: of each "head" by itself, or over "all" heads at once.
     - `bias`: the projections of queries, keys and values have one; `out_bias`: the output projection.
     - `sinks`: each query head has a learned logit that takes part in the softmax and has no value.
-    - `logn`: the query of the token n of a text (n counts from 1) is multiplied by the logarithm of n to this base, if
-      n is larger; None for a model without such a factor.
+    - `logn`: the query of token n of a text (counted from 1) is multiplied by the logarithm of n to this base, if n is
+      larger; None for a model without such a factor.
     """
 
     heads: int
@@ -181,7 +181,7 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, tag="experts", cache_ha
     - `normalised`: the weights of the chosen experts are scaled to a sum of 1. With a softmax, that is the softmax
       over the chosen ones.
     - `scaling`: factor on the weights of the chosen experts, in the end.
-    - `groups`: the experts are divided into as many groups of neighbours. Only those of the best `top_groups` can be
+    - `groups`: the experts are divided into as many groups of neighbours. Only experts of the best `top_groups` can be
       chosen: of the groups with the highest weight ("max"), or the highest sum of two weights ("top2"), by
       `group_score`.
     - `correction`: a learned bias, float32, is added to the weights for the choice of groups and experts alone.
@@ -257,7 +257,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """One decoder-only model: an embedding, layers, a final norm and a head. Lengths are in tokens.
 
     All layers have the same numbers of query and KV heads, all MLPs one width, and all mixtures the same number of
-    experts and one width: a rank's share of a model (`Place`) is one range of each.
+    experts and one width. So a rank's share of a model (`Place`) is one range of each.
 
     - `embedding_dim`: length of the rows of embedding and head, if a projection leads from there to `hidden` and
       another one back; None if they are `hidden` long.

@@ -116,7 +116,7 @@ class PointPredictor:
 
 
 def fit_constants(gpu: GpuSpec, points: Sequence[CalibrationPoint]) -> Fit:
-    """Fit the constants to the points: first those of the engine, then those of each quantised precision."""
+    """Fit the constants to the points: first the engine's, then each quantised precision's."""
     predictor = PointPredictor(gpu, points)
     whole = [point for point in points if point.precision in WHOLE]
     values = least_squares(PointPredictor(gpu, whole), predictor.start(), tuple(WIDTHS))

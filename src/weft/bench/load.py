@@ -194,7 +194,8 @@ async def run_open_loop(
     """Send each prompt at its time in `due`, seconds from now, and wait for all responses; errors go into the records.
 
     With `max_concurrency` at most that many requests are in flight, and due ones wait in order. If the task is
-    cancelled (Ctrl-C), the requests in flight are dropped and the result has those that had ended, if there are any.
+    cancelled (Ctrl-C), the requests in flight are dropped and the result has the requests that had ended, if there are
+    any.
     """
     bodies = [options.body(prompt) for prompt in prompts]  # before the clock runs
     begin = monotonic()

@@ -1,4 +1,4 @@
-"""Python's overhead beside the model: of the scheduler alone, and of the core's whole work for a step."""
+"""Python's overhead on top of the model: of the scheduler alone, and of the core's whole work for a step."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def make_scheduler(running: int, *, lookahead: bool) -> Scheduler:
 class SchedulerSteps:
     """A scheduler whose `running` requests all decode; a call schedules and applies one step.
 
-    With `lookahead` another step is in flight meanwhile, as on a GPU.
+    With `lookahead` another step is in flight at the same time, as on a GPU.
     """
 
     def __init__(self, running: int, *, lookahead: bool = False) -> None:

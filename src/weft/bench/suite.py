@@ -41,7 +41,8 @@ Tasks = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Batch:
-    """Requests that all arrive at the start; `requests` makes those of a run, with different tokens for each run.
+    """Requests that all arrive at the start; `requests` makes the requests of a run, with different tokens for each
+    run.
 
     `share` is the share of the suite's runs that is enough for this batch.
     """
@@ -71,7 +72,7 @@ BATCHES = (
 
 
 def measure_batches(model: str, runs: int, report: Callable[[str], object]) -> tuple[Tasks, Plan]:
-    """Measure every batch on one engine; return medians beside the planner's predictions, and the engine's plan.
+    """Measure every batch on one engine; return medians with the planner's predictions, and the engine's plan.
 
     With `runs` 0 only the plan is returned.
     """

@@ -1,4 +1,4 @@
-"""Flags of weft batch beside those of the engine."""
+"""Flags of weft batch that the engine does not have."""
 
 from __future__ import annotations
 

@@ -50,10 +50,10 @@ UNITS = {  # a constant's meaning, and its factor from the kept unit to the prin
     "matmul_flops": ("TFLOPS of matrix products", 1e12),
     "attention_flops": ("TFLOPS of a prompt's attention", 1e12),
     "overlap": ("of the shorter of memory and compute time hidden behind the longer", 1.0),
-    "layer_us": ("us of each layer beside its products", 1.0),
+    "layer_us": ("us of each layer besides its products", 1.0),
     "step_us": ("us of each step", 1.0),
     "sequence_us": ("us of each request in a step", 1.0),
-    "runtime_MiB": ("MiB of memory beside weights and cache", 1.0),
+    "runtime_MiB": ("MiB of memory besides weights and cache", 1.0),
 }
 TUNABLE_BACKENDS = ("auto", "triton", "varlen")  # attention backends that use our kernels
 
@@ -121,7 +121,8 @@ def keep_results(results: Sequence[DeviceResult]) -> None:
 
 
 def measured_config(arguments: Namespace) -> EngineConfig:
-    """The engine config of the flags; without a model, that of synthetic ones. Raises UsageError for several ranks."""
+    """The engine config of the flags; without a model, the config for synthetic models. Raises UsageError for several
+    ranks."""
     config = engine_config(arguments, **({} if getattr(arguments, "model", "") else {"model": "synthetic"}))
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if (getattr(config, name) or 1) > 1:
@@ -196,7 +197,7 @@ def warn_if_busy(here: Host) -> None:
 class DeviceMeasurements:
     """Measurements of engines on one device, one engine after the other.
 
-    `plans` are the plans of the measured models by name, `runtime_bytes` the memory of each engine beside its weights.
+    `plans` are the plans of the measured models by name, `runtime_bytes` each engine's memory without its weights.
     """
 
     def __init__(self, config: EngineConfig, gpu: GpuSpec, index: int | None) -> None:

@@ -37,7 +37,7 @@ from weft.serving.options import ServeOptions
 
 T = TypeVar("T")
 
-SPARE_FILES = 128  # file descriptors of this process beside its connections
+SPARE_FILES = 128  # file descriptors of this process that are not connections
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ PULL = (
     ),
 )
 CERT = (
-    Flag(name="nodes", parse=values.at_least(1), metavar="N", help="number of nodes, instead of those of a hosts file"),
+    Flag(name="nodes", parse=values.at_least(1), metavar="N", help="number of nodes, in place of a hosts file's"),
     Flag(name="out", metavar="DIR", default="certificates", help="directory for the certificates"),
     Flag(name="days", parse=values.at_least(1), default=365, help="days until the nodes' certificates expire"),
 )

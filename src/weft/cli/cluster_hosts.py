@@ -15,7 +15,7 @@ from weft.cluster.hosts import HostsFile, check_model, read_hosts
 from weft.cluster.remote import Launch
 from weft.errors import ConfigError, printable
 
-# Flags that weft cluster up gives itself, and those whose value `ps` would show to everybody.
+# Flags that weft cluster up gives itself, and flags whose value `ps` would show to everybody.
 OURS = ("nnodes", "node-rank", "headless", "cluster-key-file", "cluster-cert-file", "config", "model")
 FOLDER = "--download-dir="
 SECRETS = {"api-key": "VLLM_API_KEY", "hf-token": "HF_TOKEN"}
@@ -83,7 +83,7 @@ def create_pull(hosts: HostsFile, model: str, path: str, environment: Mapping[st
 
 
 def passed_on(hosts: HostsFile, path: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a file passes on. Raises ConfigError for one that is not set."""
+    """The variables that a file passes on. Raises ConfigError for a variable that is not set."""
     missing = next((name for name in hosts.variables if name not in environment), None)
     if missing:
         raise ConfigError(f"{path} passes on {missing}, which is not set here; export it", code="variable-not-set")

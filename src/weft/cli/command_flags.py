@@ -15,7 +15,7 @@ PROMPT = (
     SYSTEM_PROMPT,
     Flag(name="raw", parse=None, help="give the prompt to the model unchanged, without the chat template"),
     Flag(name="json", parse=None, help="print one JSON object with text, token ids, timing, layout and predictions"),
-    Flag(name="verbose", parse=None, help="print memory and speed on standard error, each beside its prediction"),
+    Flag(name="verbose", parse=None, help="print memory and speed on standard error, each with its prediction"),
     Flag(name="show-layout", parse=None, help="print the part and the memory of each rank on standard error"),
 )
 CHAT = (SYSTEM_PROMPT,)
@@ -114,7 +114,7 @@ PROFILE = (
         metavar="S",
         parse=float,
         default=60.0,
-        help="seconds to wait for the steps; then the trace ends with those that there were",
+        help="seconds to wait for the steps; then the trace ends with the steps so far",
     ),
     Flag(name="json", parse=None, help="print one JSON object: {files, missing, report, predicted}"),
 )

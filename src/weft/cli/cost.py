@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 SELLERS = 5  # cheapest providers of the model itself
 HOURS_PER_MONTH = 365.25 * 24 / 12
-STEPS = (1.0, 0.5, 0.25, 0.1)  # shares of the full load that are shown beside --utilization
+STEPS = (1.0, 0.5, 0.25, 0.1)  # shares of the full load that are shown besides --utilization
 
 
 def main(arguments: Namespace) -> int:
@@ -78,9 +78,9 @@ def request_usage(question: Question, cached: float) -> Usage:
 
 
 def api_quotes(arguments: Namespace, model: Model, each: Usage) -> list[Quote]:
-    """Prices of a request: of the APIs that the flags name, else of those that sell the model.
+    """Prices of a request: of the APIs that the flags name, else of all APIs that sell the model.
 
-    Raises ConfigError if nobody sells the model and --demand needs an API.
+    Raises ConfigError if no provider sells the model and --demand needs an API.
     """
     quotes = [api_prices.find_quote(name, each) for name in getattr(arguments, "against", ())]
     stated = getattr(arguments, "api_price", None)

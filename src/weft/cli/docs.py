@@ -52,7 +52,7 @@ def page() -> str:
 
 
 def section(command: Command) -> str:
-    """A command with its own flags; those of every engine have a section of their own."""
+    """A command with its own flags; the flags of every engine have a section of their own."""
     own = [(title, flags) for title, flags in command.groups if (title, flags) not in ENGINE]
     head = f"## {command.usage}\n\n{command.summary}\n\n```\n{command.example}\n```\n"
     return "\n".join([head, *(flag_table(title, flags) for title, flags in own)])

@@ -55,7 +55,7 @@ def main(arguments: Namespace) -> int:
 
 
 def all_checks(*, measure: bool) -> Iterator[Check]:
-    """Every check but those of security. With `measure`, speeds that are not in the cache are measured."""
+    """Every check except the security checks. With `measure`, speeds that are not in the cache are measured."""
     here = host.probe_host()
     figures, cuda = driver_figures(here)
     yield from check_machine(here, tuple(own_processes()))
@@ -92,7 +92,7 @@ def driver_figures(here: Host) -> tuple[Sequence[GpuFigures], str | None]:
 
 
 def check_lines(checks: Iterable[AnyCheck]) -> Iterator[str]:
-    """A line for each check, and a second one with the remedy; before those of each node, its name."""
+    """A line for each check, and a second one with the remedy; each node's name comes before its checks."""
     before = None
     for check in checks:
         node = getattr(check, "node", None)

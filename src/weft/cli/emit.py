@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("weft.cli")
 
-# A target for each engine, to name those that can run what another cannot.
+# A target for each engine, to name the targets that can run what another cannot.
 ENGINE_TARGETS = ("weft", "vllm", "ollama", "transformers")
 LAST_PORT = 65535
 DESCRIBED = ("gpus", "nodes")  # flags for hardware that may be elsewhere

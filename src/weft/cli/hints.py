@@ -16,7 +16,7 @@ ALIASES = {
     "--dp": "--data-parallel-size",
     "--ep": "--enable-expert-parallel",
 }
-# Other names of commands: Ollama's and those of package managers.
+# Other names of commands: from Ollama and from package managers.
 COMMAND_ALIASES = {"list": "ls", "rmi": "rm", "remove": "rm", "download": "pull", "up": "serve", "start": "serve"}
 # Words that are no commands, and what does the same.
 NO_COMMANDS = {
@@ -87,7 +87,7 @@ SAMPLING_NAMES = ("temperature", "top-p", "top-k", "min-p", "max-tokens", "stop"
 def unknown_flag(command: Command, option: str) -> str:
     """Text after "unknown flag --x for weft y": a semicolon with a hint, or the command that lists the flags.
 
-    The first of these gives the hint: another program's name for a flag of this command, a longer flag of this
+    The hint is the first of these that exists: another program's name for a flag of this command, a longer flag of this
     command, the same flag of other commands, a name in other programs, a similar flag of this command.
     """
     name = option.lstrip("-")

@@ -68,7 +68,7 @@ def parse_layout_flags(given: dict[str, Any], cluster: Cluster, model: Model, pr
 
 
 def check_sizes(given: dict[str, Any], model: Model) -> tuple[int | None, int | None]:
-    """Tensor-parallel ranks and pipeline stages of the flags, None for one that they leave open."""
+    """Tensor-parallel ranks and pipeline stages of the flags, None for a size that they leave open."""
     try:
         return check_layout(
             model.shape,
@@ -135,7 +135,7 @@ def _check_expert_parts(parts: int | None, experts: int, tensor: int | None, rep
 
 
 def parse_device_map(given: dict[str, Any], cluster: Cluster, model: Model, precision: str) -> LayoutConstraints:
-    """The layout of --device-map: a pipeline, or whole layers spread by one of Transformers' strategies."""
+    """The layout of --device-map: a pipeline, or whole layers spread by a strategy of Transformers."""
     mapping = given["device_map"]
     placement.check_flags(mapping, given)
     spread = placement.spread_word(mapping)

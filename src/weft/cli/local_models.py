@@ -73,7 +73,7 @@ def remove(names: Sequence[str], folder: str | None) -> int:
     for name in names:
         model = local_models.find_model(name, folder)
         if model is None:
-            raise ModelError(f"there is no model {name!r} here; `weft ls` lists those that are", code="no-local-model")
+            raise ModelError(f"there is no model {name!r} here; `weft ls` lists the models here", code="no-local-model")
         models.append(model)
     for model in models:
         local_models.remove_model(model)

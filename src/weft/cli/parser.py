@@ -132,7 +132,7 @@ def _check_argument(arguments: argparse.Namespace) -> None:
     named = getattr(arguments, "model", "")
     if not arguments.argument.strip():
         raise UsageError(
-            f"the model is {arguments.argument!r}{f' beside --model {named}' * bool(named)}: in a shell, a backslash "
+            f"the model is {arguments.argument!r}{f' with --model {named}' * bool(named)}: in a shell, a backslash "
             "before a blank makes such a word; end the line with the backslash, and put comments on lines of their own",
             code="blank-model",
         )
@@ -276,7 +276,7 @@ def with_config_file(command: Command, argv: list[str]) -> list[str]:
 
 
 def flags_of_file(command: Command, path: str) -> dict[Any, Any]:
-    """The flags in a --config file, by name; of a file with several models, those of the address."""
+    """The flags in a --config file, by name; if it has several models, the flags of the address."""
     content = read_config_file(path)
     if command.takes_set and is_set(content):
         return front_content(content) if command.name == "serve" else {}

@@ -127,7 +127,7 @@ def head_json(answer: SearchResult) -> dict[str, Any]:
 
 
 def advice_json(arguments: Namespace, cluster: Cluster, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The model for one person, its format and speed, and a faster one beside it; None if none is comfortable."""
+    """The model for one person, its format and speed, and a faster alternative; None if no model is comfortable."""
     fitting = [row for row in best_first(rows) if row["fits"] and row["runs"]]
     named = (Namespace(**{**vars(arguments), "model": row["name"]}) for row in fitting)
     fixed = hasattr(arguments, "quantization")
@@ -157,7 +157,8 @@ def advice_json(arguments: Namespace, cluster: Cluster, rows: Sequence[dict[str,
 
 
 def best_first(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows: the largest model first of those that one person is glad of, then the fastest of the others."""
+    """The rows: first the models that are comfortable for one person, the largest first, then the fastest of the
+    others."""
 
     def order(row: dict[str, Any]) -> tuple[int, float]:
         if not row["fits"]:

@@ -120,7 +120,7 @@ def _not_run(outline: Outline, error: ModelError) -> str:
 def _verdict(fit: Fit, cluster: Cluster, *, known: bool) -> str:
     """The sentence that says whether the model fits; the bytes of its KV cache may not be `known`."""
     low, high = format_bytes(fit.kv_low_bytes), format_bytes(fit.kv_high_bytes)
-    kv = f"{high if low == high else f'{low} to {high}'}" if known else "of a KV cache that nobody knows"
+    kv = f"{high if low == high else f'{low} to {high}'}" if known else "of a KV cache of unknown size"
     load = f"{fit.requests} {'request' if fit.requests == 1 else 'requests'} of {fit.length:,} tokens ({kv})"
     if fit.verdict == "does not fit":
         return f"It does not fit {len(cluster.gpus)} x {cluster.gpus[0].name} with {load}."

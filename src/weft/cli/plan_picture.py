@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-MAX_DRAWN_GPUS = 8  # GPUs drawn one by one; more are folded
+MAX_DRAWN_GPUS = 8  # GPUs drawn separately; more are folded
 PARTS = ("weight", "kv", "other", "held", "free")  # parts of a GPU's memory, as `ranks` of the JSON names them
 NAMES = {"weight": "weights", "kv": "KV", "other": "other", "held": "in use", "free": "free"}
 LINKS = {"nvlink": "NVLink", "pcie": "PCIe", "memory": "shared memory", "network": "the network"}
@@ -17,7 +17,7 @@ Row = Mapping[str, Any]  # a rank in the JSON
 
 
 class Bar(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU, or several with equal parts; bytes are those of each.
+    """One GPU, or several with equal parts; bytes are per GPU.
 
     `numbers` count within the node. `ranks` is empty if the plan leaves the GPUs idle.
     """
@@ -102,10 +102,10 @@ def picture(plan: Mapping[str, Any]) -> list[Rack]:
             )
         )
     racks = _folded_racks(racks) if fold else racks
-    beside = ranks[hardware["gpus"]]
-    if beside:  # on the CPU, which comes behind the GPUs
-        name = beside[0]["gpu"]
-        bar = _bar(0, name, hardware["types"][name], beside)
+    on_cpu = ranks[hardware["gpus"]]
+    if on_cpu:  # on the CPU, which comes behind the GPUs
+        name = on_cpu[0]["gpu"]
+        bar = _bar(0, name, hardware["types"][name], on_cpu)
         racks.append(Rack(nodes=(0,), alone=True, bridged=(), link="pcie", link_Bps=None, bars=(bar,)))
     return racks
 

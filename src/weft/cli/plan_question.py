@@ -50,7 +50,7 @@ def find_model(arguments: Namespace) -> Model:
 
 def planned_cluster(given: dict[str, Any]) -> Cluster:
     """The cluster to plan for: the described one, within --max-memory, shared out among the ranks of the flags. The CPU
-    is beside GPUs only if a flag names it."""
+    is used with the GPUs only if a flag names it."""
     limited = layout_flags.limit_memory(given, beside_cpu(given, described_cluster(given)))
     return machine.split_cpu(limited, layout_flags.rank_count(given))
 
@@ -201,9 +201,9 @@ def planned_workload(given: dict[str, Any], model: Model) -> Workload:
 
 
 def beside_cpu(given: dict[str, Any], cluster: Cluster) -> Cluster:
-    """The cluster with the CPU that the flags name beside its GPUs, and without one if they name none.
+    """The cluster with the CPU next to its GPUs if the flags name the CPU, and without it otherwise.
 
-    A CPU that is not described is that of this machine, or for described GPUs a typical one.
+    A CPU that is not described is this machine's, or for described GPUs a typical CPU.
     """
     if cluster.on_cpu or not layout_flags.asks_for_cpu(given):
         return msgspec.structs.replace(cluster, cpu=None)
@@ -211,13 +211,14 @@ def beside_cpu(given: dict[str, Any], cluster: Cluster) -> Cluster:
         return cluster
     is_here = given.get("gpus") is None and given.get("nodes") is None
     refresh = given.get("refresh_hardware", False)
-    return cluster.beside(machine.probe_cpu(refresh=refresh) if is_here else typical_cpu())
+    return cluster.with_cpu(machine.probe_cpu(refresh=refresh) if is_here else typical_cpu())
 
 
 def measured_cluster(given: dict[str, Any]) -> Cluster:
     """The nodes of the last start; they are written to the file of --cluster.
 
-    Raises UsageError beside other hardware, and ConfigError for a file that exists, or if nothing has been measured.
+    Raises UsageError if other hardware is given, and ConfigError for a file that exists, or if nothing has been
+    measured.
     """
     from weft.cluster.measured import load_cluster
 

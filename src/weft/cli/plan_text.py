@@ -118,8 +118,8 @@ def steps(plan: PlanJson) -> list[str]:
 
 
 def rejections(plan: PlanJson) -> list[str]:
-    """The reason for each rejected layout: first those of a precision in which nothing fits, then those that lack the
-    least memory."""
+    """The reason for each rejected layout: first for the precisions in which nothing fits, then in the order of the
+    memory that is lacking."""
     fits = {candidate["precision"] for candidate in plan["candidates"]}
     nearest = sorted(plan["rejected"], key=lambda row: (row["layout"]["precision"] in fits, row["short_bytes"]))
     return [f"{row['layout']['name']}: {row['reason']}" for row in nearest]

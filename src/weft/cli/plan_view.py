@@ -148,7 +148,7 @@ def shades_legend(parts: Sequence[str], width: int) -> Text:
 
 
 def bar_lines(bar: Bar, parts: Sequence[str], trunk: tuple[str, str, str], *, last: bool, width: int) -> list[Text]:
-    """The GPU with its part of the model, then its memory as a bar with the figures beside it."""
+    """The GPU with its part of the model, then its memory as a bar with the figures next to it."""
     branch, end, through = trunk
     below = " " * len(through) if last else through
     ranks, *what = bar.holds

@@ -82,7 +82,7 @@ def coordinates(curves: Sequence[Curve]) -> tuple[list[float], list[float]]:
 def text_plot(curves: Sequence[Curve], *, x: str, y: str, width: int = 64, height: int = 14) -> list[str]:
     """The curves as lines of text, each curve with its own mark; no lines if there are no points.
 
-    `x` and `y` name the axes. `width` and `height` are those of the field in characters.
+    `x` and `y` name the axes. `width` and `height` are the field's, in characters.
     """
     all_x, all_y = coordinates(curves)
     if not all_x:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 POLL_S = 0.25
-WRITING_S = 30.0  # seconds for the files of a trace that was ended; those of other machines never come
+WRITING_S = 30.0  # seconds for the files of a trace that was ended; files of other machines never come
 KERNELS = 20  # rows of the table by kernel
 # Kinds of work that the planner adds up as one figure.
 OVERHEAD = ("sampling", "scheduling", "other", "idle")
@@ -64,7 +64,7 @@ async def profile_server(url: str, steps: int, timeout_s: float) -> tuple[dict[s
             raise
         if profile["report"] is None or not profile["report"]["ranks"]:
             raise WeftError(
-                f"{url} took no step within {timeout_s:g} s: send it requests meanwhile (traces: "
+                f"{url} took no step within {timeout_s:g} s: send it requests during the trace (traces: "
                 f"{', '.join(began['files'])})",
                 code="nothing-to-profile",
             )
@@ -143,7 +143,7 @@ def layer_table(layers: dict[str, dict[str, float]]) -> Table:
 
 
 def share_table(ranks: list[dict[str, Any]], predicted: dict[str, float] | None) -> Table:
-    """Shares of the traced time of each rank beside those that the planner predicts for a step."""
+    """Shares of the traced time of each rank, with the shares that the planner predicts for a step."""
     table = figures_table("share of the time", *(f"rank {row['rank']}" for row in ranks), "planner")
     for kind in KINDS:
         table.add_row(kind, *_percentages(row["shares"][kind] for row in ranks), _expected_share(kind, predicted))

@@ -19,11 +19,11 @@ from weft.formatting import format_bytes
 from weft.serving.run_files import RunningServer, running_servers
 
 PATIENCE_S = 2.0  # for a server's answer: all are on this machine, and asked at once
-STAYS_S = 10 * 365 * 24 * 3600.0  # Ollama's API has no word for ever, and says a year far from now
+STAYS_S = 10 * 365 * 24 * 3600.0  # Ollama's API has no value for "never", and gives a year far from now
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model of a server. `bytes` and `device` are None for one that is not awake, or unknown.
+    """A model of a server. `bytes` and `device` are None for a model that is not awake, or unknown.
 
     - `state`: awake, asleep, or the reason why it is unknown.
     - `until`: when it will be sent to sleep, in seconds since 1970; None: not by itself.
@@ -91,7 +91,7 @@ async def ask_all(servers: Sequence[RunningServer]) -> list[list[ServedModel]]:
 
 
 async def _ask(server: RunningServer) -> list[ServedModel]:
-    # No key is sent: nobody has named the address, and the answer is for this machine's table only.
+    # No key is sent: the user has named no address, and the answer is for this machine's table only.
     client = HttpClient(ServerAddress(server.url, None))
     try:
         async with asyncio.timeout(PATIENCE_S):
@@ -120,7 +120,7 @@ def served_models(names: Sequence[str], rows: Sequence[_Row]) -> list[ServedMode
 
 
 def grouped(models: Sequence[ServedModel], *, one_model: bool) -> list[ServedModel]:
-    """The models with the names of one row joined: those of one model, or of several that are not awake."""
+    """The models with the names of one row joined: names of one model, or of several that are not awake."""
     groups: dict[ServedModel, list[str]] = {}
     for model in models:
         alike = one_model or model.state != "awake"

@@ -1,4 +1,4 @@
-"""weft serve [MODEL]: the HTTP server of a model, of a file's models, or of those that are on this machine."""
+"""weft serve [MODEL]: the HTTP server of a model, of a file's models, or of all models on this machine."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def model_set(arguments: Namespace) -> ModelSet | None:
 
 
 def serve_models(arguments: Namespace, models: ModelSet) -> int:
-    """Serve several models at one address: that of the flags, of the file, or of OLLAMA_HOST."""
+    """Serve several models at one address: from the flags, the file, or OLLAMA_HOST."""
     from weft.hosting.server import serve_set
 
     options = serve_options(arguments, os.environ)

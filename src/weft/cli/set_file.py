@@ -59,7 +59,7 @@ def read_model_set(path: str) -> ModelSet | None:
 
 
 def _listed_models(content: Mapping[Any, Any], path: str) -> ModelSet:
-    """The models of the list; flags of the engine beside the list are for all of them."""
+    """The models of the list; engine flags that are given with the list apply to all of them."""
     rows = content[LIST]
     if not isinstance(rows, list):
         raise ConfigError(
@@ -93,7 +93,7 @@ def _entry(row: object, number: int, common: Mapping[Flag, Any], path: str) -> M
 
 
 def _fields(row: object, where: str) -> dict[Any, Any]:
-    """The fields of a model, each by its name in OWN or that of its flag."""
+    """The fields of a model, each by its name in OWN or its flag's name."""
     if not isinstance(row, dict):
         raise ConfigError(
             f"{where} is {row!r:.60}; it must be a mapping, as in {{name: small, model: demo}}",
@@ -103,7 +103,7 @@ def _fields(row: object, where: str) -> dict[Any, Any]:
 
 
 def _flags_of_fields(fields: Mapping[Any, Any], where: str) -> dict[Flag, Any]:
-    """The values of the fields that are flags. Raises ConfigError for one that is no flag of a model."""
+    """The values of the fields that are flags. Raises ConfigError for a field that is no flag of a model."""
     flags = flags_by_name(MODEL_FLAGS)
     values = {key: value for key, value in fields.items() if key not in OWN}
     for key in values:
@@ -115,7 +115,7 @@ def _flags_of_fields(fields: Mapping[Any, Any], where: str) -> dict[Flag, Any]:
 def _unknown_field(key: object, flags: Iterable[str], where: str) -> ConfigError:
     if key in flags_by_name(SERVER):
         return ConfigError(
-            f"{where} has {key!r}, which is about the address of all models; put it beside the list",
+            f"{where} has {key!r}, which is about the address of all models; put it next to the list",
             code="address-flag-of-model",
         )
     near = nearest_name(str(key), [*OWN, *flags], {"keepalive": "keep-alive", "names": "name"})
@@ -135,7 +135,7 @@ def _loads_at_start(value: object, where: str) -> bool:
 
 
 def _names(value: object, model: str, where: str) -> tuple[str, ...]:
-    """The names of a model in requests: those that it is given, or what it is."""
+    """The names of a model in requests: the given names, or the model's own."""
     names = [model] if value is None else value if isinstance(value, list) else [value]
     if not names or not all(isinstance(name, str) and name.strip() for name in names):
         raise ConfigError(
@@ -191,11 +191,11 @@ def models_of_node(node: NodeConfig, path: str) -> ModelSet:
 
 
 def check_front_flags(arguments: Namespace, source: str) -> None:
-    """Raise UsageError for a flag of an engine beside a set: it would say nothing about whose engine."""
+    """Raise UsageError for an engine's flag given with a set: it would be unclear which engine it is for."""
     given = next((flag for flag in ENGINE_FLAGS if hasattr(arguments, flag.dest)), None)
     if given is not None:
         raise UsageError(
             f"{given.long} is about one engine, and {source} has several; put {given.name} into the file, for one "
-            "model or beside `models` for all",
+            "model or next to `models` for all",
             code="engine-flag-beside-set",
         )

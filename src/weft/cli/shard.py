@@ -126,7 +126,7 @@ def state_of(config: EngineConfig, checkpoint: Checkpoint, plan: Plan) -> sharde
 
 
 def copy_texts(checkpoint: Path, folder: Path) -> None:
-    """Copy config and tokenizer; those of a GGUF file as a GGUF file without tensors. Raises OSError."""
+    """Copy config and tokenizer; from a GGUF file, as a GGUF file without tensors. Raises OSError."""
     if not checkpoint.is_dir():
         (folder / sharded.TOKENIZER).write_bytes(gguf.without_tensors(str(checkpoint)))
         return

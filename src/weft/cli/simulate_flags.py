@@ -1,4 +1,4 @@
-"""Flags of weft simulate: those of weft plan for model, hardware and layout, and its own for the load."""
+"""Flags of weft simulate: weft plan's for model, hardware and layout, and its own for the load."""
 
 from __future__ import annotations
 

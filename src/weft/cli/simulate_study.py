@@ -133,8 +133,8 @@ def parse_drawn(given: dict[str, Any], model: Model, most: int) -> RequestDistri
 def drawn_lengths(given: dict[str, Any], most: int) -> tuple[Lengths, Lengths]:
     """Distributions of the tokens of prompts and answers; together they do not exceed `most` by default.
 
-    Without flags, the mean lengths are those of weft plan, and answers have from half to one and a half of the mean. If
-    all answers had the same length, requests that begin together would end together, and so would those after them.
+    Without flags, the mean lengths are weft plan's, and answers have from half to one and a half of the mean. If all
+    answers had the same length, requests that begin together would end together, and so would those after them.
     """
     input_len = parse_lengths(given["input_len"], "--input-len") if "input_len" in given else None
     output_len = parse_lengths(given["output_len"], "--output-len") if "output_len" in given else None

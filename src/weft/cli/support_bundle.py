@@ -41,7 +41,7 @@ PACKAGES = (
     *("torch", "triton", "numpy", "flashinfer", "humming", "nvidia"),
     *("ray", "uvicorn", "starlette", "msgspec", "tokenizers"),
 )
-# Variables that change what Weft does. The values of some are shown; those of all others may be secrets.
+# Variables that change what Weft does. The values of some are shown; all other values may be secrets.
 FAMILIES = ("WEFT_", "VLLM_", "CUDA_", "NCCL_", "GLOO_", "HF_", "RAY_", "OMP_", "TORCH_", "PYTORCH_", "TRITON_")
 NAMES = """
 WEFT_ENGINE_ARGS WEFT_KERNELS WEFT_LOG_FORMAT WEFT_SOURCE VLLM_ATTENTION_BACKEND VLLM_BATCH_INVARIANT
@@ -130,7 +130,7 @@ def versions(secrets: Secrets) -> dict[str, Any]:
 
 
 def read_variables(environ: Mapping[str, str], secrets: Secrets) -> dict[str, str]:
-    """Variables that change what Weft does, with the values of those in SHOWN.
+    """Variables that change what Weft does, with the values of the variables in SHOWN.
 
     All of the environment's secrets are noted, and values that are not shown are such.
     """
@@ -192,9 +192,9 @@ async def server_figures(server: RunningServer, variables: Mapping[str, str]) ->
 
 
 def given_logs(paths: list[Path]) -> Iterator[tuple[str, str]]:
-    """The ends of log files: those of `weft cluster up`, and those that were named.
+    """The ends of log files: from `weft cluster up`, and the files that were named.
 
-    Raises ConfigError for one that cannot be read.
+    Raises ConfigError for a file that cannot be read.
     """
     for path in sorted((cache_path() / "cluster").glob("*/log*")):
         text = file_tail(path)

@@ -15,7 +15,7 @@ from typing import Any
 
 from weft.cli.parser import UsageError
 from weft.cli.top_csv import csv_header, csv_lines
-from weft.cli.top_watch import Look, Machine, Watch
+from weft.cli.top_watch import Machine, Snapshot, Watch
 from weft.monitor.figures import join_figures
 
 BETWEEN_S = 0.5  # the two samples of --once, of which rates are made
@@ -40,37 +40,37 @@ def main(arguments: Namespace) -> int:
 
 
 def _interval_s(given: Mapping[str, Any]) -> float:
-    """Seconds from one look to the next. Raises UsageError."""
+    """Seconds from one snapshot to the next. Raises UsageError."""
     interval_s: float = given.get("interval", 2.0)
     if interval_s <= 0:
         raise UsageError(f"--interval is {interval_s:g}; give seconds above 0", code="invalid-flag-value")
     return interval_s
 
 
-def _none_answered(last: Look | None) -> bool:
+def _none_answered(last: Snapshot | None) -> bool:
     return last is not None and not last.servers
 
 
-async def show(watch: Watch, machine: Machine | None, form: str, interval_s: float, *, once: bool) -> Look | None:
-    """Print looks in a format until a signal, or one; return the last."""
+async def show(watch: Watch, machine: Machine | None, form: str, interval_s: float, *, once: bool) -> Snapshot | None:
+    """Print snapshots in a format until a signal, or only one; return the last."""
     stop = asyncio.Event()
-    last: Look | None = None
+    last: Snapshot | None = None
     with contextlib.closing(watch), stopped_by_signals(stop):
         # Textual reads keys from standard input, and draws on standard error.
         if form == "table" and not once and all(one.isatty() for one in (sys.stdin, sys.stdout, sys.stderr)):
-            return await show_live(looks(watch, machine, interval_s, stop, once=False), stop)
+            return await show_live(snapshots(watch, machine, interval_s, stop, once=False), stop)
         if form == "csv":
             print(csv_header(), flush=True)
-        async for last in looks(watch, machine, interval_s, stop, once=once):
-            print_look(last, form)
+        async for last in snapshots(watch, machine, interval_s, stop, once=once):
+            print_snapshot(last, form)
     return last
 
 
-async def show_live(looks: AsyncIterator[Look], stop: asyncio.Event) -> Look | None:
-    """Show looks on the whole terminal until a signal or a key ends it; return the last."""
+async def show_live(snapshots: AsyncIterator[Snapshot], stop: asyncio.Event) -> Snapshot | None:
+    """Show snapshots on the whole terminal until a signal or a key ends it; return the last."""
     from weft.cli.top_app import TopApp  # not for --once
 
-    app = TopApp(looks, stop)
+    app = TopApp(snapshots, stop)
     # Without the mouse: the terminal's own selection copies what is shown.
     await app.run_async(mouse=False)
     if app.return_code:  # Textual has printed the error
@@ -78,48 +78,48 @@ async def show_live(looks: AsyncIterator[Look], stop: asyncio.Event) -> Look | N
     return app.last
 
 
-async def looks(
+async def snapshots(
     watch: Watch, machine: Machine | None, interval_s: float, stop: asyncio.Event, *, once: bool
-) -> AsyncIterator[Look]:
-    """A look every `interval_s` seconds until `stop` is set, or one."""
+) -> AsyncIterator[Snapshot]:
+    """A snapshot every `interval_s` seconds until `stop` is set, or only one."""
     if once and machine is not None:
         await asyncio.to_thread(machine.sample)
         await asyncio.sleep(BETWEEN_S)
     while not stop.is_set():
         began = time.monotonic()
-        yield await take_look(watch, machine)
+        yield await take_snapshot(watch, machine)
         if once:
             return
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), max(0.05, began + interval_s - time.monotonic()))
 
 
-async def take_look(watch: Watch, machine: Machine | None) -> Look:
-    """Ask all servers, and sample this machine meanwhile."""
+async def take_snapshot(watch: Watch, machine: Machine | None) -> Snapshot:
+    """Ask all servers, and sample this machine at the same time."""
     if machine is None:
-        local, (servers, problems) = None, await watch.look()
+        local, (servers, problems) = None, await watch.snapshot()
     else:
-        local, (servers, problems) = await asyncio.gather(asyncio.to_thread(machine.sample), watch.look())
+        local, (servers, problems) = await asyncio.gather(asyncio.to_thread(machine.sample), watch.snapshot())
     figures = join_figures([figures for _, figures in servers], local, time.time())
-    return Look(servers, figures, problems, {} if machine is None else machine.cores)
+    return Snapshot(servers, figures, problems, {} if machine is None else machine.cores)
 
 
-def print_look(look: Look, form: str) -> None:
-    """Print a look as a page, as one line of JSON, or as lines of CSV; problems go to standard error."""
+def print_snapshot(snapshot: Snapshot, form: str) -> None:
+    """Print a snapshot as a page, as one line of JSON, or as lines of CSV; problems go to standard error."""
     if form == "table":
         from weft.cli.tables import console
         from weft.cli.top_sparks import Sparks
         from weft.cli.top_tables import page
 
         out = console()
-        out.print(page(look, Sparks(), out.width))
+        out.print(page(snapshot, Sparks(), out.width))
         return
-    for problem in look.problems:
+    for problem in snapshot.problems:
         print(f"weft top: {problem}", file=sys.stderr)
     if form == "json":
-        print(json.dumps(look.figures), flush=True)
+        print(json.dumps(snapshot.figures), flush=True)
         return
-    for line in csv_lines(look.figures):
+    for line in csv_lines(snapshot.figures):
         print(line, flush=True)
 
 

@@ -15,7 +15,7 @@ from textual.widgets import Footer, Static
 
 from weft.cli.top_sparks import Sparks
 from weft.cli.top_tables import headline, sections
-from weft.cli.top_watch import Look
+from weft.cli.top_watch import Snapshot
 
 MARGIN = 6  # columns of borders, padding and the scroll bar
 HEADLINE = "headline"
@@ -39,13 +39,13 @@ class TopApp(App[None]):
         Binding("p", "hold", "Pause / resume"),
     ]
 
-    def __init__(self, looks: AsyncIterator[Look], stop: asyncio.Event) -> None:
-        """`looks` end once `stop` is set, and `stop` is set once the page ends."""
+    def __init__(self, snapshots: AsyncIterator[Snapshot], stop: asyncio.Event) -> None:
+        """`snapshots` end once `stop` is set, and `stop` is set once the page ends."""
         super().__init__()
-        self._looks, self._end = looks, stop
+        self._snapshots, self._end = snapshots, stop
         self._sparks = Sparks()
         self._held = False
-        self.last: Look | None = None
+        self.last: Snapshot | None = None
 
     def compose(self) -> ComposeResult:
         yield Static(Text("weft top  ·  looking …"), id=HEADLINE)
@@ -57,22 +57,22 @@ class TopApp(App[None]):
         self.run_worker(self._watch(), exclusive=True)
 
     async def _watch(self) -> None:
-        """Show every look until they end."""
-        async for look in self._looks:
-            self.last = look
-            self._sparks.add(look)
+        """Show every snapshot until they end."""
+        async for snapshot in self._snapshots:
+            self.last = snapshot
+            self._sparks.add(snapshot)
             if not self._held:
-                await self._show(look)
+                await self._show(snapshot)
         self.exit()
 
     async def on_resize(self, _: Resize) -> None:
         if self.last is not None:
             await self._show(self.last)
 
-    async def _show(self, look: Look) -> None:
-        """Draw a look: what is wrong comes first, for nothing hides it there."""
-        self.query_one(f"#{HEADLINE}", Static).update(Text(f"weft top  ·  {headline(look)}"))
-        drawn = sections(look, self._sparks, self.size.width - MARGIN)
+    async def _show(self, snapshot: Snapshot) -> None:
+        """Draw a snapshot: problems come first, where nothing hides them."""
+        self.query_one(f"#{HEADLINE}", Static).update(Text(f"weft top  ·  {headline(snapshot)}"))
+        drawn = sections(snapshot, self._sparks, self.size.width - MARGIN)
         ordered = [*drawn[-1:], *drawn[:-1]]
         place = self.query_one(VerticalScroll)
         boxes = list(place.query(Static))

@@ -39,7 +39,7 @@ def dense_table(*columns: str | Text) -> Table:
 
 
 def fitted(table: Table, width: int, dispensable: Sequence[str]) -> Table:
-    """The table without the columns that find no room in `width`, of those that are dispensable the first ones first.
+    """The table without the columns that find no room in `width`; the first dispensable columns go first.
 
     A cut head or figure would say something else. A table that leaves much room is as wide as the page.
     """

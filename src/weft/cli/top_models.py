@@ -10,13 +10,13 @@ from rich.text import Text
 
 from weft.cli.top_cells import FAINT, UNKNOWN, VERY_WIDE, WIDE, dense_table, fitted, marked, share, used_of
 from weft.cli.top_sparks import Sparks, model_key
-from weft.cli.top_watch import Look, rows_of_servers
+from weft.cli.top_watch import Snapshot, rows_of_servers
 from weft.formatting import format_bytes
 
 STEP_BAR = 20  # characters of a rank's step
 MIN_DELAYED = 0.005  # a smaller share of a step without a core is shown as 0 %
 DELAYED = "no core"
-# Columns of ranks, those that are left out first come first.
+# Columns of ranks; the first in this list is left out first
 RANKS_DISPENSABLE = ("share of a step", "stage", "KV size", "weights", "layers", DELAYED, "▒ comm", "· wait")
 NO_CORE = f"{DELAYED}: other programs had the rank's core; this time is part of the other shares"
 # The parts of a step: name, its short form, character and style.
@@ -34,17 +34,17 @@ SIZES = (
 )
 
 
-def first_causes(look: Look) -> Iterator[tuple[str, dict[str, Any]]]:
+def first_causes(snapshot: Snapshot) -> Iterator[tuple[str, dict[str, Any]]]:
     """The findings that follow from no other one, each with the URL of its server."""
-    for url, finding in rows_of_servers(look, "diagnosis"):
+    for url, finding in rows_of_servers(snapshot, "diagnosis"):
         if not finding.get("follows_from"):
             yield url, finding
 
 
-def model_table(look: Look, sparks: Sparks, width: int) -> Table:
+def model_table(snapshot: Snapshot, sparks: Sparks, width: int) -> Table:
     """A row for each model of each server."""
-    rows = rows_of_servers(look, "models")
-    faulty = {(url, finding.get("model")) for url, finding in first_causes(look) if not finding.get("ranks")}
+    rows = rows_of_servers(snapshot, "models")
+    faulty = {(url, finding.get("model")) for url, finding in first_causes(snapshot) if not finding.get("ranks")}
     wide, several = width >= WIDE, len({url for url, _ in rows}) > 1
     names = ["model", "running", "waiting", "KV cache used", "prefix hits", "TTFT p50/p95", "ITL p50/p95", "tok/s"]
     short = ["model", "run", "wait", "KV used", "hits", "TTFT p50/p95", "ITL p50/p95", "tok/s"]
@@ -87,13 +87,13 @@ def _rates(sparks: Sparks, key: str) -> str:
     return f"{line}\n0 to {max(sparks.values(key)):,.0f} tok/s" if line else ""
 
 
-def rank_table(look: Look, width: int) -> Table:
+def rank_table(snapshot: Snapshot, width: int) -> Table:
     """A row for each rank: its part of the model, its memory, and the parts of its steps.
 
     Ranks of several servers have a row with the server's URL above them.
     """
-    ranks = rows_of_servers(look, "ranks")
-    faulty = {(url, rank) for url, finding in first_causes(look) for rank in finding.get("ranks") or ()}
+    ranks = rows_of_servers(snapshot, "ranks")
+    faulty = {(url, rank) for url, finding in first_causes(snapshot) for rank in finding.get("ranks") or ()}
     several, wide = len({url for url, _ in ranks}) > 1, width >= WIDE
     nodes = len({row.get("node", "") for _, row in ranks} - {""})  # a replica that starts has not told its own yet
     delayed = any((row.get("delayed") or 0.0) >= MIN_DELAYED for _, row in ranks)

@@ -6,32 +6,32 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from weft.cli.top_watch import Look, each_gpu, rows_of_servers
+from weft.cli.top_watch import Snapshot, each_gpu, rows_of_servers
 
 SPARKS = "▁▂▃▄▅▆▇█"
 POINTS = 24  # of a sparkline
 
 
 class Sparks:
-    """The values of the last POINTS looks."""
+    """The values of the last POINTS snapshots."""
 
     def __init__(self) -> None:
         self._times_s: deque[float] = deque(maxlen=POINTS)
         self._values: dict[str, deque[tuple[float, float]]] = {}  # with the time of each
 
-    def add(self, look: Look) -> None:
-        """Take the figures of one look."""
-        self._times_s.append(look.figures["time"])
-        for node, gpu in each_gpu(look.figures):
+    def add(self, snapshot: Snapshot) -> None:
+        """Take the figures of one snapshot."""
+        self._times_s.append(snapshot.figures["time"])
+        for node, gpu in each_gpu(snapshot.figures):
             self._add(gpu_key(node, gpu), gpu["utilization"])
-        for url, row in rows_of_servers(look, "models"):
+        for url, row in rows_of_servers(snapshot, "models"):
             self._add(model_key(url, row), row["tok_s"])
 
     def _add(self, name: str, value: float | None) -> None:
         self._values.setdefault(name, deque(maxlen=POINTS)).append((self._times_s[-1], value or 0.0))
 
     def values(self, name: str) -> list[float]:
-        """The values of a figure in the last POINTS looks, of which some may not have had it."""
+        """The values of a figure in the last POINTS snapshots, of which some may not have had it."""
         return [value for time_s, value in self._values.get(name, ()) if time_s >= self._times_s[0]]
 
     @property

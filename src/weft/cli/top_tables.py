@@ -27,7 +27,7 @@ from weft.cli.top_cells import (
 )
 from weft.cli.top_models import model_table, rank_table
 from weft.cli.top_sparks import Sparks, gpu_key
-from weft.cli.top_watch import Look, each_gpu, rows_of_servers
+from weft.cli.top_watch import Snapshot, each_gpu, rows_of_servers
 from weft.monitor.finding import Limits
 
 FOLLOWS = "└ "  # before a finding that follows from another one
@@ -41,43 +41,43 @@ class Section(NamedTuple):
     faulty: bool = False
 
 
-def sections(look: Look, sparks: Sparks, width: int) -> list[Section]:
-    """Everything that is known now, for a page with so many columns."""
-    return [*_machine(look, sparks, width), *_servers(look, sparks, width), verdict(look)]
+def sections(snapshot: Snapshot, sparks: Sparks, width: int) -> list[Section]:
+    """Everything that is known now, for a page of `width` columns."""
+    return [*_machine(snapshot, sparks, width), *_servers(snapshot, sparks, width), verdict(snapshot)]
 
 
-def _machine(look: Look, sparks: Sparks, width: int) -> Iterator[Section]:
-    gpus = list(each_gpu(look.figures))
+def _machine(snapshot: Snapshot, sparks: Sparks, width: int) -> Iterator[Section]:
+    gpus = list(each_gpu(snapshot.figures))
     if gpus:
         yield Section("GPUs", gpu_table(gpus, sparks, width))
-        yield Section("Memory of GPUs", memory_table(gpus, look, width))
-    elif look.cores:
-        yield Section("Cores (no GPU)", core_table(look.cores, width))
+        yield Section("Memory of GPUs", memory_table(gpus, snapshot, width))
+    elif snapshot.cores:
+        yield Section("Cores (no GPU)", core_table(snapshot.cores, width))
 
 
-def _servers(look: Look, sparks: Sparks, width: int) -> Iterator[Section]:
-    if rows_of_servers(look, "models"):
-        yield Section("Models", model_table(look, sparks, width))
-    if rows_of_servers(look, "ranks"):
-        yield Section("Ranks", rank_table(look, width))
+def _servers(snapshot: Snapshot, sparks: Sparks, width: int) -> Iterator[Section]:
+    if rows_of_servers(snapshot, "models"):
+        yield Section("Models", model_table(snapshot, sparks, width))
+    if rows_of_servers(snapshot, "ranks"):
+        yield Section("Ranks", rank_table(snapshot, width))
 
 
-def page(look: Look, sparks: Sparks, width: int) -> RenderableType:
+def page(snapshot: Snapshot, sparks: Sparks, width: int) -> RenderableType:
     """All sections below each other, what is wrong at the end."""
-    parts: list[RenderableType] = [Text(headline(look), style=FAINT), Text()]
-    for section in sections(look, sparks, width):
+    parts: list[RenderableType] = [Text(headline(snapshot), style=FAINT), Text()]
+    for section in sections(snapshot, sparks, width):
         parts += [Text(section.name, style=BAD if section.faulty else "bold"), section.content, Text()]
     return Group(*parts[:-1])
 
 
-def headline(look: Look) -> str:
+def headline(snapshot: Snapshot) -> str:
     """Time, servers, GPUs and tokens per second in a line."""
-    gpus, models = list(each_gpu(look.figures)), look.figures["models"]
+    gpus, models = list(each_gpu(snapshot.figures)), snapshot.figures["models"]
     rates = [model["tok_s"] for model in models if model["tok_s"] is not None]
     parts = [
-        time.strftime("%H:%M:%S", time.localtime(look.figures["time"])),
-        look.servers[0][0] if len(look.servers) == 1 else _count(len(look.servers), "server"),
-        _count(len(look.figures["ranks"]), "rank"),
+        time.strftime("%H:%M:%S", time.localtime(snapshot.figures["time"])),
+        snapshot.servers[0][0] if len(snapshot.servers) == 1 else _count(len(snapshot.servers), "server"),
+        _count(len(snapshot.figures["ranks"]), "rank"),
         _count(len(gpus), "GPU") if gpus else "no GPU",
         *([f"{sum(rates):,.0f} tok/s"] if rates else []),
     ]
@@ -91,31 +91,31 @@ def _count(number: int, noun: str) -> str:
 # --- what is wrong ---
 
 
-def verdict(look: Look) -> Section:
+def verdict(snapshot: Snapshot) -> Section:
     """The findings of the diagnosis, and servers that do not answer."""
-    findings = list(_findings(look.servers))
-    problems = [Text(f"✗ {problem}", style="red") for problem in look.problems]
+    findings = list(_findings(snapshot.servers))
+    problems = [Text(f"✗ {problem}", style="red") for problem in snapshot.problems]
     if findings or problems:
         return Section("Diagnosis", Padding(Group(*findings, *problems), (0, 0, 0, 1)), faulty=True)
-    if not look.servers:
+    if not snapshot.servers:
         return Section("Diagnosis", Text(" No server of this user runs here; --url names others.", style=FAINT))
-    if watched := list(_watched(look)):
+    if watched := list(_watched(snapshot)):
         return Section("Diagnosis", Text(f" watching: {'; '.join(watched)}. It becomes a finding if it lasts.", WARN))
     return Section("Diagnosis", Text(" ✓ Nothing found.", style=GOOD))
 
 
-def _watched(look: Look) -> Iterator[str]:
+def _watched(snapshot: Snapshot) -> Iterator[str]:
     """Faults that the tables show, and that the diagnosis may find once they have lasted."""
-    ranks = [row for _, row in rows_of_servers(look, "ranks")]
+    ranks = [row for _, row in rows_of_servers(snapshot, "ranks")]
     if (most := max((row.get("delayed") or 0.0 for row in ranks), default=0.0)) > Limits().delayed:
         yield f"ranks without a core for up to {most:.0%} of a step"
-    for _, row in rows_of_servers(look, "models"):
+    for _, row in rows_of_servers(snapshot, "models"):
         if (row["kv_usage"] or 0.0) >= NEARLY_FULL:
             yield f"the KV cache of {row['name']} is {row['kv_usage']:.0%} full"
 
 
 def _findings(servers: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[RenderableType]:
-    """Two paragraphs for each finding; of several servers with the URL of the one that has it.
+    """Two paragraphs for each finding; if there are several servers, with the URL of its server.
 
     Findings that follow from another one come after all others of their server.
     """
@@ -158,9 +158,9 @@ def gpu_name(node: str, gpu: Mapping[str, Any]) -> str:
     return f"{node}:{gpu['index']}"
 
 
-def memory_table(gpus: Sequence[tuple[str, dict[str, Any]]], look: Look, width: int) -> Table:
+def memory_table(gpus: Sequence[tuple[str, dict[str, Any]]], snapshot: Snapshot, width: int) -> Table:
     """A row for each GPU: its memory, what the ranks on it hold for weights and KV cache, and each process by name."""
-    held = memory_of_ranks(look)
+    held = memory_of_ranks(snapshot)
     table = dense_table("GPU", "in use", "of", "", "weights", "KV cache")
     table.add_column("processes", overflow="fold")
     for node, gpu in gpus:
@@ -178,10 +178,10 @@ def memory_table(gpus: Sequence[tuple[str, dict[str, Any]]], look: Look, width: 
     return fitted(table, width, ["", "KV cache", "weights", "of"])
 
 
-def memory_of_ranks(look: Look) -> dict[tuple[str, int], tuple[int, int]]:
+def memory_of_ranks(snapshot: Snapshot) -> dict[tuple[str, int], tuple[int, int]]:
     """Bytes of weights and of KV cache that the ranks on each GPU hold, by node and index."""
     held: dict[tuple[str, int], tuple[int, int]] = {}
-    for _, row in rows_of_servers(look, "ranks"):
+    for _, row in rows_of_servers(snapshot, "ranks"):
         kind, _, index = row["device"].partition(":")
         if kind == "cuda" and index.isdigit():
             place = row.get("node", ""), int(index)

@@ -18,15 +18,15 @@ from weft.monitor.figures import describe_gpu
 from weft.monitor.gpus import sample_moments
 from weft.serving.run_files import running_servers
 
-PATIENCE_S = 5.0  # for one answer; the next look tries again
+PATIENCE_S = 5.0  # for one answer; the next snapshot tries again
 KEY_MISSING = "invalid_api_key"
 ADMIN_KEY_MISSING = ("invalid_admin_key", "admin_key_unset")
 
 Kind = Literal["gateway", "server"]
 
 
-class Look(NamedTuple):
-    """One look: the figures of each server, this machine's, their sum as JSON, and a line for each URL without any."""
+class Snapshot(NamedTuple):
+    """Figures of each server and of this machine, their sum as JSON, and a line for each URL without figures."""
 
     servers: list[tuple[str, dict[str, Any]]]
     figures: dict[str, Any]
@@ -114,9 +114,9 @@ class Watch:
         self._given = tuple(urls)
         self._api_key, self._admin_key = api_key, admin_key
         self._targets: dict[str, Target] = {}
-        self._seen: set[str] = set()  # in the look that runs
+        self._seen: set[str] = set()  # while the servers are asked
 
-    async def look(self) -> tuple[list[tuple[str, dict[str, Any]]], list[str]]:
+    async def snapshot(self) -> tuple[list[tuple[str, dict[str, Any]]], list[str]]:
         """Figures by URL, and a line for each URL that gave none."""
         urls = self._given or await asyncio.to_thread(local_urls)
         self._seen = set[str]()
@@ -208,7 +208,7 @@ class Machine:
 
 
 def core_ticks(root: Path = Path("/")) -> dict[int, tuple[int, int]]:
-    """Clock ticks of each core since the start of the machine: those of work, and all. Empty outside Linux."""
+    """Clock ticks of each core since the start of the machine: of work, and in all. Empty outside Linux."""
     try:
         lines = (root / "proc/stat").read_text().splitlines()
     except OSError:
@@ -222,9 +222,9 @@ def _core_line(words: Sequence[str]) -> tuple[int, tuple[int, int]]:
     return int(words[0][3:]), (sum(ticks) - idle, sum(ticks))
 
 
-def rows_of_servers(look: Look, key: str) -> list[tuple[str, dict[str, Any]]]:
+def rows_of_servers(snapshot: Snapshot, key: str) -> list[tuple[str, dict[str, Any]]]:
     """The rows under `key` of all servers, each with the URL of its server."""
-    return [(url, row) for url, figures in look.servers for row in figures[key]]
+    return [(url, row) for url, figures in snapshot.servers for row in figures[key]]
 
 
 def each_gpu(figures: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

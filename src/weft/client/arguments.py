@@ -55,7 +55,7 @@ def engine_config(model: str | os.PathLike[str], keywords: Mapping[str, Any]) ->
     """Return the EngineConfig that `keywords` describe. `model` may be a short name, as in `qwen3:8b`.
 
     A keyword with the value None counts as left out. Raises ConfigError for an unknown keyword, with the nearest name,
-    for a value of the wrong type or out of range, and for vLLM's keywords that Weft refuses. Warns about those that
+    for a value of the wrong type or out of range, and for vLLM's keywords that Weft refuses. Warns about keywords that
     Weft ignores.
     """
     given: dict[str, Any] = {}
@@ -80,7 +80,7 @@ def engine_config(model: str | os.PathLike[str], keywords: Mapping[str, Any]) ->
 def _with_quantization(keywords: Mapping[str, Any]) -> Mapping[str, Any]:
     """Replace `load_in_8bit` and `load_in_4bit` by the `quantization` that they stand for.
 
-    Raises ConfigError for both at once, and for another quantization beside one of them.
+    Raises ConfigError for both at once, and for another quantization with either of them.
     """
     for name in LOAD_IN:
         if not isinstance(keywords.get(name), bool | None):
@@ -110,7 +110,8 @@ def _converted(name: str, value: Any) -> Any:
 def check_vllm_argument(name: str, value: Any, known: Collection[str]) -> None:
     """Warn about a keyword of vLLM's LLM that Weft ignores.
 
-    Raises ConfigError for one that changes what is served, and for a keyword that is neither vLLM's nor in `known`.
+    Raises ConfigError for an argument that changes what is served, and for a keyword that is neither vLLM's nor in
+    `known`.
     """
     flag = vllm_arguments().get(name.replace("_", "-"))
     if flag is None:

@@ -107,10 +107,10 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the answer while it grows: the same object each time, with everything generated so far.
 
-        The prompt is one that `LLM.generate` takes. `request_id`, which `abort` takes, must differ from those of other
-        requests in flight; None creates one. Without `sampling_params` the model's own defaults apply. Closing the
-        iterator, or cancelling its task, ends the request. Iterating raises RequestError, QueueFullError, EngineError,
-        and OutputError for an answer that the model cannot go on with.
+        The prompt is one that `LLM.generate` takes. `request_id`, which `abort` takes, must differ from the ids of
+        other requests in flight; None creates one. Without `sampling_params` the model's own defaults apply. Closing
+        the iterator, or cancelling its task, ends the request. Iterating raises RequestError, QueueFullError,
+        EngineError, and OutputError for an answer that the model cannot go on with.
         """
 
         async def parse(frontend: Frontend) -> Prompt:

@@ -1,4 +1,4 @@
-"""Checks of a request beside those of SamplingParams: token ids, priority, cache salt, and the size of its result."""
+"""Checks of a request that SamplingParams does not do: token ids, priority, cache salt, and the size of its result."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from weft.core.request import Request
 from weft.errors import RequestError
 from weft.executors import framing
 
-# Most bytes in MessagePack of the logprobs of a prompt's position, and of each alternative beside its token: a float is
-# 9, a rank or a token id 5, the rest are the heads of lists.
+# Most bytes in MessagePack for the logprobs of a prompt's position, and for each alternative: a float takes 9, a rank
+# or a token id 5, the rest are the heads of lists.
 POSITION_BYTES, ALTERNATIVE_BYTES = 21, 14
 OTHER_BYTES = 1 << 16  # left in a frame for the rest of an output, and the stats
 PRIORITIES = range(-(2**63), 2**63)  # the integers that MessagePack carries to the core
@@ -44,7 +44,7 @@ def check_frame(request: Request) -> None:
     if len(request.prompt) > most:
         raise RequestError(
             f"prompt_logprobs of {top} alternatives for a prompt of {len(request.prompt):,} tokens are too large; at "
-            f"most {most:,} tokens may have so many: ask for fewer alternatives, or send a shorter prompt",
+            f"most {most:,} tokens may have this many: ask for fewer alternatives, or send a shorter prompt",
             param="prompt_logprobs",
             code="prompt-logprobs-too-large",
         )

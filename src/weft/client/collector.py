@@ -200,7 +200,7 @@ class Collector:
 
 
 def _push_until_stop(stream: TextStream, tokens: Sequence[int]) -> tuple[str, int]:
-    """Push tokens up to the one that completes a stop string; return the text, and the number of these tokens."""
+    """Push tokens up to the token that completes a stop string; return the text, and the number of these tokens."""
     text = ""
     for count, token in enumerate(tokens, start=1):
         text += stream.push([token])

@@ -1,4 +1,4 @@
-"""EngineNodes: the nodes that hold the ranks of engines, those of the first start and those that have come back."""
+"""EngineNodes: the nodes that hold the ranks of engines, from the first start or joined again."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class EngineNodes:
             raise
 
     def close(self) -> None:
-        """Wait for no more nodes, and let those go that nobody has taken. May be called twice."""
+        """Wait for no more nodes, and release the nodes that were not taken. May be called twice."""
         self._closing.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
         for _, group in self._first.values():

@@ -43,11 +43,11 @@ class Frontend:
 
     `vocab` is the number of embedding rows, `max_model_len` the limit on tokens of prompt and answer together, `eos`
     the token ids that end an answer. `defaults` are sampling parameters for requests that leave them out,
-    `max_new_tokens` the length of an answer that the model's own code has by default, which `LLM.chat` takes.
-    `hidden` is the length of the model's states,
-    `pooling` what it makes of prompts beside answers. Without a tokenizer, prompts are token ids and
-    answers have no text. All methods raise RequestError, naming the field, for anything that cannot be served. The
-    coroutines wait for sandboxed processes alone: `sandbox.isolated` drives them, in a thread or in an event loop.
+    `max_new_tokens` the length of an answer that the model's own code has by default, which `LLM.chat` takes. `hidden`
+    is the length of the model's states, `pooling` how it embeds or scores prompts, if it does. Without a tokenizer,
+    prompts are token ids and answers have no text. All methods raise RequestError, naming the field, for anything that
+    cannot be served. The coroutines wait for sandboxed processes alone: `sandbox.isolated` drives them, in a thread or
+    in an event loop.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class Frontend:
     async def render_chat(self, messages: Sequence[Mapping[str, Any]], **keywords: Any) -> str:
         """Return a conversation as the text of a prompt, with BOS if the model wants it.
 
-        `keywords` are those of `_rendering`.
+        `keywords` are as in `_rendering`.
         """
         return await self._rendering(**keywords).text(messages)
 
@@ -203,7 +203,7 @@ class Frontend:
     ) -> tuple[str, list[int]]:
         """Return a conversation as the text of a prompt and as its token ids, without a limit on their number.
 
-        `keywords` are those of `_rendering`, `least` is that of `check_text`.
+        `keywords` are as in `_rendering`, `least` as in `check_text`.
         """
         rendering = self._rendering(**keywords)
         text = await rendering.text(messages)
@@ -237,8 +237,8 @@ class Frontend:
     ) -> Collector:
         """Return the Collector of a prompt's answer, which holds the core's requests, one per choice.
 
-        `shown` are special tokens that the answer's text has in any case. `grammar` constrains the answer; it is that
-        of the `structured_outputs` of `params`, or another one that has been checked.
+        `shown` are special tokens that the answer's text has in any case. `grammar` constrains the answer; it comes
+        from the `structured_outputs` of `params`, or is another one that has been checked.
         """
         check_priority(priority)
         if self.pooling is not None and not self.pooling.generates:

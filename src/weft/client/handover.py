@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from weft.client.output_stream import OutputSink
 from weft.client.replica import Replica
-from weft.client.room import Room
+from weft.client.room import QueueLimit
 from weft.client.routing import Router, work_of
 from weft.client.suspects import ALONE_S, LOST, REFUSED_S, Suspects, Trial
 from weft.core.request import Output, Request, duplicate_id_error
@@ -31,7 +31,7 @@ WAIT_S = 30.0  # seconds for a replica, while none runs
 
 
 class RoutedRequest:
-    """A request, and the sink of what its replica sends. `tokens` are those of its answer so far.
+    """A request, and the sink of what its replica sends. `tokens` are the answer's so far.
 
     `engine_id` is its id in the engine. Each hand-over has a new one: an engine to which the request comes back may
     still send outputs of the time before. `given_s` is the time at which it came there, `given` the number of tokens
@@ -91,14 +91,13 @@ class RoutedRequest:
 class HandOver:
     """The open requests of a set of replicas: each is with a replica, or waits for one up to WAIT_S seconds.
 
-    `room` limits their number. With the engine number `lost` that it loses in a row, a request fails, since it may be
-    what kills them; if it lost LOST while no other suspect was there, it is refused for a while. `ended` is the error
-    after which none is taken, `last_death` the last failure of an engine or of a start. `busy` is set while there are
-    requests.
+    `limit` is for their number. A request that loses LOST engines in a row fails, since it may be what kills them. If
+    it lost them while no other suspect was there, it is refused for a while. `ended` is the error after which none is
+    taken, `last_death` the last failure of an engine or of a start. `busy` is set while there are requests.
     """
 
-    def __init__(self, replicas: Sequence[Replica], router: Router, room: Room, lost: int = LOST) -> None:
-        self._room, self._lost = room, lost
+    def __init__(self, replicas: Sequence[Replica], router: Router, limit: QueueLimit, lost: int = LOST) -> None:
+        self._limit, self._lost = limit, lost
         self._suspects = Suspects()
         self._turn: asyncio.TimerHandle | None = None  # for the next suspect
         self.ended: EngineError | None = None
@@ -131,7 +130,7 @@ class HandOver:
         for request in requests:
             if request.id in self._open:
                 raise duplicate_id_error(request.id)
-        self._room.check(requests, len(self._open), self._count_owned)
+        self._limit.check(requests, len(self._open), self._count_owned)
         routed = [RoutedRequest(self, request, sink) for request in requests]
         self._check_suspects(routed)
         self._open.update((one.request.id, one) for one in routed)
@@ -177,7 +176,7 @@ class HandOver:
             self.busy.clear()
 
     def _place(self, requests: Iterable[RoutedRequest]) -> None:
-        """Give requests to replicas, or let them wait for one."""
+        """Give requests to replicas, or let them wait for a replica."""
         for routed in requests:
             loads = [replica.load if self._may_give(routed, replica) else None for replica in self._replicas]
             if all(load is None for load in loads):
@@ -230,7 +229,7 @@ class HandOver:
                 self._give(routed, replica)
 
     def _leave(self, routed: RoutedRequest) -> None:
-        """Take a request from its replica, or from those that wait."""
+        """Take a request from its replica, or from the queue of waiting requests."""
         replica, routed.replica = routed.replica, None
         self._end_trial(routed)
         if replica is not None:
@@ -250,7 +249,7 @@ class HandOver:
         self._waiting.append(routed)
 
     def _expire(self, routed: RoutedRequest) -> None:
-        """End the wait of a request: it fails without an engine, and is asked beside other suspects else."""
+        """End the wait of a request: without an engine it fails, otherwise it goes to an engine with other suspects."""
         if routed not in self._waiting or asyncio.get_running_loop().time() < routed.deadline_s:
             return
         if any(replica.alive for replica in self._replicas):

@@ -133,7 +133,7 @@ class Submission:
                 self.close()
                 raise received
             for output in received:
-                if output.id not in self._open:  # aborted meanwhile
+                if output.id not in self._open:  # aborted while this output was under way
                     continue
                 if output.finish_reason is not None:
                     self._open.discard(output.id)
@@ -274,7 +274,7 @@ class CoreThread(CoreLoop):
             submission.outputs.put(share)
 
     def _end(self, cause: Cause) -> None:
-        """Pass the cause to all waiting callers, and to those that come later."""
+        """Pass the cause to all waiting callers, and to later ones."""
         self._heap.set_busy(False)
         with self._lock:
             self.failure = EngineError(cause)

@@ -29,7 +29,7 @@ class CoreLoop(ABC):
         """Step the core until an exception ends the loop. Sleeps while the inbox is empty; never waits for a step."""
         while True:
             self._handle_event(self._wait())
-            # Only those that have come by now: a caller that asks again and again does not keep the steps waiting.
+            # Only calls that have come by now: a caller that asks again and again does not keep the steps waiting.
             for _ in range(self.inbox.qsize()):
                 self._handle_event(self.inbox.get_nowait())
             outputs: list[Output] = []

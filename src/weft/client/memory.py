@@ -34,7 +34,7 @@ class DelayedRelease:
         self._due_s: float | None = None
 
     def schedule(self) -> None:
-        """Plan a `release` for QUIET_S from now, in place of one that is planned already."""
+        """Plan a `release` for QUIET_S from now, in place of an earlier planned release."""
         self._due_s = self._clock() + QUIET_S
 
     @property

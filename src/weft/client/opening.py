@@ -72,7 +72,8 @@ def plan_group(config: EngineConfig, checkpoint: Checkpoint, group: NodeGroup) -
 def check_vocabulary(tokenizer: Tokenizer, checkpoint: Checkpoint, where: str) -> None:
     """Raise ModelError if a tokenizer, read from the file or directory `where`, has more tokens than the embedding.
 
-    Added tokens do not count: many models have some without a row of the embedding, and a prompt with one is refused.
+    Added tokens do not count: many models have some without a row of the embedding, and a prompt with such a token is
+    refused.
     """
     shape = checkpoint.shape
     if tokenizer.base_size > shape.vocab:

@@ -38,8 +38,9 @@ class Aborter(Protocol):
 class OutputStream(AsyncGenerator[Output, None]):
     """The outputs of the requests in `open`, in the order of the steps.
 
-    Outputs of a request that has been aborted meanwhile are left out. A reader with a backlog yields to the event loop
-    every TURN_S seconds, so that other streams, and the notice that its own client has gone, are handled in between.
+    Outputs of a request that was aborted before they were read are left out. A reader with a backlog yields to the
+    event loop every TURN_S seconds, so that other streams, and the notice that its own client has gone, are handled in
+    between.
     """
 
     def __init__(self, engine: Aborter, ids: Sequence[str]) -> None:

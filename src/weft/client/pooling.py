@@ -28,7 +28,7 @@ PAIR = "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
 CLOSING = f"<|im_end|>\n{TURN}assistant\n<think>\n\n</think>\n\n"
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 YES, NO = "yes", "no"
-SPARE = 16  # tokens of a text that are read behind those that are kept
+SPARE = 16  # tokens of a text that are read behind the kept ones
 SMALLEST = 1e-12  # length below which a vector is not divided by its length
 
 
@@ -291,8 +291,8 @@ class Pooler:
 class PendingScores:
     """The requests behind the scores of pairs.
 
-    `embedded` is 0 if each request is of one pair; else the number of queries, whose requests come before those of the
-    documents.
+    `embedded` is 0 if each request is of one pair; else the number of queries, whose requests come before the
+    documents' requests.
     """
 
     pooler: Pooler

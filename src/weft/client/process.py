@@ -130,8 +130,9 @@ class CoreProcess(CoreLoop):
     def _answer_calls(self) -> None:
         """Send the replies that are there.
 
-        The loop does so, and no callback of a future: an exception there would be logged, and the caller would wait for
-        ever. The replies of a command that has failed are never sent: the loop ends, and the cause fails all callers.
+        The loop does so, and no callback of a future: an exception there would be logged, and the caller would wait
+        without end. The replies of a command that has failed are never sent: the loop ends, and the cause fails all
+        callers.
         """
         for id in [id for id, promise in self._calls.items() if promise.done()]:
             promise = self._calls.pop(id)

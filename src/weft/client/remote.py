@@ -28,7 +28,7 @@ from weft.client.messages import (
     ToCore,
 )
 from weft.client.output_stream import OutputSink, OutputStream
-from weft.client.room import Room
+from weft.client.room import QueueLimit
 from weft.client.running import RunningReplica
 from weft.config import EngineConfig
 from weft.core.commands import Command, Replies, ResetPrefixCache
@@ -63,13 +63,13 @@ class AsyncEngine:
     plan: Plan
     ready: Ready
 
-    def __init__(self, room: Room, child: Child[FromCore]) -> None:
+    def __init__(self, limit: QueueLimit, child: Child[FromCore]) -> None:
         loop = asyncio.get_running_loop()
         self.stats = Stats()
         self.failure: EngineError | None = None
-        self._room = room
+        self._limit = limit
         self._streams: dict[str, OutputSink] = {}
-        self._owners: dict[str, int] = {}  # of these and of some that have ended, if the room is each owner's
+        self._owners: dict[str, int] = {}  # of these and of some that have ended, if the limit is each owner's
         self._calls: dict[int, asyncio.Future[Replies]] = {}
         self._call_ids = count()
         self._closed = False
@@ -101,15 +101,15 @@ class AsyncEngine:
 
         `worker` is the class that each rank runs, as "module:Class". `others` are nodes that have joined this one; the
         core inherits their connections, which are closed here. With `stall_s`, a process that shows no sign of life for
-        so many seconds has failed, and so has the engine if a step does not finish. `forks` forks the ranks, and
-        with `forks_core` the core too; it outlives them. It may be cancelled.
+        `stall_s` seconds has failed, and so has the engine if a step does not finish. `forks` forks the ranks, and with
+        `forks_core` the core too; it outlives them. It may be cancelled.
         """
         descriptors = others.descriptors if isinstance(others, OtherNodes) else []
         inherited = InheritedServer(forks.descriptor, forks.pid) if forks else None
         files = [*descriptors, inherited.descriptor] if inherited else descriptors
-        room = Room.of(config, plan.max_running + config.max_num_queued_reqs)
+        limit = QueueLimit.of(config, plan.max_running + config.max_num_queued_reqs)
         try:
-            engine = cls(room, await start_core(files, forks if forks_core else None))
+            engine = cls(limit, await start_core(files, forks if forks_core else None))
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -184,18 +184,18 @@ class AsyncEngine:
     def send_requests(self, requests: Sequence[Request], sink: OutputSink) -> None:
         """Queue requests, all or none; `sink` gets their outputs.
 
-        Raises QueueFullError, EngineError, and RequestError for one whose result cannot be sent.
+        Raises QueueFullError, EngineError, and RequestError for a request whose result cannot be sent.
         """
         self._raise_failure()
         for request in requests:
             check_frame(request)
         # Every open stream's requests are in the core, or on their way to it: within this limit it refuses none.
-        self._room.check(requests, len(self._streams), self._count_owned)
-        # Sent first: requests that cannot be sent must not count as open for ever.
+        self._limit.check(requests, len(self._streams), self._count_owned)
+        # Sent first: requests that cannot be sent must not count as open.
         self._connection.send(AddRequests(list(requests)))
         self._streams.update((request.id, sink) for request in requests)
         self._work_came.set()
-        if self._room.per_owner:
+        if self._limit.per_owner:
             self._forget_owners()
             self._owners.update((request.id, request.owner) for request in requests)
 
@@ -213,7 +213,7 @@ class AsyncEngine:
             sink.drop_request(id)
 
     def withdraw(self, ids: Iterable[str]) -> dict[str, OutputSink]:
-        """Forget requests that go on elsewhere; return their sinks, which hear no more of them."""
+        """Detach requests that move to another engine; return their sinks."""
         known = {id: self._streams.pop(id) for id in ids if id in self._streams}
         if known:
             self._connection.send(AbortRequests(list(known)))
@@ -243,7 +243,7 @@ class AsyncEngine:
         if self._watch_task:
             self._watch_task.cancel()
         if not self._started.cancel() and not self._started.cancelled():
-            self._started.exception()  # retrieved, or asyncio warns if nobody has waited for it
+            self._started.exception()  # retrieved, or asyncio warns if no caller has waited for it
         self._connection.close()
         # A core that shows no sign of life will not end by itself. Its ranks end with it.
         exit_s = 0.0 if self._silence.seconds > SILENT_S else FAMILY_EXIT_S

@@ -77,7 +77,7 @@ class Replica:
     def stalled_s(self, now: float) -> float:
         """Seconds without a finished step, 0 for a replica that has nothing to do, or whose ranks compute.
 
-        A command may take its time if nobody sees whether ranks execute it.
+        A command has no limit of time if no process observes whether ranks execute it.
         """
         engine = self.engine
         if (

@@ -37,7 +37,7 @@ AHEAD = 2  # requests that a replica gets, in units of those that it can run: th
 class ReplicaThread:
     """Engines that have started, used as a `LocalEngine`. Every engine has processes of its own.
 
-    `plan`, `num_blocks` and `host` are those of the first replica; `capacities` are its ranks'.
+    `plan`, `num_blocks` and `host` are the first replica's; `capacities` are its ranks'.
     """
 
     def __init__(self, planned: Sequence[ReplicaPlan], config: EngineConfig, nodes: EngineNodes | None = None) -> None:
@@ -122,7 +122,7 @@ class ReplicaThread:
         if self._ended:
             return
         self._ended = True
-        # From here on no thread gives the loop work, but for one that holds the lock already: its work is awaited.
+        # From here on only a thread that holds the lock already gives the loop work, and its work is awaited.
         self._ending = self._loop.create_task(self._end_engine())
         self._ending.add_done_callback(lambda task: self._loop.stop())
 
@@ -159,7 +159,7 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def _end_tasks() -> None:
-    """Wait until all other tasks have ended: those of engines that have been closed, or whose start was cancelled."""
+    """Wait until all other tasks have ended: tasks of engines that have been closed, or whose start was cancelled."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     await asyncio.gather(*others, return_exceptions=True)
 
@@ -184,7 +184,7 @@ class ReplicaSubmission:
             if not isinstance(item, Output):
                 self.close()
                 raise item
-            if item.id not in self._open:  # aborted meanwhile
+            if item.id not in self._open:  # aborted while this output was under way
                 continue
             if item.finish_reason is not None:
                 self._open.discard(item.id)

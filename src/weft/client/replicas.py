@@ -16,7 +16,7 @@ from weft.client.output_stream import OutputSink, OutputStream
 from weft.client.remote import AsyncEngine
 from weft.client.replica import Replica
 from weft.client.restarts import EngineKeeper
-from weft.client.room import Room
+from weft.client.room import QueueLimit
 from weft.client.routing import Router
 from weft.client.running import RunningReplica
 from weft.client.suspects import LOST
@@ -42,10 +42,10 @@ class ReplicaSet:
 
     A request goes to the replica that will have done its work the soonest (`client.routing`). If an engine dies, it is
     started again (`client.restarts`), and its requests go to the others: from their beginning, or behind the tokens
-    that they have, so that no caller notices (`client.handover`). If no engine runs, requests wait for one. With a
-    single engine on this machine, those that it had fail.
+    that they have, so that no caller notices (`client.handover`). If no engine runs, requests wait until one does. With
+    a single engine on this machine, its requests fail.
 
-    `plan` is that of the replica that serves the shortest requests. `failure` is the error after which no engine is
+    `plan` is the plan of the replica that serves the shortest requests. `failure` is the error after which no engine is
     started again: every replica has started too often in a row without an answered request.
     """
 
@@ -62,9 +62,9 @@ class ReplicaSet:
         self.capacity = sum(one.plan.max_running for one in planned) + config.max_num_queued_reqs
         # Each engine may have to take the requests of all others.
         self._config, self._worker, self._nodes = _with_queue(config, self.capacity), worker, nodes
-        # A request of the only engine fails with it: it may be what has killed it, and nobody else is there.
+        # A request of the only engine fails with it: it may have killed the engine, and there is no other engine.
         lost = LOST if len(planned) > 1 or nodes is not None else 1
-        self._requests = HandOver(self._replicas, router, Room.of(config, self.capacity), lost)
+        self._requests = HandOver(self._replicas, router, QueueLimit.of(config, self.capacity), lost)
         self._keeper = EngineKeeper(self._replicas, self._requests, router, self._launch, self._join)
         self._stall_s: float | None = None
         self._forks: ForkClient | None = None
@@ -84,9 +84,9 @@ class ReplicaSet:
     ) -> ReplicaSet:
         """Start all engines at the same time, and wait until all are warm. Raises the EngineError of the first to fail.
 
-        With `stall_s`, an engine that finishes no step for that many seconds while it has requests is taken for dead,
-        and so is one of whose processes one shows no sign of life for as long.
-        `nodes` hold the ranks, if these are not all on this machine.
+        With `stall_s`, an engine that finishes no step for that many seconds while it has requests is taken for dead.
+        So is an engine of which a process shows no sign of life for as long. `nodes` hold the ranks, if these are not
+        all on this machine.
         """
         replicas = cls(planned, config, worker, nodes)
         replicas._stall_s = None if stall_s is None else max(stall_s, SHORTEST_S)
@@ -133,7 +133,7 @@ class ReplicaSet:
                     return
 
     async def _follow_state(self, engine: AsyncEngine, state: State) -> State:
-        """Bring a new engine from `state` to that of the others, and return this."""
+        """Bring a new engine from `state` to the state of the others, and return this."""
         current = self._state
         weights, sleep = current
         if weights is not None and weights is not state[0]:
@@ -162,7 +162,7 @@ class ReplicaSet:
 
     @property
     def replica_stats(self) -> list[Stats]:
-        """The stats of each replica; the gauges of one without engine are 0."""
+        """The stats of each replica; without an engine, its gauges are 0."""
         return [replica.stats for replica in self._replicas]
 
     @property
@@ -221,14 +221,14 @@ class ReplicaSet:
     async def call(self, command: Command | ResetPrefixCache) -> Replies:
         """Have the ranks of all replicas execute a command; return their replies, replica by replica.
 
-        An engine that starts meanwhile follows the commands that it has missed. A caller that is cancelled does not
-        stop the command. Raises EngineError, and RequestError if a replica refuses the command; one that refuses a
+        An engine that starts during the call follows the commands that it has missed. A caller that is cancelled does
+        not stop the command. Raises EngineError, and RequestError if a replica refuses the command; one that refuses a
         change that others have made starts again, and follows them.
         """
         return [reply for _, replies in await self.call_each(command) for reply in replies]
 
     async def call_each(self, command: Command | ResetPrefixCache) -> list[tuple[RunningReplica, Replies]]:
-        """Like `call`, with the engines that reply; one that dies meanwhile is left out."""
+        """Like `call`, with the engines that reply; an engine that dies during the call is left out."""
         self._requests.raise_end()
         call = asyncio.create_task(self._call_in_turn(command))
         self._calls.add(call)
@@ -313,8 +313,8 @@ async def start_engine(
 ) -> AsyncEngine | ReplicaSet:
     """Start one engine, or several as one. Raises EngineError with the root cause.
 
-    The arguments are those of `ReplicaSet.start`. One engine is a ReplicaSet too if it shall start again after a
-    failure: with `stall_s` on this machine, on several nodes if these last.
+    The arguments are as in `ReplicaSet.start`. One engine is a ReplicaSet too if it shall start again after a failure:
+    with `stall_s` on this machine, on several nodes if these last.
     """
     lasting = nodes.lasting if nodes is not None else stall_s is not None
     if len(planned) > 1 or lasting:

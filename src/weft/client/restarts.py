@@ -40,8 +40,8 @@ WAITING = frozenset(
 class EngineKeeper:
     """Starts engines for replicas, all at once, and each again that has died or finishes no step.
 
-    `join` makes an engine that has started the replica's; it may take time. `nodes` are those that hold the ranks, None
-    for ranks of this machine. `plan` is the executed plan of the replica that serves the shortest requests.
+    `join` makes an engine that has started the replica's; it may take time. `nodes` are the nodes that hold the ranks,
+    None for ranks of this machine. `plan` is the executed plan of the replica that serves the shortest requests.
     """
 
     def __init__(
@@ -191,9 +191,10 @@ class EngineKeeper:
 
 
 def step_limit_s(engine: AsyncEngine, stall_s: float) -> float:
-    """Seconds that a step may take. If nobody sees whether CPU ranks compute, it may be that of a long prompt.
+    """Seconds that a step may take. If no process observes whether CPU ranks compute, a step may take as long as a long
+    prompt.
 
-    While a command runs, they are those of a command: no step finishes meanwhile.
+    While a command runs, the limit is the command's: no step finishes until it ends.
     """
     if engine.calling:
         stall_s = max(stall_s, SHORTEST_WORK_S)

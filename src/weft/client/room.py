@@ -1,4 +1,4 @@
-"""Room for requests in the queue of an engine."""
+"""QueueLimit: how many requests may run or wait at an engine."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from weft.core.request import Request
 from weft.errors import QueueFullError
 
 
-class Room(NamedTuple):
+class QueueLimit(NamedTuple):
     """At most `capacity` requests run or wait at once: of all clients, or of each owner."""
 
     capacity: int
     per_owner: bool = False
 
     @classmethod
-    def of(cls, config: EngineConfig, capacity: int) -> Room:
-        """The room that an engine's scheduling policy gives."""
+    def of(cls, config: EngineConfig, capacity: int) -> QueueLimit:
+        """The limit by an engine's scheduling policy."""
         return cls(capacity, config.scheduling_policy == "fair")
 
     def check(self, requests: Sequence[Request], open_requests: int, owned: Callable[[int], int]) -> None:
-        """Raise QueueFullError if there is no room beside `open_requests`, of which `owned` counts those of an owner.
+        """Raise QueueFullError if `open_requests` leave no room; `owned` counts an owner's.
 
         `requests` have one owner.
         """

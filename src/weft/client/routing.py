@@ -37,7 +37,8 @@ class Router:
         self._count = 0
 
     def choose_replica(self, request: Request, loads: Sequence[int | None]) -> int:
-        """Number of the replica for a request. `loads` are tokens of unfinished requests, None for one without engine.
+        """Number of the replica for a request. `loads` are tokens of unfinished requests, None for a replica without
+        engine.
 
         At least one replica must have an engine.
         """

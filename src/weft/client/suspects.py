@@ -1,21 +1,21 @@
-"""Suspects: requests with which engines have died, and the refusal of those that are what kills them."""
+"""Suspects: requests with which engines have died, and the refusal of requests that kill engines."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
 
-# Engines that one request may lose, in a server, a batch and a gateway: the first, and one other. A death may be
-# nobody's fault, so a second engine is tried. A third one would tell nothing more, and cost all its other requests.
+# Engines that one request may lose, in a server, a batch and a gateway: the first, and one other. A death may be no
+# request's fault, so a second engine is tried. A third one would tell nothing more, and cost all its other requests.
 LOST = 2
 REFUSED_S = 600.0  # after its last death: clients' own retries have ended by then, and a mended server gets it again
 REMEMBERED = 4096  # digests: each has cost an engine, so that more in REFUSED_S means that another thing is wrong
-# After this time with an engine a suspect may be joined by the next one: what kills an engine mostly does so soon, in
-# the check of a grammar or in the first step, which on a busy machine took five seconds.
+# After this time with an engine a suspect may be joined by the next one. A request that kills an engine mostly does so
+# soon, in the check of a grammar or in the first step, which on a busy machine took five seconds.
 ALONE_S = 10.0
-# After so many deaths in a row nobody asks if other suspects were there: they would all have to be as unlucky.
+# After this many deaths in a row, other suspects no longer count: they would all have to be as unlucky.
 LOST_IN_COMPANY = 2 * LOST
-# Longest wait for an engine without other suspects, after which one is asked beside them: it is most likely innocent.
+# Longest wait for an engine without other suspects, after which the request joins them: it is most likely innocent.
 PATIENCE_S = 30.0
 
 
@@ -46,18 +46,18 @@ class Suspects:
     """Deaths of engines, by a digest of the request. All times are seconds of one clock, which the caller reads.
 
     An engine that dies has many requests, of which one may be what killed it. All of them are suspects then, until an
-    answer of theirs is complete. Suspects are asked one after the other (`may_begin`): if an engine dies with one that
-    was alone among its suspects, and that was its death number LOST in a row, the request is refused for REFUSED_S
-    seconds, else after LOST_IN_COMPANY deaths in a row. So a second death that is nobody's fault refuses at most one
-    innocent request, never all that were in flight.
+    answer of theirs is complete. Suspects are tried one after the other (`may_begin`). If an engine dies with a single
+    suspect, and this was that request's death number LOST in a row, the request is refused for REFUSED_S seconds, else
+    after LOST_IN_COMPANY deaths in a row. So a second death that no request caused refuses at most one innocent
+    request, never all that were in flight.
     """
 
     def __init__(self) -> None:
         self._deaths: OrderedDict[bytes, _Deaths] = OrderedDict()  # the oldest death first
-        self._trials: list[Trial] = []  # those of suspects
+        self._trials: list[Trial] = []  # digests of suspects
 
     def __bool__(self) -> bool:
-        """Return True if there is any suspect: else nobody needs a digest."""
+        """Return True if there is any suspect: otherwise no digest is needed."""
         return bool(self._deaths)
 
     def refused_s(self, digest: bytes, now: float) -> float:

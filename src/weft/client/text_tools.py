@@ -88,7 +88,7 @@ class TextTools:
         def renderer(given: str | None) -> tuple[ChatTemplate, Isolated]:
             template = self.template
             if given is not None:
-                assert self.tokenizer is not None, "templates are those of a tokenizer"
+                assert self.tokenizer is not None, "templates need a tokenizer"
                 template = ChatTemplate.for_tokenizer(self.tokenizer, given)
             assert template is not None, "a tokenizer comes with a template"
             isolated = render_isolated(template)

@@ -21,7 +21,7 @@ END = Profile(0, "")  # ends the trace that runs
 class OpenTraces:
     """The files of the last profile, and its steps. Nothing is open before `begin`, and after `end`.
 
-    With `elsewhere` ranks run on other machines, whose files nobody sees here.
+    With `elsewhere` ranks run on other machines, whose files cannot be seen here.
     """
 
     def __init__(self, *, elsewhere: bool) -> None:
@@ -33,7 +33,7 @@ class OpenTraces:
         return bool(self._files)
 
     def begin(self, steps: int, replies: Replies) -> list[str]:
-        """Note a profile of so many steps, or with 0 the end of one; return the files by the ranks' replies."""
+        """Note a profile of `steps` steps, or the end of a profile if 0; return the files by the ranks' replies."""
         files = trace_paths(replies)
         self._steps, self._files = (steps, tuple(files)) if steps else (0, ())
         return files

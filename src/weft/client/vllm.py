@@ -1,4 +1,4 @@
-"""vLLM's arguments that Weft does not have: those that it ignores, and those that it refuses, with the reason.
+"""vLLM's arguments that Weft does not have: some are ignored, others are refused, with the reason.
 
 One table, data/vllm.toml, for the flags of `vllm serve` and the keywords of vLLM's LLM.
 """

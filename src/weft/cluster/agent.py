@@ -183,7 +183,7 @@ class Agent:
         )
         complaints: list[str] = []
         printed: list[bytes] = []
-        # Both at the same time: a child waits for ever that fills a pipe which nobody reads.
+        # Both at the same time: a child that fills a pipe waits until the pipe is read.
         readers = [
             threading.Thread(target=self._copy_lines, args=(child, complaints), daemon=True),
             threading.Thread(target=_read_output, args=(child, printed), daemon=True),
@@ -238,7 +238,7 @@ class Server:
         self._child: subprocess.Popen[bytes] | None = None
 
     def start(self, task: Start) -> Started:
-        """Start the server, or find the one that runs."""
+        """Start the server, or find the server that runs."""
         with open(self._record, "a+b", opener=_open_private) as record:
             if not try_lock(record.fileno()):
                 running = self._read_record()

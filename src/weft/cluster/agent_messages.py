@@ -41,7 +41,7 @@ class Stop(Task, frozen=True, kw_only=True, tag=True):
 
 
 class Pull(Task, frozen=True, kw_only=True, tag=True):
-    """Fetch a model by `weft pull FLAGS MODEL`, with `environment` added to that of the process."""
+    """Fetch a model by `weft pull FLAGS MODEL`, with `environment` added to the process's environment."""
 
     model: str
     flags: tuple[str, ...] = ()

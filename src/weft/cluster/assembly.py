@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from weft.cluster import preflight
-from weft.cluster.door import NOT_ANSWERING, Door, JoinedNode
+from weft.cluster.door import NOT_ANSWERING, JoinedNode, JoinListener
 from weft.cluster.facts import gather_facts
 from weft.cluster.groups import Cancelled, JoinedGroup, end_of_head
 from weft.cluster.measured import store_cluster
@@ -44,7 +44,7 @@ MEASURED_S = 15.0  # seconds of measurements, of which some failed, after which 
 
 
 class Assembly:
-    """All nodes of an engine, or of several replicas, checked. `groups` are those of each replica.
+    """All nodes of an engine, or of several replicas, checked. `groups` are the nodes of each replica.
 
     With `lasting` the head goes on listening, so that nodes may come back after a failure.
     """
@@ -72,7 +72,13 @@ class Gatherer:
     """Waits for the nodes of replicas, and checks them."""
 
     def __init__(
-        self, config: EngineConfig, checkpoint: Checkpoint, door: Door, own: Callable[[], Facts], *, lasting: bool
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        door: JoinListener,
+        own: Callable[[], Facts],
+        *,
+        lasting: bool,
     ) -> None:
         self.door = door
         self._config, self._own, self._lasting = config, own, lasting
@@ -88,7 +94,7 @@ class Gatherer:
             gone = self._lasting and getattr(error, "code", "") == NOT_ANSWERING
             for node in chain.from_iterable(joined):
                 if gone:
-                    node.close()  # those that are there join again
+                    node.close()  # nodes that are there join again
                 else:
                     node.dismiss(*end_of_head(error))
             raise
@@ -150,7 +156,7 @@ def assemble(
         return gather_facts(settings, probe_host(), config.model, checkpoint, environment)
 
     own_facts()  # fails before anybody waits
-    door = Door(settings)
+    door = JoinListener(settings)
     door.open()
     try:
         gatherer = Gatherer(config, checkpoint, door, own_facts, lasting=lasting)

@@ -1,4 +1,4 @@
-"""The head's door: nodes of the engine join here, each proved by the cluster key."""
+"""JoinListener: on the head, takes the nodes that join the engine, each proved by the cluster key."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class JoinedNode:
         self._channel.close()
 
     def _read_facts(self, report: msgspec.Raw) -> Facts:
-        """Read a node's report. Raises NotWeftError, of which the node is told, for that of another version."""
+        """Read a node's report. Raises NotWeftError for a node of another version, which is told so."""
         try:
             return msgspec.msgpack.decode(report, type=Facts)
         except msgspec.DecodeError as error:
@@ -110,10 +110,10 @@ class JoinedNode:
         return message
 
 
-class Door:
+class JoinListener:
     """The head's port at which the other nodes join, once for each replica that has ranks there.
 
-    A context manager: nobody can connect afterwards.
+    A context manager: it accepts no connections afterwards.
     """
 
     def __init__(self, settings: NodeSettings) -> None:
@@ -136,7 +136,7 @@ class Door:
         self._wanted: set[tuple[int, int]] = set()
         self._closed = False
 
-    def __enter__(self) -> Door:
+    def __enter__(self) -> JoinListener:
         self.open()
         return self
 
@@ -147,7 +147,7 @@ class Door:
         self._greeter.start()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Let nobody in any more; tell those that wait here about the error. May be called twice."""
+        """Accept no more connections; report the error to clients that wait here. May be called twice."""
         with self._changed:
             if self._closed:
                 return
@@ -185,7 +185,7 @@ class Door:
         return [[taken[number, node] for node in settings.groups[number] if node] for number in replicas]
 
     def _are_there(self, wanted: Set[tuple[int, int]]) -> bool:
-        """Return True if all have joined; forget those that have left."""
+        """Return True if all have joined; forget nodes that have left."""
         for key in [key for key in wanted if key in self._joined and not self._joined[key].present]:
             self._joined.pop(key).close()
         return wanted <= self._joined.keys()

@@ -27,7 +27,7 @@ VISIT_S = DOCTOR_S + 60  # for all nodes of Ray, at once; a machine that is busy
 
 
 class NodeCheck(msgspec.Struct, frozen=True):
-    """A check of one node; the other fields are those of `Check`."""
+    """A check of one node; the other fields are as in `Check`."""
 
     node: str
     name: str

@@ -36,7 +36,7 @@ class NodeGroup(Protocol):
 
     @property
     def round_trip_s(self) -> float | None:
-        """The longest time of a small message between two nodes and back; None if nobody has measured it."""
+        """The longest time of a small message between two nodes and back; None if it was not measured."""
         ...
 
     def dismiss(self, error: BaseException) -> None:

@@ -101,7 +101,7 @@ def read_hosts(path: str) -> HostsFile:
 
 
 def check_model(model: str) -> str:
-    """Return a model's name or path. Raises ConfigError for one that a command would take for something else."""
+    """Return a model's name or path. Raises ConfigError for a value that a command would take for something else."""
     if not model or model.startswith("-") or not model.isprintable():
         raise ConfigError(
             f"{model!r} is no model; give a name on the hub or a path that does not begin with -", code="bad-model-name"

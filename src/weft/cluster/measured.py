@@ -23,7 +23,7 @@ START = "start the engine once with --nnodes, or with weft cluster up: its check
 
 class MeasuredCluster(msgspec.Struct, frozen=True):
     """The machines, the head's first, and the slowest network between two of them: bytes per second, and seconds of a
-    small message, one way (None in files of earlier versions). `speeds` are those of all pairs, by the numbers of
+    small message, one way (None in files of earlier versions). `speeds` are the speeds of all pairs, by the numbers of
     `hosts`, whose `addresses` are in the same order."""
 
     hosts: tuple[Host, ...]
@@ -64,8 +64,8 @@ def load_measured() -> MeasuredCluster | None:
 def load_cluster() -> Cluster:
     """The nodes of the last start as hardware to plan for.
 
-    GPUs have the measured speeds of the same type on this machine, else those of their data sheet. Raises ConfigError
-    if there has been no start here, or if a node has no GPU.
+    GPUs have the measured speeds of the same type on this machine, else the data sheet's. Raises ConfigError if there
+    has been no start here, or if a node has no GPU.
     """
     measured = load_measured()
     if measured is None:

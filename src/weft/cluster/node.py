@@ -147,7 +147,7 @@ def connect_to_head(
 ) -> socket.socket:
     """Connect to the head, which may start later, and prove the key.
 
-    With `gone_s`, the head counts as ended if nothing has listened at its address for so many seconds. Raises
+    With `gone_s`, the head counts as ended if nothing has listened at its address for `gone_s` seconds. Raises
     ConfigError.
     """
     stopped = stopped or threading.Event()

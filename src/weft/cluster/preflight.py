@@ -20,7 +20,7 @@ MIN_SHM_BYTES = 64 << 20  # bytes free in /dev/shm, for NCCL's buffers between G
 def failures(facts: Sequence[Facts], speeds: Sequence[Speed], fetch: str) -> list[str]:
     """Failures of all nodes, each with node, value and remedy; [] if the engine may start.
 
-    `facts` are those of the head first, then of other nodes, any of them. `fetch` is a command that fetches the model.
+    `facts` are the head's first, then any other nodes'. `fetch` is a command that fetches the model.
     """
     checks: tuple[Callable[[Sequence[Facts]], Iterator[str]], ...] = (
         _versions,

@@ -22,7 +22,7 @@ class OwnGroup(msgspec.Struct, frozen=True):
     bundles: dict[str, tuple[int, ...]]
 
     def take(self, counts: Mapping[str, int]) -> tuple[OwnGroup, dict[str, tuple[int, ...]]]:
-        """The group without the first bundles of each node, so many as are counted, and these bundles."""
+        """The group without the first bundles of each node, as many as `counts` says, and these bundles."""
         taken = {node: self.bundles[node][:count] for node, count in counts.items()}
         left = {node: bundles[counts.get(node, 0) :] for node, bundles in self.bundles.items()}
         return OwnGroup(self.id, left), taken
@@ -52,8 +52,8 @@ def own_group(ray: Any, kind: str) -> OwnGroup | None:
 def settled_bundles(look: Callable[[], dict[str, tuple[int, ...]]], room: int) -> dict[str, tuple[int, ...]]:
     """The free bundles once they have room for `room` ranks, or as they are after KNOWN_S.
 
-    With more than that, Ray does not yet count what this process itself takes; with less, a new bundle or one that an
-    actor has just given back, or other actors have taken some.
+    With more room, Ray does not yet count what this process itself takes; with less, it does not count a new bundle or
+    one that an actor has just given back, or other actors have taken some.
     """
     deadline = time.monotonic() + KNOWN_S
     while True:
@@ -68,11 +68,9 @@ def free_bundles(
 ) -> dict[str, tuple[int, ...]]:
     """The bundles of a group that are free for ranks, by node.
 
-    Args:
-        group: id of the placement group, in hexadecimal digits.
-        kind: resource of which a rank takes one.
-        nodes: node of each bundle, by its index.
-        available: Ray's free resources. It counts those of a bundle as `KIND_group_INDEX_ID`.
+    Args: group: id of the placement group, in hexadecimal digits. kind: resource of which a rank takes one. nodes: node
+        of each bundle, by its index. available: Ray's free resources. It counts a bundle's resources as
+        `KIND_group_INDEX_ID`.
     """
     free: dict[str, list[int]] = {}
     for index, node in sorted(nodes.items()):

@@ -22,7 +22,7 @@ from weft.cluster.messages import Speed
 from weft.cluster.ray_bundles import OwnGroup, own_group
 from weft.cluster.ray_facts import check_seats, find_seats, numbered_facts
 from weft.cluster.ray_network import measure_seats
-from weft.cluster.ray_seats import Occupied, Seat, beside, choose_for_replicas
+from weft.cluster.ray_seats import Occupied, Seat, choose_for_replicas, unoccupied
 from weft.cluster.settings import replica_count
 from weft.config import EngineConfig
 from weft.errors import ConfigError
@@ -85,17 +85,18 @@ class RayGroup:
         return max((speed.round_trip_s for speed in self.speeds), default=None)
 
     def dismiss(self, error: BaseException) -> None:
-        """Nobody waits."""
+        """No caller waits."""
 
     def hand_over(self) -> RayNodes:
         return self.nodes
 
 
 class RayAssembly:
-    """The nodes of an engine, or of several replicas, on Ray. `groups` are those of each replica."""
+    """The nodes of an engine, or of several replicas, on Ray. `groups` are the nodes of each replica."""
 
     def __init__(self, groups: list[RayGroup], gather: Callable[[Occupied, int], RayGroup], *, lasting: bool) -> None:
-        """`gather` finds nodes of one replica beside those that are occupied, so many if the config has no sizes."""
+        """`gather` finds nodes of one replica among nodes that are not occupied; it takes this many if the config has
+        no sizes."""
         self.groups, self.lasting = groups, lasting
         self._gather = gather
         self._lock = threading.Lock()  # so that two replicas do not choose the same resources
@@ -108,7 +109,7 @@ class RayAssembly:
             return self.groups[number]
 
     def dismiss(self, error: BaseException) -> None:
-        """Nobody waits."""
+        """No caller waits."""
 
     def close(self) -> None:
         """Nothing is open."""
@@ -138,7 +139,7 @@ def uses_ray(config: EngineConfig, host: Host, environment: Mapping[str, str]) -
 
 
 def sized_ranks(config: EngineConfig) -> int:
-    """Number of ranks by the sizes of a config; those that are left out count as 1."""
+    """Number of ranks by the sizes of a config; sizes that are left out count as 1."""
     tensor = len(config.tensor_split) if config.tensor_split else config.tensor_parallel_size or 1
     stages = len(config.pipeline_split) if config.pipeline_split else config.pipeline_parallel_size or 1
     groups = config.data_parallel_size or 1 if config.enable_expert_parallel else 1
@@ -190,7 +191,7 @@ def assemble_on_ray(
             head = head_address(ray)
             seats = call_watched(lambda: find_seats(ray, config, on_cpu, own), head, config.start_timeout + LATE_S)
             if own is None:
-                chosen = choose_for_replicas(config, checkpoint, beside(seats, occupied), replicas, share)
+                chosen = choose_for_replicas(config, checkpoint, unoccupied(seats, occupied), replicas, share)
             else:  # bundles that engines have are not free
                 where = "this process's placement group"
                 chosen = choose_for_replicas(config, checkpoint, seats, replicas, share, where)
@@ -203,7 +204,7 @@ def assemble_on_ray(
 
     groups = gather(count, {}, float(config.start_timeout))
     _store(groups)
-    # A replica that starts again looks anew, rather than wait long for nodes that are gone.
+    # A replica that starts again looks for nodes again, rather than wait long for nodes that are gone.
     again_s = min(float(config.start_timeout), AGAIN_S)
     return RayAssembly(groups, lambda occupied, share: gather(1, occupied, again_s, share)[0], lasting=lasting)
 
@@ -335,7 +336,7 @@ def _open_connection(ray: Any, environment: Mapping[str, str], limit_s: float, *
 def _last_cluster(may_start: bool) -> str:
     """Address of the cluster that Ray would join here: of its processes, else of the file that `ray start` has left.
 
-    Raises ConnectionError if there is none, or if that of the file was on this machine, is dead, and another one may
+    Raises ConnectionError if there is none, or if the file's cluster was on this machine, is dead, and another one may
     start; and ConfigError for a dead one otherwise.
     """
     try:

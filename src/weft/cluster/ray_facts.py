@@ -35,8 +35,8 @@ SAY_S = 10.0  # seconds between two log lines on a node that has not reported ye
 def find_seats(ray: Any, config: EngineConfig, on_cpu: bool, group: OwnGroup | None = None) -> list[Seat]:
     """The cluster's nodes with room for ranks, this process's own first, each with its facts.
 
-    With a placement group of this process the room is that of its free bundles. Raises ConfigError, and PlanError if no
-    node has room.
+    If this process is in a placement group, the room is that of the group's free bundles. Raises ConfigError, and
+    PlanError if no node has room.
     """
     own = ray.get_runtime_context().get_node_id()
     kinds = ("CPU",) if on_cpu else ("GPU", "CPU")  # each rank on a GPU wants a CPU as well

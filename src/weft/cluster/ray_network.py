@@ -59,7 +59,7 @@ def measure_seats(
         return _measure_pairs(ray, nodes, actors, start_s)
     finally:
         for one in actors:
-            with suppress(Exception):  # of Ray's, for one that has died
+            with suppress(Exception):  # of Ray's, for a process that has died
                 ray.kill(one)
 
 

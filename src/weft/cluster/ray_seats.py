@@ -1,4 +1,4 @@
-"""Choice of the nodes of a Ray cluster for engines. Pure: nodes with room in, those of each engine out."""
+"""Choice of the nodes of a Ray cluster for engines. Pure: takes nodes with room, returns each engine's nodes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Seat(msgspec.Struct, frozen=True):
         return f"{self.node.label} with room for {self.room}"
 
 
-def beside(seats: Sequence[Seat], occupied: Occupied) -> list[Seat]:
+def unoccupied(seats: Sequence[Seat], occupied: Occupied) -> list[Seat]:
     """The seats with the room that others leave."""
     left = [replace(seat, room=seat.room - occupied.get(seat.node.id, 0)) for seat in seats]
     return [seat for seat in left if seat.room > 0]
@@ -64,7 +64,7 @@ def choose_for_replicas(
         if whole:
             left = left[share:]
         else:
-            left = beside(left, {seat.node.id: seat.room for seat in taken})
+            left = unoccupied(left, {seat.node.id: seat.room for seat in taken})
     return _shared_cores(chosen)
 
 
@@ -96,7 +96,7 @@ def choose_seats(
     share: int,
     where: str = CLUSTER,
 ) -> list[Seat]:
-    """The nodes for one of `replicas` engines, each with room for exactly the ranks that it gets.
+    """The nodes for one of `replicas` engines, each node with room for exactly the ranks that it gets.
 
     One node if one holds all ranks; else the first nodes that hold them with every tensor-parallel group inside a node;
     else the first that hold them. Without sizes in the config, the first `share` nodes. Raises PlanError, with the

@@ -126,7 +126,7 @@ def bring_up(hosts: HostsFile, launch: Launch, say: Say) -> str:
     """Start the engine on all nodes, and wait until it answers requests; return its URL.
 
     Engines that run already are left alone and reported. If a node fails, or runs an engine of other flags under this
-    name, those that have been started are ended again. Raises RemoteError and ConfigError.
+    name, the engines that have been started are ended again. Raises RemoteError and ConfigError.
     """
     key = own_key(hosts)
     tasks = {

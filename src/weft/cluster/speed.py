@@ -60,7 +60,7 @@ def listen_for_peers(address: str, settings: NodeSettings) -> PeerListener:
 
 
 def answer_measurement(connection: socket.socket) -> None:
-    """Send PINGS bytes back one by one, then read blocks until the last one, and confirm that."""
+    """Send PINGS bytes back one at a time, then read blocks until the last one, and confirm it."""
     deadline_s = _prepare(connection)
     for _ in range(PINGS):
         connection.sendall(_receive(connection, 1, deadline_s))
@@ -72,7 +72,7 @@ def answer_measurement(connection: socket.socket) -> None:
 def measure_network(first: int, second: int, address: str, port: int, key: bytes, certificate: str = "") -> Speed:
     """Measure the network from node `first` to node `second`, which listens at the address.
 
-    With a certificate the bytes are encrypted here and decrypted there, which a fast network is quicker than.
+    With a certificate the bytes are encrypted, so on a fast network encryption is the bottleneck that is measured.
     """
     try:
         connection = socket.create_connection((address, port), CONNECT_S)

@@ -139,7 +139,7 @@ class Conversation:
             self._process.stdin.close()
 
     def close(self, within_s: float = END_S) -> None:
-        """End the conversation; wait for its end, at most so many seconds."""
+        """End the conversation; wait for its end for at most `within_s` seconds."""
         self.end_input()
         try:
             self._process.wait(within_s)

@@ -28,7 +28,7 @@ DIRECT = "peer to peer"
 class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """A user of a node: a placement group of Ray, with the number of its bundles there, or a server of this machine.
 
-    An engine of Weft has a model; a server has a URL, and tells nobody its ranks.
+    An engine of Weft has a model; a server has a URL, and reports no ranks.
     """
 
     name: str
@@ -54,7 +54,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A node: its devices, those that no placement group has, their links, and the engines on it. Memory is in bytes.
+    """A node: its devices, the devices that no placement group has, their links, and the engines on it. Memory is in
+    bytes.
 
     `links` is None for a node that has not reported them.
     """
@@ -87,7 +88,7 @@ class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
 def cluster_status(host: Host, environment: Mapping[str, str], servers: Sequence[Engine] = ()) -> ClusterStatus:
     """The status of the Ray cluster at RAY_ADDRESS or on this machine; without one, of this machine alone.
 
-    `servers` are those that run on this machine. Raises ConfigError for an address at which no cluster answers.
+    `servers` are the servers that run on this machine. Raises ConfigError for an address at which no cluster answers.
     """
     if environment.get("RAY_ADDRESS") or importlib.util.find_spec("ray"):
         try:
@@ -95,7 +96,7 @@ def cluster_status(host: Host, environment: Mapping[str, str], servers: Sequence
         except ConfigError as error:
             if environment.get("RAY_ADDRESS"):
                 raise
-            if error.code != NO_CLUSTER:  # Ray knows of one here, which is dead or lets nobody in
+            if error.code != NO_CLUSTER:  # Ray knows of a node here, which is dead or refuses connections
                 log.warning("%s", error)
     network = tuple(network_links(load_measured()))
     return ClusterStatus(kind="machine", address="", nodes=(machine_status(host, servers),), network=network)

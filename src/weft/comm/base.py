@@ -1,4 +1,4 @@
-"""The protocols of a group of ranks and of a link between stages, a group of one, and the order of sums."""
+"""The protocols of a group of ranks and of a link between stages, a group with one rank, and the order of sums."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Links:
     - `expert`: the ranks of a stage of all attention groups, to which its experts are dealt out.
     - `data`: the ranks with the same share of a stage in every attention group.
 
-    Only one of the last two is connected: the one that `Plan.exchange` takes.
+    Only one of the last two is connected, which `Plan.exchange` names.
     """
 
     tensor: Group = field(default_factory=Solo)

@@ -85,7 +85,7 @@ class Site:
     def end_rendezvous(self) -> None:
         """Have rank 0's store listen no longer, once all CPU ranks are connected.
 
-        It can check nobody's key. Its connections stay. NCCL meets through it later, in its first operations.
+        It can check no peer's key. Its connections stay. NCCL meets through it later, in its first operations.
         """
         if self._store is None or not isinstance(self._rendezvous, Tcp) or not self.plan.on_cpu:
             return
@@ -105,7 +105,7 @@ def closing_gloo(backend: str) -> AbstractContextManager[None]:
     """A context in which process groups are created: at its end, gloo listens no longer.
 
     Each rank of a group is connected to every other one then, unless the user has told torch to connect later. Gloo can
-    check nobody's key, and keeps what anybody connects to it; without descriptors it ends the process.
+    check no peer's key, and keeps what any process connects to it; without descriptors it ends the process.
     """
     connects_later = os.environ.get(LAZY_VARIABLE, "0").lower() not in ("", "0", "false", "n", "no")
     return nullcontext() if backend != "gloo" or connects_later else closing_listeners()
@@ -263,14 +263,14 @@ def connect_rank(site: Site) -> Links:
     """Connect a rank to the others. Every rank of the plan calls this, and it returns when all have."""
     plan = site.plan
     if plan.nodes > 1:
-        site.join_world()  # all ranks take part in it, even those that need no process group
+        site.join_world()  # all ranks take part in it, even ranks that need no process group
     links = connect_links(site)
     site.end_rendezvous()
     return links
 
 
 def connect_links(site: Site) -> Links:
-    """Connect a rank to its groups and to the stages beside it."""
+    """Connect a rank to its groups and to the neighbouring stages."""
     plan = site.plan
     tensor = connect(GROUP_TRANSPORTS, site, plan.tensor_groups)
     stage = connect(LINK_TRANSPORTS, site, plan.pipelines)

@@ -132,7 +132,7 @@ class DistributedLink:
         began = perf_counter()
         with peers_may_vanish():
             dist.recv(local, group=self._group, group_src=self._stage - 1)
-        self.times.add_waited(began)  # with the transfer, which is short beside the work of a stage
+        self.times.add_waited(began)  # with the transfer, which is short compared with the work of a stage
         return local.to(self._device)
 
     def _tag(self, x: torch.Tensor) -> int:

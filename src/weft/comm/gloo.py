@@ -1,7 +1,7 @@
 """Ranks on several hosts, through gloo, with few waits for the network.
 
 A message of gloo leaves once its receiver has said that it is ready, so it takes two one-way latencies
-(gloo/transport/tcp/pair.cc). gloo's all-reduce sends 2 (n-1) messages one after the other (gloo/allreduce.cc): four
+(gloo/transport/tcp/pair.cc). A sum in gloo sends 2 (n-1) messages one after the other (gloo/allreduce.cc): four
 latencies for two ranks. Here every rank sends to every other one at once, and receives are posted before anybody
 computes what will be sent: a small sum takes one latency.
 """
@@ -124,7 +124,7 @@ class GlooLink(DistributedLink):
         began = perf_counter()
         with peers_may_vanish():
             self._inbox.expect(out)()
-        self.times.add_waited(began)  # with the transfer, which is short beside the work of a stage
+        self.times.add_waited(began)  # with the transfer, which is short compared with the work of a stage
         return out.to(self._device)
 
     def _tag(self, x: torch.Tensor) -> int:
@@ -132,7 +132,7 @@ class GlooLink(DistributedLink):
 
 
 class Inbox:
-    """Messages from one peer, whose sizes both sides know and whose tags are those of `message_tag`.
+    """Messages from one peer, whose sizes both sides know and whose tags `message_tag` gives.
 
     For small messages TURNS receives are posted beforehand, and each again once its message was taken. With two, ranks
     that send to each other in turn never wait for a receive: a peer's message follows its word that it is ready for the

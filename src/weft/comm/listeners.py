@@ -27,7 +27,7 @@ def listening_sockets() -> set[int]:
 
 @contextmanager
 def closing_listeners() -> Iterator[None]:
-    """Close the listening sockets that are opened inside, which nobody needs afterwards.
+    """Close the listening sockets that are opened inside, which are not needed afterwards.
 
     To be used where no other thread begins to listen.
     """
@@ -39,8 +39,8 @@ def closing_listeners() -> Iterator[None]:
 def stop_listening(descriptors: Iterable[int]) -> None:
     """Close sockets whose descriptors belong to a library, which cannot be asked to.
 
-    In their place comes a socket that nobody can reach. A thread of the library that is about to accept finds nothing
-    there, as after a connection that has gone; an unbound socket would be an error, which ends the process.
+    In their place comes a socket that no process can reach. A thread of the library that is about to accept finds
+    nothing there, as after a connection that has gone; an unbound socket would be an error, which ends the process.
     """
     descriptors = list(descriptors)
     if not descriptors:

@@ -17,12 +17,12 @@ class Parts:
 
     One barrier per sum is enough. A device works in order: it copies its part into its place, reaches the barrier and
     reads the others' parts. Before it copies the next part into the same place it has reached another barrier, for the
-    sum of the other turn, and every rank came to that one only after it had read the parts of the first. So no part is
-    overwritten while it is read, however late a rank is.
+    sum of the other turn. Every rank came to that barrier only after it had read the parts of the first sum. So no part
+    is overwritten while it is read, however late a rank is.
 
     A sum that does not use these places (`SymmetricGroup.sum`) is a barrier as well: after it any place is free, and
     the caller says so with `begin`. A CUDA graph keeps the turns with which it was captured. So graphs may be replayed
-    in any order only if every step ends with such a sum. `DecoderModel.hidden` ends with one.
+    in any order only if every step ends with such a sum. `DecoderModel.hidden` ends with such a sum.
     """
 
     def __init__(self, places: Sequence[Sequence[torch.Tensor]], rank: int, barrier: Callable[[], None]) -> None:

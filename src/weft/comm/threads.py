@@ -131,7 +131,7 @@ class Threads:
         self._mailboxes: list[Mailbox] = [SimpleQueue() for _ in plan.places]  # by the rank that sends
 
     def group(self, ranks: Sequence[int], rank: int, device: torch.device) -> ThreadGroup:
-        """The group of the plan's `ranks`, for one of them."""
+        """The group of the plan's `ranks`, for the rank `rank`."""
         return ThreadGroup(self._meetings[tuple(ranks)], ranks.index(rank), device)
 
     def link(self, ranks: Sequence[int], rank: int, device: torch.device) -> ThreadLink:

@@ -49,7 +49,7 @@ def connect_symmetric(
 ) -> DistributedGroup:
     """Wrap a group with symmetric memory if all of its ranks find that this works, else with NCCL alone.
 
-    `ranks` are the plan's rank numbers of the group, `devices` their devices; `store` is the one that the group was
+    `ranks` are the plan's rank numbers of the group, `devices` their devices; `store` is the store that the group was
     made with. To be called in a process of its own, which ends if it is stuck in the driver. Raises EngineError if
     another rank is stuck.
     """

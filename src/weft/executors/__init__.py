@@ -18,7 +18,7 @@ def create_executor(
     """Create an executor that has not started. `kind` is "inline" or "processes"; nodes of Ray need no kind.
 
     `worker` is the class that each rank runs, as "module:Class". `others` are nodes that have joined this one, or the
-    nodes of a Ray cluster, whose actors are the ranks then. `stall_s` is that of ProcessExecutor and of NodesExecutor.
+    nodes of a Ray cluster, whose actors are the ranks then. `stall_s` is as in ProcessExecutor and NodesExecutor.
     Raises ConfigError for an unknown kind.
     """
     match kind:

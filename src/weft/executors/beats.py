@@ -16,7 +16,7 @@ BEAT_S, LATE_BEAT_S = 0.5, 2.0  # seconds between two heartbeats; the longest ti
 SILENCE_S = 8.0
 STACKS_S = 0.5  # seconds for the ranks to print their stacks before they are killed
 USER_TIMEOUT_MS = (
-    20_000  # milliseconds for data that nobody acknowledges: the heartbeats end sooner, with a better cause
+    20_000  # milliseconds for data that is not acknowledged: the heartbeats end sooner, with a better cause
 )
 
 
@@ -47,7 +47,7 @@ class Watch:
         looked_s = time.monotonic()
         while not self._stopped.wait(BEAT_S):
             now = time.monotonic()
-            # This process was stopped itself: what came meanwhile is not read yet.
+            # This process itself was stopped: messages that came in that time are not read yet.
             paused_s = max(0.0, now - looked_s - LATE_BEAT_S)
             self._heard_s = min(now, self._heard_s + paused_s)
             if now - self._heard_s > SILENCE_S:

@@ -10,7 +10,7 @@ BUSY_SHARE = 0.1  # of the time, at most, that captures take while steps run
 class CapturePace:
     """Says when the next graph is captured: at once while no step runs, else so that BUSY_SHARE is kept.
 
-    `clock` gives seconds. Every capture is between `begin` and `end`; no step runs meanwhile.
+    `clock` gives seconds. Every capture is between `begin` and `end`; no step runs in between.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -19,7 +19,7 @@ OUT_OF_MEMORY_HINTS = {
 }
 STUCK = "its stack is printed above; weft hardware tests the GPUs and the links between them"
 CANNOT_REACH = "cannot-reach"  # code of the error of a rank that does not find rank 0
-KILLED = "if nobody killed it, the system was out of memory: see `dmesg`"
+KILLED = "unless it was killed by hand, the system was out of memory: see `dmesg`"
 
 
 def cause_of(error: BaseException, rank: int, phase: str) -> Cause:
@@ -59,7 +59,7 @@ class ExitReason(NamedTuple):
 def describe_exit(returncode: int | None, stderr: str, *, ended: bool = False) -> ExitReason:
     """Return the reason why a process sent no last message; `stderr` is the end of its output.
 
-    Without `returncode` it still runs, or it has `ended` and nobody knows its status.
+    Without `returncode` it still runs, or it has `ended` with an unknown status.
     """
     if returncode is None and not ended:
         return ExitReason("connection-closed", "closed its connection")

@@ -32,7 +32,7 @@ from weft.executors.open_sockets import open_sockets
 
 # No library reads it, and it differs from test to test.
 UNREAD_VARIABLES = ("PYTEST_CURRENT_TEST",)
-OWN_FILES = 3  # descriptors of a request beside the caller's: two of the output, and the gate
+OWN_FILES = 3  # descriptors of a request besides the caller's: two of the output, and the gate
 END_S = 1.0  # seconds for a server to end by itself
 # A server is given up that has been stopped (SIGSTOP) for so long, or that answers nothing and uses no CPU time.
 POLL_S, STOPPED_S, SILENT_S = 0.5, 2.0, 30.0
@@ -77,7 +77,8 @@ class ForkClient:
 
     @property
     def descriptor(self) -> int:
-        """The socket, for a process that inherits it and adopts the server. Nobody else may use the server then."""
+        """The socket, for a process that inherits it and adopts the server. Only that process may use the server
+        then."""
         return self._socket.fileno()
 
     def reclaim(self) -> None:
@@ -111,9 +112,9 @@ class ForkClient:
             )
             with self._lock:
                 pid, pidfd = self._converse(request, [writing, writing, *files, their_gate.fileno()])
-                # The status of an earlier process with this number, for which nobody has asked again.
+                # The status of an earlier process with this number, which was never asked for.
                 self._statuses.pop(pid, None)
-            with contextlib.suppress(OSError):  # it has been killed meanwhile
+            with contextlib.suppress(OSError):  # it was killed in between
                 gate.send(b"\0")
         except OSError as error:
             os.close(reading)
@@ -157,7 +158,7 @@ class ForkClient:
         self._ready = True
 
     def _receive(self) -> tuple[FromServer, list[int]]:
-        """Wait for a message that is not the end of a process; note those that are. Raises ForkError."""
+        """Wait for a message that is not the end of a process; note the ends of processes. Raises ForkError."""
         while True:
             message, files = self._receive_any()
             if not isinstance(message, Exited):

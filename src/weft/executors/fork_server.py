@@ -41,9 +41,9 @@ class Fork:
 class ForkRequest(msgspec.Struct, tag=True):
     """Fork a process that calls `main(*arguments)` of a module.
 
-    The descriptors that come with the request get the `numbers`; the last one, which gets none, is the gate: the
-    process waits there for a byte before it does anything, and ends if the other end closes without one. A client that
-    has given up the answer so has no process that it does not know of. `cores` are those that it may use.
+    The descriptors that come with the request get the `numbers`. The last one gets none: it is the gate, where the
+    process waits for a byte before it does anything, and ends if the other end closes without a byte. A client that has
+    given up the answer so has no process that it does not know of. `cores` are the cores that it may use.
     """
 
     module: str
@@ -61,7 +61,7 @@ class Greeting(msgspec.Struct, tag=True):
 
 
 class ServerReady(msgspec.Struct, tag=True):
-    """The modules are imported; if a `problem` is named, nothing can be forked. `number` is that of a Greeting."""
+    """The modules are imported; if a `problem` is named, nothing can be forked. `number` is the Greeting's."""
 
     problem: str = ""
     number: int = 0
@@ -168,7 +168,7 @@ def find_problem() -> str:
 def open_descriptors() -> set[int]:
     """Return the descriptors of this process."""
     numbers = {int(name) for name in os.listdir("/proc/self/fd")}
-    return {number for number in numbers if os.path.exists(f"/proc/self/fd/{number}")}  # without that of the folder
+    return {number for number in numbers if os.path.exists(f"/proc/self/fd/{number}")}  # without the folder's own
 
 
 def place_descriptors(files: Sequence[int], numbers: Sequence[int]) -> None:
@@ -210,7 +210,7 @@ def become_child(request: ForkRequest, files: Sequence[int]) -> None:
     os.environ.update(request.environment)
     os.chdir(request.folder)
     os.sched_setaffinity(0, request.cores)
-    # The standard library's generator is seeded anew by the fork itself.
+    # The fork itself seeds the standard library's generator again.
     sys.modules["torch"].default_generator.seed()
     if numpy_random := sys.modules.get("numpy.random"):
         numpy_random.seed()

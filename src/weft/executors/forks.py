@@ -13,7 +13,7 @@ from typing import IO, Protocol
 
 from weft.executors.fork_client import AdoptedServer, ForkClient, ForkError
 
-# With one of these, OpenMP binds the very process that loads it to a core.
+# With one of these variables, OpenMP binds the very process that loads it to a core.
 BINDING_VARIABLES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
 MIN_FORKS = 2  # processes for which a server pays: it imports as long as one of them does
 
@@ -31,7 +31,7 @@ class ChildProcess(Protocol):
     def returncode(self) -> int | None: ...
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Wait for the end. Raises subprocess.TimeoutExpired. Returns None if nobody knows the status."""
+        """Wait for the end. Raises subprocess.TimeoutExpired. Returns None if the status is unknown."""
         ...
 
     def kill(self) -> None: ...
@@ -73,7 +73,7 @@ class ServerPool:
 
     def __init__(self) -> None:
         self.min_forks = MIN_FORKS
-        self.keep = False  # a server that nobody uses is kept for the next engine
+        self.keep = False  # a server without clients is kept for the next engine
         self._lock = threading.Lock()
         self._server: ForkClient | None = None
 

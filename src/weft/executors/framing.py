@@ -131,7 +131,7 @@ class Channel(Generic[M]):
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the file descriptor. To be called only once nobody iterates any more."""
+        """Close the file descriptor. To be called only once no iterator is in use."""
         self.socket.close()
 
     def _receive(self) -> bytes:

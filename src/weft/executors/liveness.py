@@ -26,8 +26,9 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
 class Alive(msgspec.Struct, frozen=True, tag=True):
     """The answer to a Heartbeat.
 
-    A rank says how many `steps` it has finished, and whether it waits for a compiler, which `computes` for it. The core
-    says for how long one of its ranks has been stopped, and whether they compute, or come forward, at this time.
+    - `steps`: from a rank, the number of steps that it has finished.
+    - `stopped_s`: from the core, for how long one of its ranks has been stopped.
+    - `computes`: from a rank, that it waits for a compiler; from the core, that its ranks compute or make progress.
     """
 
     steps: int = 0
@@ -70,7 +71,7 @@ def read_times(pid: int) -> ProcessTimes | None:
 
 
 def catches_signal(pid: int, number: int) -> bool:
-    """Return True if a process has a handler for a signal; also on a system without /proc, where nobody can tell."""
+    """Return True if a process has a handler for a signal; also on a system without /proc, where this is unknown."""
     try:
         status = Path(f"/proc/{pid}/status").read_text("utf-8", "replace")
     except FileNotFoundError:
@@ -147,7 +148,7 @@ class Silence:
 
     @property
     def stopped_s(self) -> float:
-        """Seconds of silence of a process that is stopped; 0 for one that may only be short of CPU time."""
+        """Seconds of silence of a process that is stopped; 0 for a process that may only be short of CPU time."""
         return self.seconds if self.times is not None and self.times.stopped else 0.0
 
     @property

@@ -14,7 +14,7 @@ class StartRanks(msgspec.Struct, frozen=True, tag=True):
     """Start the processes of this node's ranks. `worker` is "module:Class".
 
     With `lasting`, an engine that fails starts again, and the node shall join again. With `stall_s`, a rank that shows
-    no sign of life for so many seconds has failed.
+    no sign of life for `stall_s` seconds has failed.
     """
 
     plan: Plan
@@ -100,9 +100,9 @@ class NodeSocket(msgspec.Struct, frozen=True):
 
 
 class OtherNodes(msgspec.Struct, frozen=True, tag=True):
-    """The nodes beside the head, and the head's own address and interface that route to them.
+    """The nodes other than the head, and the head's own address and interface that route to them.
 
-    With `lasting`, an engine that fails starts again with nodes that join anew.
+    With `lasting`, an engine that fails starts again with nodes that join again.
     """
 
     address: str

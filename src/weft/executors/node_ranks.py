@@ -40,8 +40,8 @@ from weft.plan.wiring import Tcp
 class NodeRanks:
     """Runs this node's ranks as the head at the other end of `channel` asks, until one side ends.
 
-    `node` is this node's number, `address` and `interface` those of its route to the others, `checkpoint` its own copy
-    of the model.
+    `node` is this node's number, `address` and `interface` its route to the others, `checkpoint` its own copy of the
+    model.
     """
 
     def __init__(self, channel: Channel[Any], node: int, address: str, interface: str, checkpoint: str) -> None:
@@ -59,7 +59,7 @@ class NodeRanks:
     def run_until_end(self, messages: Iterable[Any]) -> Cause:
         """Run the ranks; return the cause of the end, in the phase "shutdown" if the engine was closed in order.
 
-        `messages` are those of the channel, a StartRanks first.
+        `messages` are the channel's, a StartRanks first.
         """
         try:
             for message in messages:
@@ -86,7 +86,7 @@ class NodeRanks:
     def _handle(self, message: ToNode) -> None:
         match message:
             case StartRanks(plan, worker):
-                # In a thread: heartbeats are read meanwhile, and a fork server may import torch first.
+                # In a thread: heartbeats are read at the same time, and a fork server may import torch first.
                 self._watch.start()
                 if message.stall_s is not None:
                     self._rank_watch = watch_silence(self._processes, message.stall_s, self._lose)
@@ -138,7 +138,7 @@ class NodeRanks:
         # A copy: the thread that starts the ranks adds to it.
         phases = list(self._processes.phases.items())
         states = [RankState(rank, phase, self._steps[rank]) for rank, phase in phases]
-        # Never waiting for a head that takes nothing: its silence has to be noticed meanwhile.
+        # Never waiting for a head that takes nothing: its silence has to be noticed.
         self._channel.offer(Beat(states), self._sending)
 
     def _head_silent(self) -> None:

@@ -1,4 +1,5 @@
-"""NodesExecutor: ranks as processes on several nodes: this one, the head, if it has any, and those that have joined."""
+"""NodesExecutor: ranks as processes on several nodes: this one, the head, if it has any, and the nodes that have
+joined."""
 
 from __future__ import annotations
 
@@ -101,7 +102,8 @@ class NodeLink:
 
 class NodesExecutor(ProcessExecutor):
     """Runs each rank as a process of its node. The tensors of a node's ranks go through shared memory, others through
-    the network. With `stall_s`, a rank that shows no sign of life for so many seconds has failed, on whichever node."""
+    the network. With `stall_s`, a rank that shows no sign of life for `stall_s` seconds has failed, on whichever
+    node."""
 
     def __init__(self, others: OtherNodes, worker: str = WORKER, *, stall_s: float | None = None) -> None:
         super().__init__(worker)

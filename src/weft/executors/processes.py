@@ -34,8 +34,8 @@ class ProcessExecutor(RankExecutor):
     """Runs each rank as a child process. `worker` is the class that each rank runs, as "module:Class".
 
     With `network`, ranks share no file: they find each other over TCP, and exchange tensors through sockets only, as
-    ranks on several machines do. With `stall_s`, a rank that shows no sign of life for so many seconds has failed, and
-    so has the engine if a step, a command or the start makes no progress for as long.
+    ranks on several machines do. With `stall_s`, a rank that shows no sign of life for `stall_s` seconds has failed. So
+    has the engine if a step, a command or the start makes no progress for as long.
     """
 
     def __init__(self, worker: str = WORKER, *, network: bool = False, stall_s: float | None = None) -> None:
@@ -63,7 +63,7 @@ class ProcessExecutor(RankExecutor):
             self._launch_on_host(plan)
 
     def _launch_on_network(self, plan: Plan) -> None:
-        """Start the processes; tell those of the other ranks where rank 0 listens."""
+        """Start the processes; tell the other ranks' processes where rank 0 listens."""
         for place in plan.places:
             self._start_rank(plan, place.rank)
         self._send_launch(plan, 0, Tcp(LOOPBACK_ADDRESS, 0), Network())
@@ -89,7 +89,7 @@ class ProcessExecutor(RankExecutor):
 
     def _start_rank(self, plan: Plan, rank: int, files: Sequence[int] = ()) -> None:
         """Start the process of a rank, which inherits `files`, and listen to it."""
-        if self._ended:  # meanwhile, in another thread
+        if self._ended:  # at the same time, in another thread
             raise EngineError(self._ended)
         self._processes.start(rank, self._environment(plan, rank), files)
 

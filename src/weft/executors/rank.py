@@ -203,6 +203,6 @@ def worker_class(name: str) -> Callable[..., RankWorker]:
 
 
 def bind_to_cores(cores: tuple[int, ...]) -> None:
-    """Bind this thread, and all threads that it starts, to those of `cores` that this process may use."""
+    """Bind this thread, and all threads that it starts, to the cores of `cores` that this process may use."""
     if hasattr(os, "sched_setaffinity") and (ours := os.sched_getaffinity(0).intersection(cores)):
         os.sched_setaffinity(0, ours)

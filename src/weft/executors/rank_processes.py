@@ -56,14 +56,14 @@ class RankProcesses:
         listener.start()
 
     def send(self, message: ToRank, ranks: Iterable[int]) -> None:
-        """Send a message to those of these ranks that are on this node."""
+        """Send a message to these ranks, as far as they are on this node."""
         frame = encode_frame(message)
         for rank in ranks:
             if child := self._children.get(rank):
                 child.send_frame(frame)
 
     def offer(self, message: Heartbeat) -> None:
-        """Send every rank a heartbeat, without waiting for one that reads nothing."""
+        """Send every rank a heartbeat, without waiting for a rank that reads nothing."""
         for child in list(self._children.values()):
             child.offer(message)
 

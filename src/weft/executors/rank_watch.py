@@ -11,8 +11,8 @@ from weft.executors.beats import STACKS_S
 from weft.executors.liveness import BEAT_S, STEP, Alive, Heartbeat, Work, idle_beat_s, read_other_work
 from weft.executors.rank_processes import RankProcesses
 
-# Share of a core from which on a rank counts as computing. Beside other programs it may get little; one that waits
-# uses none.
+# Share of a core from which on a rank counts as computing. When other programs run too, it may get little; a waiting
+# rank uses none.
 COMPUTING_SHARE = 0.03
 LONG_STEP = 10  # times the limit, for a step in which ranks compute
 SHORTEST_WORK_S = 10.0  # seconds for which a start or a command may wait at least, for a system that is busy
@@ -57,7 +57,7 @@ class RankWatch:
 
     @property
     def state(self) -> Alive:
-        """The longest stop of a rank, and whether ranks compute. Whoever asks has heartbeats sent to them."""
+        """The longest stop of a rank, and whether ranks compute. Reading it also sends every rank a heartbeat."""
         self._asked.set()
         stopped_s = max((silence.stopped_s for silence in list(self._processes.silences.values())), default=0.0)
         moved_s = max(self._moved_s, self._computed_s)
@@ -88,7 +88,7 @@ class RankWatch:
         return None
 
     def _stuck_work(self, now: float) -> Cause | None:
-        """The cause if the oldest work has taken too long: it is that of the rank that is behind the others."""
+        """The cause if the oldest work has taken too long: it is the work of the rank that is behind the others."""
         self._leave_pause_out(now)
         before, work = self._work, self._oldest_work()
         self._work = work
@@ -144,5 +144,6 @@ class RankWatch:
 
 
 def watch_silence(processes: RankProcesses, limit_s: float, fail: Callable[[Cause], None]) -> RankWatch:
-    """Create a watch over ranks whose work others see, too: those of one of several nodes, of which any may compute."""
+    """Create a watch over ranks whose work others see, too: the ranks of one of several nodes, of which any may
+    compute."""
     return RankWatch(processes, limit_s, lambda: None, fail)

@@ -57,7 +57,7 @@ CLOSED = Cause(
     code="engine-closed",
     cause="the engine was closed; the requests that ran were ended",
 )
-IDLE_S = 0.1  # after so many seconds without a step, no request runs or waits
+IDLE_S = 0.1  # after this many seconds without a step, no request runs or waits
 
 
 PHASE_CHARACTERS = 40  # of a phase that a rank names
@@ -69,7 +69,7 @@ class UnexpectedMessageError(WeftError):
 
     def __init__(self, message: object) -> None:
         super().__init__(
-            f"sent a message that nobody has asked for, or with impossible values ({type(message).__name__})",
+            f"sent a message that was not asked for, or with impossible values ({type(message).__name__})",
             code="unexpected-message",
         )
 
@@ -206,7 +206,7 @@ class RankExecutor(ABC):
 
     @abstractmethod
     def _send(self, message: ToRank, ranks: Iterable[int]) -> None:
-        """Send a message to those of these ranks that are still there."""
+        """Send a message to these ranks, as far as they are still there."""
 
     @abstractmethod
     def _kill(self) -> None:
@@ -230,10 +230,10 @@ class RankExecutor(ABC):
             return Work(self._phases[min(awaited, default=0)], (None, self._heard), awaited)
 
     def _take_message(self, rank: int, message: FromRank) -> None:
-        """Handle a message from a rank. One that nobody has asked for is a failure of the rank.
+        """Handle a message from a rank. A message that was not asked for is a failure of the rank.
 
         On another machine that rank may run other code. Its messages must neither end the thread that listens to it,
-        nor be kept for ever.
+        nor be kept without limit.
         """
         self._heard += 1
         try:
@@ -278,7 +278,7 @@ class RankExecutor(ABC):
             pending.results[group] = result
             if len(pending.results) < len(self._groups):
                 return
-            self._pending.popleft()  # every group has returned those of earlier steps
+            self._pending.popleft()  # every group has returned its results of earlier steps
         if isinstance(pending.step, LockStep):
             pending.future.set_result(LockStepResult([pending.results[group] for group in range(len(self._groups))]))
         else:

@@ -59,7 +59,7 @@ class AttachedRank:
     ended: bool = False
 
     def offer(self, message: msgspec.Struct) -> None:
-        """Send a short message if that takes no waiting: its silence has to be noticed meanwhile."""
+        """Send a short message if that takes no waiting: the peer's silence has to be noticed."""
         self.channel.offer(message, self.sending)
 
     def send_frame(self, frame: bytes) -> None:
@@ -158,7 +158,7 @@ class RayExecutor(RankExecutor):
             log.info("waiting for Ray: %s", missing)
 
     def _describe_missing(self, plan: Plan, bundle: dict[str, float]) -> str:
-        """Wanted resources of each node, and those that are free in the cluster."""
+        """Wanted resources of each node, and the resources that are free in the cluster."""
         counts = Counter(device.node for device in plan.devices)
         wanted = ", ".join(
             f"{count * bundle[kind]:g} {kind} on {self._nodes.nodes[node].label}"
@@ -203,7 +203,7 @@ class RayExecutor(RankExecutor):
             )
 
     def _await_actors(self, count: int) -> None:
-        """Wait for the connections of all actors. Raises EngineError for one that has died or does not come.
+        """Wait for the connections of all actors. Raises EngineError for an actor that has died or does not come.
 
         Each is heard and pinged from its connection on: the last may come long after the first, as an actor imports
         torch before.

@@ -1,6 +1,6 @@
 """Calls of Ray's library with a bound: without the head of its cluster most of them never return.
 
-Each call runs in a thread of its own, so that signals are heeded meanwhile, and Ray's handler of SIGTERM, which waits
+Each call runs in a thread of its own, so that signals are handled during it, and Ray's handler of SIGTERM, which waits
 for the call, is not set.
 """
 
@@ -28,7 +28,7 @@ JOIN_S = 60.0  # seconds to join a cluster whose head is reached; Ray needs 5 to
 LOOK_S = 3.0  # seconds between two looks at whether the head is still there
 LOOKS = 2  # looks in a row that must fail: one may fall into a moment without a free place in the head's queue
 SAY_S = 15.0  # seconds between two log lines of a call that takes long
-NO_CLUSTER, GONE = "no-ray-cluster", "ray-cluster-gone"  # codes: nobody listens; dead, or silent
+NO_CLUSTER, GONE = "no-ray-cluster", "ray-cluster-gone"  # codes: nothing listens; dead, or silent
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ class _NoHandlerNotice(logging.Filter):
 def join_cluster(ray: Any, address: str, limit_s: float, **options: Any) -> None:
     """Have Ray join the cluster at an address, HOST:PORT or a word that Ray knows, within `limit_s` seconds.
 
-    Raises ConfigError if nobody listens there or if Ray has not joined in time, and what `ray.init` raises.
+    Raises ConfigError if nothing listens there or if Ray has not joined in time, and what `ray.init` raises.
     """
     if is_place(address) and (problem := connect_problem(address)):
         raise ConfigError(
@@ -71,8 +71,7 @@ def call_watched(function: Callable[[], T], address: str, limit_s: float, what: 
         limit_s: seconds for the whole call.
         what: completes "the Ray cluster has not" in the error.
 
-    Raises:
-        ConfigError: the time is over, or nobody listens at the address any more.
+    Raises: ConfigError: the time is over, or nothing listens at the address any more.
     """
     results: list[T] = []
     errors: list[BaseException] = []

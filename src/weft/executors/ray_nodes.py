@@ -26,10 +26,10 @@ class RayNode(msgspec.Struct, frozen=True):
 class RayNodes(msgspec.Struct, frozen=True, tag=True):
     """The nodes of an engine, in the order of the plan's nodes.
 
-    `cluster` is the address of the cluster itself, `address` that of this process's node, to which actors connect.
-    `key` is the cluster key of this run, `certificate` a bundle in PEM, "" without TLS. `timeout_s` limits the wait for
-    resources. `placement_group` is the id of the group whose `bundles` the ranks of each node take, "" if the engine
-    makes a group of its own.
+    `cluster` is the address of the cluster itself, `address` the address of this process's node, to which actors
+    connect. `key` is the cluster key of this run, `certificate` a bundle in PEM, "" without TLS. `timeout_s` limits the
+    wait for resources. `placement_group` is the id of the group whose `bundles` the ranks of each node take, "" if the
+    engine makes a group of its own.
     """
 
     cluster: str

@@ -47,7 +47,7 @@ class RanksProgress(ABC):
                 logger.info("%s", self._state())
 
     def complete(self, ranks: int) -> bool:
-        """Return True once so many ranks have done all of their parts."""
+        """Return True once this many ranks have done all of their parts."""
         with self._lock:
             return len(self._total) == ranks and self._done == self._total
 

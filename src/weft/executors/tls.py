@@ -112,7 +112,7 @@ class Side:
 
 @contextlib.contextmanager
 def _as_file(text: str) -> Iterator[str]:
-    """A name of a file with this text that nobody else can read: OpenSSL takes certificates by name only."""
+    """A name of a file with this text that no other user can read: OpenSSL takes certificates by name only."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("weft-certificate")
         with os.fdopen(descriptor, "w") as file:

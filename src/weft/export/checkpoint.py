@@ -1,4 +1,4 @@
-"""The checkpoint that an engine loads for a plan, or a description of the one that the user must find."""
+"""The checkpoint that an engine loads for a plan, or a description of the checkpoint that the user must find."""
 
 from __future__ import annotations
 

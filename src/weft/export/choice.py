@@ -32,7 +32,7 @@ class ExportChoice(msgspec.Struct, frozen=True):
 
 
 def choose_plan(question: Question, target: ExportTarget) -> ExportChoice:
-    """Choose the best plan that `target` can run, or the nearest to the one that the user's settings ask for.
+    """Choose the best plan that `target` can run, or the nearest to the plan that the user's settings ask for.
 
     Raises NothingFits.
     """
@@ -68,7 +68,7 @@ def obstacle(target: ExportTarget, question: Question, candidate: Candidate) -> 
     """The reason why a target cannot run a plan; "" if it can."""
     layout = candidate.layout
     if layout.gpu_count(question.cluster) < len(set(layout.gpus)):
-        return "it has layers on the CPU beside GPUs, which only Weft's plan files have (weft plan --json)"
+        return "it has layers on the CPU as well as on GPUs, which only Weft's plan files have (weft plan --json)"
     return target.unsupported(question, layout)
 
 
@@ -120,7 +120,7 @@ def _weft_features(question: Question, engine: str) -> Iterator[Note]:
 
 
 def alternatives(answer: SearchResult) -> Iterator[tuple[Question, Candidate]]:
-    """Yield the other plans with their questions; those within the user's settings come first."""
+    """Yield the other plans with their questions; plans within the user's settings come first."""
     question = answer.question
     yield from ((question, candidate) for candidate in answer.candidates)
     if question.constraints != LayoutConstraints():
@@ -129,7 +129,7 @@ def alternatives(answer: SearchResult) -> Iterator[tuple[Question, Candidate]]:
 
 
 def rejection_reason(answer: SearchResult, wanted: Candidate | None) -> str:
-    """The reason why the engine cannot run `wanted`, or why nothing fits: that of the plan that lacks least memory."""
+    """The reason why the engine cannot run `wanted`, or why nothing fits: for the plan that lacks least memory."""
     of_wanted = [rejected for rejected in answer.rejected if wanted and rejected.cut == wanted.cut]
     nearest = closest_miss(of_wanted or answer.rejected)
     return str(nearest.reason) if nearest else "these GPUs allow no such layout"

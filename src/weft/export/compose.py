@@ -134,7 +134,7 @@ def caches(deployment: Deployment) -> dict[str, str]:
 
 
 def service_environment(deployment: Deployment, server: ReplicaServer) -> dict[str, str]:
-    """A service's variables: from the environment or the file .env beside the Compose file, and from the plan."""
+    """A service's variables: from the environment or the file .env next to the Compose file, and from the plan."""
     variables = {"HF_TOKEN": "${HF_TOKEN:-}", "VLLM_API_KEY": "${VLLM_API_KEY:-}"}
     if deployment.question.engine == "vllm":
         variables |= vllm.partition_variables(deployment)
@@ -223,7 +223,7 @@ def next_steps(deployment: Deployment) -> list[str]:
             "firewall: keep others out"
         )
     steps.append(
-        "variables are read from the environment or from a file .env beside this one: HF_TOKEN for models that need "
+        "variables are read from the environment or from a file .env next to this one: HF_TOKEN for models that need "
         "it, VLLM_API_KEY for a key that clients must send"
     )
     return steps

@@ -1,4 +1,4 @@
-"""Limits of each engine that an export starts, beyond those of its planner profile."""
+"""Limits of each engine that an export starts, beyond its planner profile's."""
 
 from __future__ import annotations
 

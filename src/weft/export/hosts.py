@@ -1,4 +1,4 @@
-"""Variables of hosts: those of each GPU vendor, and addresses of nodes."""
+"""Variables of hosts: for each GPU vendor, and for addresses of nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ INTERFACE = Placeholder(
 
 class GpuVendor(msgspec.Struct, frozen=True):
     """Names of a vendor's GPUs: `visible` is the variable with the GPUs that a process sees, `resource` a GPU in
-    Kubernetes, `product` the node label with its type (of NVIDIA's GPU feature discovery, of AMD's node labeller)."""
+    Kubernetes, `product` the node label with its type (from NVIDIA's GPU feature discovery, from AMD's node
+    labeller)."""
 
     visible: str
     resource: str

@@ -102,7 +102,7 @@ def omitted_options(deployment: Deployment) -> list[str]:
             "front of all of them, put nginx's address into VLLM_HOST and ollamaHost"
         )
     if len(deployment.nodes) > 1 or deployment.candidate.layout.shares_experts:
-        omissions.append("the address: the node is assumed to run beside the first server")
+        omissions.append("the address: the node is assumed to run next to the first server")
     return omissions
 
 

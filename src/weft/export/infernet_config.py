@@ -103,7 +103,7 @@ def read_node_config(path: str) -> NodeConfig:
 
 
 def _servers(config: dict[str, Any], engine: dict[str, Any], path: str) -> Iterator[ConfiguredServer]:
-    """Every server in the configuration; the one that the node would use comes first."""
+    """Every server in the configuration; the server that the node would use comes first."""
     engine_model = _text(engine, "model", path)
     if engine_model:
         yield ConfiguredServer(engine_model, _port(_text(engine, "ollamaHost", path), path))

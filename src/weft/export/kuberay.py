@@ -45,7 +45,7 @@ def is_weft(deployment: Deployment) -> bool:
 
 
 def kuberay_files(deployment: Deployment) -> list[ExportFile]:
-    """The manifest of the RayService, and for Weft that of a RayJob."""
+    """The manifest of the RayService, and for Weft the manifest of a RayJob."""
     cluster = {
         "rayVersion": kuberay_weft.RAY_VERSION if is_weft(deployment) else RAY_VERSION,
         "headGroupSpec": head_group_spec(deployment),

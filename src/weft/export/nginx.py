@@ -48,7 +48,5 @@ def omitted_options(deployment: Deployment) -> list[str]:
         "API keys: the Authorization header is passed on, and the replicas check it",
     ]
     if deployment.question.engine not in ("weft", "vllm"):
-        omissions.append(
-            f"the commands that start {deployment.question.engine}: the ports are those that the plan would use"
-        )
+        omissions.append(f"the commands that start {deployment.question.engine}: the plan's ports are assumed")
     return omissions

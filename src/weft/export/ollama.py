@@ -14,7 +14,7 @@ from weft.formats import gguf_reference, gguf_types
 from weft.planner.deployment import DeploymentLayout
 from weft.planner.question import Question
 
-# Precisions of GGUF with about as many bits, for those that Ollama does not read.
+# Precisions of GGUF with about as many bits, for precisions that Ollama does not read.
 PRECISION_SUBSTITUTES = {"int4": "q4_k_m", "nvfp4": "q4_k_m", "int8": "q8_0", "fp8": "q8_0"}
 PORT = 11434  # Ollama's default
 
@@ -132,7 +132,7 @@ def omitted_options(deployment: Deployment) -> list[str]:
 
 def next_steps(deployment: Deployment) -> list[str]:
     """Next steps, in words."""
-    steps = ["run the script beside the Modelfile; ollama ps must then show 100% GPU"]
+    steps = ["run the script next to the Modelfile; ollama ps must then show 100% GPU"]
     if len(deployment.servers) > 1:
         steps.append("each replica is a server with its own port; Ollama does not balance between them")
     return steps

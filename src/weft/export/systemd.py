@@ -50,7 +50,7 @@ def systemd_files(deployment: Deployment) -> list[ExportFile]:
 
 
 def service_unit(deployment: Deployment, server: ReplicaServer) -> str:
-    """The service of a server, whose address is that of its socket."""
+    """The service of a server, whose address is its socket's."""
     name = unit_name(deployment, server)
     variables = hosts.visible_gpus(deployment, server, server.node)
     lines = [

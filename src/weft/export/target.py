@@ -20,9 +20,9 @@ Unsupported = Callable[[Question, DeploymentLayout], str]
 class ExportTarget(msgspec.Struct, frozen=True):
     """A system that a plan can be exported to.
 
-    `engines` are those that it can start, the usual one first. `create_files` makes the files. `unsupported` returns
-    the reason why a layout is impossible, "" if it is possible. `substitutes` maps precisions that the target does not
-    read to those that it takes instead. Its first server answers on `port`.
+    `engines` are the engines that it can start, the usual one first. `create_files` makes the files. `unsupported`
+    returns the reason why a layout is impossible, "" if it is possible. `substitutes` maps precisions that the target
+    does not read to precisions that it takes instead. Its first server answers on `port`.
     """
 
     name: str

@@ -23,7 +23,7 @@ from weft.planner.question import Question
 SCRIPT_NAME = "transformers_plan.py"
 PRECISION_SUBSTITUTES = dict.fromkeys(gguf_types.MIXES, "bf16")  # substitutes for precisions that it does not run
 REMOTE_CODE_ARCHITECTURE = "QWenLMHeadModel"  # Qwen v1
-# Modules of a multimodal model before its layers, beside the embedding.
+# Modules of a multimodal model before its layers, besides the embedding.
 VISION_MODULES = ("model.vision_tower", "model.multi_modal_projector")
 WITHOUT_ROTARY = ("GPT2LMHeadModel", "OPTForCausalLM")
 
@@ -97,7 +97,7 @@ def gpu_numbers(layout: DeploymentLayout) -> list[int]:
 
 
 def max_memory(deployment: Deployment) -> str:
-    """Entries with the memory of each GPU that the plan leaves for weights, beside the KV cache of one longest
+    """Entries with the memory of each GPU that the plan leaves for weights, after the KV cache of one longest
     request."""
     length, room = deployment.question.workload.longest, Counter[int | str]()
     for number, rank in zip(

@@ -47,7 +47,7 @@ def vllm_files(deployment: Deployment) -> list[ExportFile]:
 
 
 def node_script(deployment: Deployment, node: int) -> ExportFile:
-    """Script of one of several nodes."""
+    """Script of one node of several."""
     spanning = [server for server in deployment.servers if len(server.nodes) > 1]
     demanded = list(deployment.checkpoint.placeholders)
     body: list[str] = []
@@ -82,7 +82,7 @@ def _ray_lines(deployment: Deployment, spanning: Sequence[ReplicaServer], node: 
 
 
 def _servers_started_on(deployment: Deployment, node: int) -> list[ReplicaServer]:
-    """Servers with a command on a node: its own, and with shared experts also those with GPUs there."""
+    """Servers with a command on a node: its own, and with shared experts also the servers with GPUs there."""
     if has_shared_experts(deployment):
         return [server for server in deployment.servers if node in server.nodes]
     return [server for server in deployment.servers if server.node == node]

@@ -119,7 +119,7 @@ def _memory_flags(deployment: Deployment, server: ReplicaServer) -> dict[str, Va
 
 
 def short_weights(deployment: Deployment) -> list[str]:
-    """Weights of an uneven tensor split in the fewest digits that give the same cut; those of a search are bytes."""
+    """Weights of an uneven tensor split in the fewest digits that give the same cut; a search gives bytes."""
     layout, least = deployment.candidate.layout, min(deployment.candidate.layout.tensor_weights)
     exact = [f"{weight:g}" for weight in layout.tensor_weights]
     tries = [[f"{weight / least:.{digits}g}" for weight in layout.tensor_weights] for digits in range(1, 17)]

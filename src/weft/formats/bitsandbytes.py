@@ -1,15 +1,15 @@
 """4-bit checkpoints of bitsandbytes: the tensors of a matrix.
 
-NAME.weight has the numbers of a matrix one after the other, row by row, two to a byte, the first one in the upper
-bits. Each is an index of a table of 16 values (`schemes.TABLES`). Beside it lie
+NAME.weight has the numbers of a matrix one after the other, row by row, two to a byte, the first one in the upper bits.
+Each is an index of a table of 16 values (`schemes.TABLES`). With it are stored
 
 - NAME.weight.absmax: a scale for each `blocksize` numbers, in float32; with double quantisation a byte for each, an
-  index of NAME.weight.nested_quant_map, to be multiplied by one of NAME.weight.nested_absmax per `nested_blocksize`
+  index of NAME.weight.nested_quant_map, to be multiplied by a value of NAME.weight.nested_absmax per `nested_blocksize`
   bytes and added to `nested_offset`;
 - NAME.weight.quant_map: the table;
 - NAME.weight.quant_state.bitsandbytes__nf4 (or fp4): the other figures, as the bytes of a JSON object.
 
-Blocks run along the whole matrix, so those of a row are its own only if they divide its columns. If they do not, the
+Blocks run along the whole matrix, so a row has blocks of its own only if they divide its columns. If they do not, the
 scale of a block is repeated for each part of it of as many columns as divide both. Source: bitsandbytes,
 functional.QuantState. 8-bit matrices are in `formats.signed`.
 """
@@ -67,14 +67,14 @@ def join_tables(index: Mapping[str, TensorInfo], published: PublishedQuantizatio
         joined[name] = _join(index, name, published)
     for name, info in joined.items():
         if info.type == "U8" and name.endswith(".weight"):
-            raise _misfit(info, name, "has no .absmax and no .quant_state beside it", code="matrix-without-scales")
+            raise _misfit(info, name, "has no .absmax and no .quant_state with it", code="matrix-without-scales")
     return joined
 
 
 def _matrix_names(index: Iterable[str]) -> list[str]:
     """The names of the matrices that scales or states in an index belong to, sorted."""
-    beside = (name for name in index if STATE in name or name.endswith(".absmax"))
-    names = {re.sub(r"\.(absmax|quant_state\.\w+)$", "", name) for name in beside}
+    extra = (name for name in index if STATE in name or name.endswith(".absmax"))
+    names = {re.sub(r"\.(absmax|quant_state\.\w+)$", "", name) for name in extra}
     return sorted(name for name in names if not name.endswith(".nested_absmax"))
 
 
@@ -86,7 +86,7 @@ def _numbers_and_state(index: Mapping[str, TensorInfo], name: str) -> tuple[Tens
     values = index[name]
     states = [name + STATE + kind for kind in ("nf4", "fp4") if name + STATE + kind in index]
     if not states:
-        raise _misfit(values, name, f"has no {name}{STATE}nf4 or fp4 beside it", code="matrix-without-quant-state")
+        raise _misfit(values, name, f"has no {name}{STATE}nf4 or fp4 with it", code="matrix-without-quant-state")
     return values, read_state(index[states[0]], name)
 
 
@@ -134,7 +134,7 @@ def _join(index: Mapping[str, TensorInfo], name: str, published: PublishedQuanti
 
 
 def read_state(info: TensorInfo, name: str) -> QuantState:
-    """Read the quant_state of matrix `name` from its tensor. Raises ModelError for one that is damaged."""
+    """Read the quant_state of matrix `name` from its tensor. Raises ModelError if it is damaged."""
     if info.type != "U8" or info.nbytes > LARGEST_STATE:
         raise _misfit(
             info, name, f"has a quant_state that is {info.type} of {info.nbytes:,} bytes", code="bad-quant-state"
@@ -159,7 +159,7 @@ def _part(
     """The tensor NAME + `part` of `count` numbers."""
     info = index.get(name + part)
     if info is None:
-        raise _misfit(index[name], name, f"has no {name}{part} beside it", code="matrix-without-scales")
+        raise _misfit(index[name], name, f"has no {name}{part} with it", code="matrix-without-scales")
     if info.type not in types or prod(info.dims) != count:
         raise _misfit(
             info,

@@ -49,7 +49,7 @@ _OTHER_KINDS = {
     r"(multilingual-)?e5-|paraphrase-|embeddinggemma|granite-embedding",
     "that draw pictures": r"stable-diffusion|flux|sdxl|z-image",
 }
-_NEAREST, _FAMILY = 3, 6  # largest number of names to suggest: similar ones, or those of one family
+_NEAREST, _FAMILY = 3, 6  # largest number of names to suggest: similar ones, or names of one family
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -144,7 +144,8 @@ def same_name(name: str, full: str) -> bool:
 
 
 def nearest(name: str) -> list[str]:
-    """Ids of known models that `name` may mean, likeliest first: those of its family (`llama3.3`), or similar names."""
+    """Ids of known models that `name` may mean, likeliest first: models of its family (`llama3.3`), or similar
+    names."""
     typed, exact = loose_key(_bare(name)), full_name(_bare(name))
     if exact:
         return [exact]

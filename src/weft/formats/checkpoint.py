@@ -91,10 +91,10 @@ def resolve(
 ) -> Checkpoint:
     """Find the checkpoint that `model` names, and fetch it if it is not here yet.
 
-    The name is `demo`, a directory, a GGUF file, a repository on the Hugging Face hub, a nickname of one, or a GGUF
-    file there as `hf.co/OWNER/REPO:QUANT`. With `load_format` "dummy" a config.json is enough. Raises ModelError, in
-    one line with the ways out, for a model that is missing, damaged, incomplete, or of an unknown architecture.
-    `model_impl` is EngineConfig's, `task` is that of `read_pooling`.
+    The name is `demo`, a directory, a GGUF file, a repository on the Hugging Face hub, a nickname of a repository, or a
+    GGUF file there as `hf.co/OWNER/REPO:QUANT`. With `load_format` "dummy" a config.json is enough. Raises ModelError,
+    in one line with the ways out, for a model that is missing, damaged, incomplete, or of an unknown architecture.
+    `model_impl` is EngineConfig's, `task` is as in `read_pooling`.
     """
     try:
         full = model_names.full_name(model, folder=download_dir)
@@ -124,7 +124,7 @@ def resolve(
 
 
 def _file_format(path: Path, load_format: str) -> FileFormat:
-    """The format of the files at `path`. Raises ModelError if it is not the one that was asked for."""
+    """The format of the files at `path`. Raises ModelError if another format was asked for."""
     format: FileFormat = "safetensors" if path.is_dir() else "gguf"
     if load_format not in ("auto", "dummy", format):
         raise ModelError(
@@ -168,7 +168,7 @@ def _with_pooling(
 def _with_stored_tensors(
     shape: ModelShape, index: Mapping[str, TensorInfo], path: Path, format: FileFormat
 ) -> tuple[ModelShape, dict[str, str]]:
-    """The shape with the types that its tensors are stored in, and the types of those that are quantised."""
+    """The shape with the types that its tensors are stored in, and the types of the quantised tensors."""
     tensors = select_tensors(index, shape, str(path), format)
     if find_architecture(shape.architecture).config.inner:
         unread = len(index) - len(tensors)

@@ -80,9 +80,10 @@ def read_routing(config: Fields, count: int, top_k: int, *, normalised: bool) ->
 
 
 def read_groups(fields: Fields, names: tuple[str, str], count: int, top_k: int, *, corrected: bool) -> tuple[int, int]:
-    """The number of groups that `count` experts are in, and of those that take part, from the fields of these names.
+    """The number of groups that `count` experts are in, and the number of groups that take part, from the fields of
+    these names.
 
-    A group's score is that of its best expert, or if `corrected` of its two best ones, so that it has as many. Raises
+    A group's score is its best expert's, or if `corrected` that of its two best ones, so that it has as many. Raises
     ModelError for groups out of which a token's `top_k` experts cannot be chosen.
     """
     name, top_name = names

@@ -35,8 +35,8 @@ FLAGS = {
 def read_shape(folder: Path, own: DType = "bfloat16", *, run: bool = True, model_impl: str = "auto") -> ModelShape:
     """Read the shape from a directory's config.json; `own` is the tensors' dtype, the default of the config's.
 
-    End tokens are those of config.json and of generation_config.json together. Raises ModelError, in one line, for
-    values that are missing, wrong, impossible or unknown; with `run`, also for values that the engine does not compute.
+    End tokens come from config.json and generation_config.json together. Raises ModelError, in one line, for values
+    that are missing, wrong, impossible or unknown; with `run`, also for values that the engine does not compute.
     `model_impl` is EngineConfig's.
     """
     config = load_config(folder)
@@ -87,7 +87,7 @@ def chat_settings(folder: Path) -> ChatSettings:
 
 
 def load_config(folder: Path) -> Fields:
-    """Read a directory's config.json; an AutoGPTQ file beside it becomes its `quantization_config`."""
+    """Read a directory's config.json; an AutoGPTQ file next to it becomes its `quantization_config`."""
     config, gptq_file = load_json(folder / CONFIG), folder / QUANTIZE
     if quantization(config) is not None or not gptq_file.exists():
         return config
@@ -119,7 +119,7 @@ def architecture(config: Fields) -> str:
     for name in names:
         if (own_name := _own_name(name)) is not None:
             return own_name
-    missing = "" if library.is_installed() else f"; {library.EXTRA} adds those of Transformers"
+    missing = "" if library.is_installed() else f"; {library.EXTRA} adds Transformers' architectures"
     raise ModelError(
         f"{config.where}: unknown architecture {names[0]!r:.80}; known: {', '.join(ARCHITECTURES)}{missing}",
         code="unknown-architecture",
@@ -135,7 +135,7 @@ def _is_foreign(config: Fields) -> bool:
 
 
 def _own_name(name: object) -> str | None:
-    """The name by which Weft knows an architecture; the base model, Qwen3Model, is that of Qwen3ForCausalLM."""
+    """The name by which Weft knows an architecture; the base model Qwen3Model is known as Qwen3ForCausalLM."""
     text = str(name)
     if text not in ARCHITECTURES and text.endswith("Model"):
         text = text.removesuffix("Model") + "ForCausalLM"

@@ -164,7 +164,7 @@ def _experts(config: Fields, default: ConfigFields, mlp_width: int, *, bias: boo
 
 
 def _shared_experts(config: Fields, default: ConfigFields, width: int) -> tuple[int, int]:
-    """Number of shared experts, and their columns together; `width` is that of a routed expert."""
+    """Number of shared experts, and their columns together; `width` is a routed expert's."""
     if default.shared_gate:
         return 1, config.integer("shared_expert_intermediate_size")
     shared = config.integer_or("n_shared_experts", 0, minimum=0) or 0
@@ -193,7 +193,7 @@ def _windows(config: Fields, default: ConfigFields, layers: int) -> list[int | N
 
 def _window(config: Fields) -> int | None:
     if config.values.get("sliding_window") == 0:
-        # GGUF files say so if there is none; in config.json nobody knows what it means.
+        # GGUF files say so if there is none; in config.json its meaning is unknown.
         raise config.wrong_value("sliding_window", "1 token or more, or null for a model without a window")
     return config.integer_or("sliding_window", SLIDING_WINDOW)
 

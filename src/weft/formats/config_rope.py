@@ -11,7 +11,7 @@ from weft.formats.fields import Fields
 def read_ropes(
     config: Fields, max_positions: int, local_field: str, *, stretched: bool, partial: bool
 ) -> tuple[Rope, Rope | None]:
-    """The rotary embedding, and that of layers with a sliding window if it differs.
+    """The rotary embedding, and the embedding of layers with a sliding window if it differs.
 
     With `stretched`, `max_positions` is the model's length after linear scaling. With `partial`, a share of each head
     may be rotated.

@@ -177,7 +177,7 @@ def _wait(process: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 def _fetched(folder: Path) -> int:
-    """Bytes of the largest partial wheel, wherever pip writes it; files come and go meanwhile."""
+    """Bytes of the largest partial wheel, wherever pip writes it; files come and go during the search."""
     sizes = [0]
     for path, _, names in os.walk(folder):
         for name in names:

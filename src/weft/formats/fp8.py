@@ -1,4 +1,4 @@
-"""FP8 matrices in safetensors files: a tensor of 8-bit floating-point numbers (E4M3), and a tensor of scales beside it.
+"""FP8 matrices in safetensors files: a tensor of 8-bit floating-point numbers (E4M3), and a tensor of scales for it.
 
 The scales of NAME are NAME_scale_inv (DeepSeek, Qwen) or NAME_scale (fbgemm, compressed-tensors, vLLM); both multiply
 the numbers. Their dims say what shares a scale: one number for the whole matrix, [rows] or [rows, 1],
@@ -37,7 +37,7 @@ def join_fp8(index: Mapping[str, TensorInfo], published: PublishedQuantization) 
         if own is None:
             raise ModelError(
                 f"{values.file}: tensor {name} is {NUMBERS} and has no {name}{SCALE_NAMES[0]} or "
-                f"{name}{SCALE_NAMES[1]} beside it; this checkpoint's scale naming is unsupported, or the "
+                f"{name}{SCALE_NAMES[1]} next to it; this checkpoint's scale naming is unsupported, or the "
                 "file is incomplete",
                 code="matrix-without-scales",
             )

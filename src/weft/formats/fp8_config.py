@@ -91,7 +91,7 @@ def quantised_layer_predicate(config: Fields) -> Callable[[str], bool]:
 
 
 def _contains(name: str, entry: str) -> bool:
-    """Return True if the parts of a module's name contain those of an entry, side by side."""
+    """Return True if the parts of a module's name contain an entry's parts, side by side."""
     return f".{entry.strip('.')}." in f".{name}."
 
 
@@ -109,7 +109,7 @@ def _rows_and_columns(weights: Fields) -> tuple[int, int]:
 
 
 def _unsupported_block(method: str, block: object) -> str | None:
-    """Description of a block that Weft has no kernels for; None for one that it has, or if there is none."""
+    """Description of a block that Weft has no kernels for; None if Weft has kernels for it, or if there is no block."""
     if block is None:
         return None
     if not isinstance(block, list) or len(block) != 2 or not all(isinstance(size, int) and size > 0 for size in block):

@@ -29,7 +29,7 @@ SMALLEST_FIELD = 8 + 4 + 1  # bytes: the length of an empty key, a type, one byt
 SMALLEST_TENSOR = 8 + 4 + 8 + 4 + 8  # bytes: the length of an empty name, one dim, type, offset
 SMALLEST_FILE = 4 + 4 + 8 + 8
 
-# Tensor types by number: those that Weft reads, and others of which the planner needs the sizes.
+# Tensor types by number: the types that Weft reads, and others of which the planner needs the sizes.
 TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K"}
 TYPES |= {13: "Q5_K", 14: "Q6_K", 20: "IQ4_NL", 23: "IQ4_XS", 30: "BF16", 39: "MXFP4"}
 OTHER_TYPES = {9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S"}
@@ -210,7 +210,8 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf(path: str | Path) -> Gguf:
-    """Read header and tensor index of a GGUF file, version 2 or 3, little-endian; of a split file, those of all parts.
+    """Read header and tensor index of a GGUF file, version 2 or 3, little-endian; of a split file, the indices of all
+    parts.
 
     Raises ModelError for a file that is missing, cut short, damaged, or of unknown types.
     """

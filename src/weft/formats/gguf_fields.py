@@ -41,5 +41,5 @@ def own_fields(gguf: Gguf, prefix: str) -> Fields:
 
 
 def token_fields(gguf: Gguf) -> Fields:
-    """The fields of the file with those that name a token."""
+    """The fields of the file, without values that mean that there is no token."""
     return Fields({key: value for key, value in gguf.metadata.items() if value not in NO_TOKEN}, gguf.path)

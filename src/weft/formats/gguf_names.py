@@ -18,7 +18,7 @@ ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS = "rope_freqs.weight", "rope_factors_s
 
 # Parameters of their own, with the ends that their names have only in GGUF files.
 PARAMETERS = {"attn_sinks": "weight", "exp_probs_b": "bias"}
-# Modules of latent attention, beside the output projection. Files have attn_kv_b, or attn_k_b and attn_v_b.
+# Modules of latent attention, besides the output projection. Files have attn_kv_b, or attn_k_b and attn_v_b.
 LATENT_MODULES = {
     "attn_q": "self_attn.q_proj",
     "attn_q_a": "self_attn.q_a_proj",
@@ -107,8 +107,8 @@ def hugging_face(name: str, names: Names) -> str | None:
 
 
 def ggml_name(name: str, names: Names, layers: int) -> str:
-    """ggml's name for Hugging Face's name of a tensor of a model with this number of layers; of an expert's tensor,
-    that of the stack of all experts."""
+    """ggml's name for Hugging Face's name of a tensor of a model with this number of layers; for an expert's tensor,
+    the name of the stack of all experts."""
     module, _, kind = name.rpartition(".")
     outer = {theirs: own for own, theirs in outer_modules(names).items()}
     if module in outer:

@@ -69,7 +69,7 @@ def parse_address(name: str) -> GgufReference | None:
 
 
 def parse_tag(name: str) -> GgufReference | None:
-    """The reference for one of Ollama's tags, such as `qwen2.5:14b` or `llama3:8b-instruct-q8_0`; None if unknown."""
+    """The reference for a tag of Ollama's, such as `qwen2.5:14b` or `llama3:8b-instruct-q8_0`; None if unknown."""
     family, _, tag = name.lower().removeprefix("library/").partition(":")
     rows = [row for row in listed() if row.tag.partition(":")[0] == family]
     if tag in ("", "latest"):

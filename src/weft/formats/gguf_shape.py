@@ -56,7 +56,7 @@ REFUSED = (
     "final_logit_softcapping",
     "rope.scaling.yarn_log_multiplier",
 )
-# Keys of REFUSED that mixtures of experts compute, and those of latent attention.
+# Keys of REFUSED that mixtures of experts compute, and the keys of latent attention.
 ALLOWED_WITH_EXPERTS = ("expert_count",)
 ALLOWED_WITH_LATENTS = ("attention.key_length_mla", "rope.scaling.yarn_log_multiplier")
 # Values, of keys about the shares of a token's experts, that stand for what is computed: 0 for an architecture's own, 1
@@ -65,7 +65,7 @@ GATING, SCALES = (0, 1, 3), (0, 1)
 # Values of general.architecture that llama.cpp knows to leave the weights of a token's experts as they are, which the
 # files do not say.
 NOT_NORMALISED = ("qwen2moe",)
-FLOAT32_ERROR = 1e-5  # of a number that the file has as one of 32 bits, from the same number here
+FLOAT32_ERROR = 1e-5  # of a number that the file has in 32 bits, from the same number here
 LAYERS_OF_GEMMA3_27B = 62
 GEMMA3_LOCAL_BASE = 1e4  # base of the rotary embedding in layers with a window, which older files do not give
 
@@ -73,7 +73,7 @@ GEMMA3_LOCAL_BASE = 1e4  # base of the rotary embedding in layers with a window,
 def architecture(gguf: Gguf, *, run: bool = True) -> str:
     """Hugging Face's name of the file's architecture.
 
-    Raises ModelError for an unknown one; with `run`, also for one that only the planner knows.
+    Raises ModelError for an unknown architecture; with `run`, also for an architecture that only the planner knows.
     """
     name = Fields(gguf.metadata, gguf.path).text_or("general.architecture", None)
     if name not in BY_GGUF_NAME:
@@ -292,7 +292,7 @@ def windows(fields: Fields, known: Architecture, layers: int) -> list[int | None
 
 
 def local_rope(fields: Fields, known: Architecture) -> Rope | None:
-    """The rotary embedding of layers with a window, if it differs from that of the others."""
+    """The rotary embedding of layers with a window, if it differs from the other layers' embedding."""
     if not known.config.local_rope:
         return None
     return Rope(theta=fields.number_or("rope.freq_base_swa", None) or GEMMA3_LOCAL_BASE)

@@ -13,8 +13,8 @@ from weft.formats.gguf import SIZES
 
 SUPERBLOCK = 256  # numbers along a row in the types that end in K and in IQ4_XS
 BLOCK = 32  # in all other types
-# Types in place of those with super-blocks, if the rows are no multiple of one. Older llama.cpp has IQ4_NL for 2 and 3
-# bits.
+# Types in place of types with super-blocks, if the rows are no multiple of a super-block. Older llama.cpp has IQ4_NL
+# for 2 and 3 bits.
 FALLBACK = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "IQ4_XS": "IQ4_NL", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 # Each mix, and the type of most of its tensors; in mxfp4_moe experts are in MXFP4. In a mix that ends in +q8_0 the
 # matrix of the head is in Q8_0, as with llama.cpp's --output-tensor-type.

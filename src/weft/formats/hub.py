@@ -17,7 +17,7 @@ TEXT_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab
 WEIGHT_FILES = ["*.safetensors"]
 # Copies of the same weights in other formats.
 COPIES = ["consolidated*", "original/*", "onnx/*"]
-FILES = (".gguf", ".json", ".safetensors")  # suffixes of files: a name with one is no repository
+FILES = (".gguf", ".json", ".safetensors")  # suffixes of files: a name with such a suffix is no repository
 PATIENCE = 2.0  # seconds to wait for the hub's description of a model
 _NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 _COMMIT = re.compile("[0-9A-Za-z]{1,64}")  # a name that becomes a part of a path
@@ -79,7 +79,7 @@ def fetch_gguf(
 ) -> Path:
     """Fetch one quantisation of a repository with GGUF files; return its file, or the first of its parts.
 
-    As `fetch_repository`. `create_progress` is that of `hub_files.fetch_files`. Raises ModelError.
+    As `fetch_repository`. `create_progress` is as in `hub_files.fetch_files`. Raises ModelError.
     """
     from huggingface_hub import snapshot_download
 

@@ -1,8 +1,8 @@
-"""Files of a repository on the hub: fetched beside each other with progress, room on the disk and hashes checked.
+"""Files of a repository on the hub: fetched in parallel with progress, room on the disk and hashes checked.
 
 The library huggingface_hub speaks with the hub, continues a file after a connection broke, and keeps it in its cache.
-This module adds what the library does not do: to continue what an earlier start has begun, to refuse before it begins
-what the disk has no room for, to show every file and the whole, and to compare what came with the hub's hashes.
+This module adds what the library does not do. It continues a download of an earlier start, refuses a download for which
+the disk has no room, shows the progress of every file and of the whole, and compares the files with the hub's hashes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class HubFile(msgspec.Struct, frozen=True):
 
 
 class Commit(msgspec.Struct, frozen=True):
-    """One commit of a repository, and those of its files that are wanted and not here yet."""
+    """One commit of a repository, and its files that are wanted and not here yet."""
 
     repository: str
     sha: str
@@ -218,7 +218,7 @@ def _continue_file(
     partial = blob.with_name(blob.name + PARTIAL)
     with _locked_file(partial, file, progress) as begun:
         at = begun.seek(0, os.SEEK_END)
-        if blob.exists():  # another process has fetched it meanwhile
+        if blob.exists():  # another process has fetched it by now
             if at == 0:
                 partial.unlink()
             return False
@@ -234,7 +234,8 @@ def _continue_file(
 
 @contextlib.contextmanager
 def _locked_file(path: Path, file: HubFile, progress: FetchProgress) -> Iterator[BinaryIO]:
-    """A file that is open to be continued, locked against other processes. Waits for one that has it locked."""
+    """A file that is open to be continued, locked against other processes. Waits while another process has it
+    locked."""
     is_waiting = False
     while True:
         with path.open("ab") as begun:
@@ -260,7 +261,7 @@ def _lock(file: IO[bytes]) -> bool:
 
 
 def _is_at(path: Path, file: IO[bytes]) -> bool:
-    """Return True if an open file is still the one at `path`: another process may have moved or removed it."""
+    """Return True if an open file is still the file at `path`: another process may have moved or removed it."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:

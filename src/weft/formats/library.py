@@ -33,7 +33,7 @@ class LibraryReport(msgspec.Struct, frozen=True, kw_only=True):
     """The child's answer: what Weft has to know of a model, or the reason not to run it (`refusal`, else "").
 
     `scale` is the factor on the product of query and key; `windows` has each layer's sliding window in tokens, None for
-    the whole context. The other fields are those of ModelShape and its parts.
+    the whole context. The other fields are as in ModelShape and its parts.
     """
 
     refusal: str = ""
@@ -73,7 +73,7 @@ def _package_places() -> list[str] | None:
 
 
 def library_folder() -> Path | None:
-    """Folder of the package transformers; None if it is not installed. Raises ModelError for one that is too old."""
+    """Folder of the package transformers; None if it is not installed. Raises ModelError if its version is too old."""
     places = _package_places()
     if not places:
         return None

@@ -68,7 +68,7 @@ def _check_hub_name(model: str, known: Model | None) -> None:
 
 
 def _from_reference(model: str, reference: gguf_reference.GgufReference) -> Model:
-    """The model in a GGUF file of the hub: from the file, or of one that a tag means, from the catalogue.
+    """The model in a GGUF file of the hub: from the file, or for a tag whose file is not cached, from the catalogue.
 
     Raises ModelError for any other file that is not in the hub's cache.
     """

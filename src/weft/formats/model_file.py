@@ -13,7 +13,7 @@ CANNOT_READ = "cannot-read-model"
 
 
 def open_model_file(path: str | Path) -> BinaryIO:
-    """Open a regular file, such as one with weights. Raises ModelError."""
+    """Open a regular file, for example with weights. Raises ModelError."""
     try:
         return open_regular(path)
     except OSError as error:

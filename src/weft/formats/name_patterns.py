@@ -1,8 +1,8 @@
 """Lists of modules in a quantization_config: names, and regular expressions that are matched without backtracking.
 
-A model's publisher writes the expressions. Python's `re` may take longer than the age of the universe for one of 20
-characters, so they become automata here: a set of states moves along the name once. An expression that no automaton
-can match, or only with too much work, is refused.
+A model's publisher writes the expressions. Python's `re` may take longer than the age of the universe for an expression
+of 20 characters, so they become automata here: a set of states moves along the name once. An expression that no
+automaton can match, or only with too much work, is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from weft.errors import ModelError
 
 PATTERNS = 1_000  # regular expressions in a list; published files have up to 20
-PATTERN_CHARACTERS = 200  # of one of them; published ones have up to 100
+PATTERN_CHARACTERS = 200  # of an expression; published ones have up to 100
 NAMES = 100_000  # in a list; published files name each expert, some 30,000
 STATES = 5_000  # of an automaton, of which repetitions like {100} make many
 STEPS = 4_000_000  # of all automata of a list for all names of a model: some seconds; 20 for large models take 1.5

@@ -1,7 +1,7 @@
 """Outline: the size of a checkpoint of any architecture, from the headers of its files and its config alone.
 
 Weights are summed exactly. The KV cache is estimated from the usual fields of a config (number of layers, KV heads and
-their dims), as a range: layers may cache all tokens, a window of them, a compressed form, or a state instead.
+their dims). It is a range: layers may cache all tokens, a window of them, a compressed form, or a state instead.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class KVEstimate(msgspec.Struct, frozen=True, kw_only=True):
 class Outline(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint whose architecture Weft does not know.
 
-    - `layer_bytes`: of each layer's weights; `other_bytes` those of all other tensors. Exact, but for `equal_layers`:
-      only the sum is known, and is divided evenly.
+    - `layer_bytes`: of each layer's weights; `other_bytes` of all other tensors. Exact, but for `equal_layers`: only
+      the sum is known, and is divided evenly.
     - `mixture`: it has experts, of which a token takes an unknown part.
-    - `params`: number of stored numbers, of which packed ones count as the integers that hold them; None if
-      nobody counted.
+    - `params`: number of stored numbers, of which packed ones count as the integers that hold them; None if not
+      counted.
     - `context`: tokens of the longest sequence; None if the config does not say.
     """
 
@@ -169,7 +169,7 @@ def _from_hub(name: str, revision: str | None, token: str | None, patience: floa
 
 
 def estimate_kv(fields: Fields, layers: int) -> KVEstimate:
-    """Estimate what a model of so many layers remembers, from the fields of its config."""
+    """Estimate the KV of a model of `layers` layers from the fields of its config."""
     state = _state_bytes(fields, layers)
     heads, kv_heads = _numbers(fields, HEADS, layers), _numbers(fields, KV_HEADS, layers)
     if heads is None:
@@ -191,7 +191,8 @@ def estimate_kv(fields: Fields, layers: int) -> KVEstimate:
 
 
 def _least_kv_bytes(fields: Fields, layers: int, high: int) -> tuple[int, list[str]]:
-    """The fewest bytes per token, if `high` are those of keys and values in every layer, and the reasons for both."""
+    """The fewest bytes per token, if `high` are the bytes of keys and values in every layer, and the reasons for
+    both."""
     every = "every layer caches keys and values of every token"
     latent, full = _number(fields, LATENT), _full_layers(fields, layers)
     if latent is not None:
@@ -249,7 +250,7 @@ def _layer_count(fields: Fields) -> int:
 
 
 def _text_fields(config: Fields) -> Fields:
-    """The fields of the language model, inside those of a model that sees or hears."""
+    """The fields of the language model, which are inside the fields of a model that sees or hears."""
     for key in ("text_config", "llm_config", "language_config"):
         if _number(config, LAYERS) is None and isinstance(config.values.get(key), dict):
             return config.nested(key) or config
@@ -257,7 +258,7 @@ def _text_fields(config: Fields) -> Fields:
 
 
 def _number(fields: Fields, names: Iterable[str]) -> int | None:
-    """The first of some fields that is a positive whole number; of one per layer, the largest."""
+    """The first of some fields that is a positive whole number; of a list with a number per layer, the largest."""
     for name in names:
         value = fields.values.get(name)
         if isinstance(value, list) and value and all(isinstance(item, int) for item in value):

@@ -115,7 +115,7 @@ def _join_mxfp4(index: Mapping[str, TensorInfo], published: PublishedQuantizatio
         stack = name.removesuffix(MXFP4_PARTS[0])
         scales = index.get(stack + MXFP4_PARTS[1])
         if scales is None:
-            raise _wrong(values, stack, f"has no {stack}{MXFP4_PARTS[1]} beside it", code="matrix-without-scales")
+            raise _wrong(values, stack, f"has no {stack}{MXFP4_PARTS[1]} with it", code="matrix-without-scales")
         if not scales.dims:
             raise _wrong(scales, stack, "has a scalar for its scales", code="packed-part-of-other-dims")
         _check_part(scales, stack, ("U8",))
@@ -247,7 +247,7 @@ def _pack(index: Mapping[str, TensorInfo], layer: str, values: TensorInfo, publi
         raise _wrong(
             values,
             layer,
-            f"has no {PART_NAMES[published.method][3]} beside it, which desc_act or actorder in the config says it has",
+            f"has no {PART_NAMES[published.method][3]} with it, which desc_act or actorder in the config says it has",
             code="matrix-without-column-groups",
         )
     symmetric = zeros is None if by_row else published.symmetric
@@ -278,11 +278,11 @@ def _find_parts(
     _, scale_name, zero_name, order_name = PART_NAMES[published.method]
     scales = index.get(f"{layer}.{scale_name}")
     if scales is None or len(scales.dims) != 2 or len(values.dims) != 2:
-        raise _wrong(values, layer, f"has no {layer}.{scale_name} of two dims beside it", code="matrix-without-scales")
+        raise _wrong(values, layer, f"has no {layer}.{scale_name} of two dims with it", code="matrix-without-scales")
     zeros = index.get(f"{layer}.{zero_name}")
     may_lack_zeros = published.method == "compressed-tensors" and (published.symmetric or published.mixed)
     if zeros is None and not may_lack_zeros:
-        raise _wrong(values, layer, f"has no {layer}.{zero_name} beside it", code="matrix-without-zero-points")
+        raise _wrong(values, layer, f"has no {layer}.{zero_name} with it", code="matrix-without-zero-points")
     return scales, zeros, index.get(f"{layer}.{order_name}") if order_name else None
 
 
@@ -313,7 +313,7 @@ def _layout(method: Method, bits: int, values: TensorInfo, scales: TensorInfo) -
 
 
 def _check_part(info: TensorInfo, layer: str, types: tuple[str, ...], dims: tuple[int, ...] | None = None) -> None:
-    """Raise ModelError unless a tensor is of one of `types`, and of these dims if any are given."""
+    """Raise ModelError unless a tensor has one of `types`, and these dims if any are given."""
     if info.type not in types or (dims is not None and info.dims != dims):
         expected = f"{' or '.join(types)}{f' of {list(dims)}' if dims else ''}"
         raise _wrong(
@@ -327,7 +327,7 @@ def _check_part(info: TensorInfo, layer: str, types: tuple[str, ...], dims: tupl
 def _check_shape(
     info: TensorInfo | None, layer: str, layout: _Layout, bits: int, published: PublishedQuantization
 ) -> None:
-    """Raise ModelError unless compressed-tensors' [rows, cols] of a matrix are those of its tensors."""
+    """Raise ModelError unless compressed-tensors' [rows, cols] of a matrix agree with its tensors."""
     if published.method != "compressed-tensors":
         return
     if info is None or info.type not in SHAPE_TYPES or info.dims != (2,):
@@ -352,7 +352,7 @@ def _group_columns(cols: int, groups: int, published: PublishedQuantization) -> 
     """Columns that share a scale, from the number of scales per row; None if the columns cannot be divided so.
 
     The number of the config is preferred. Others are only taken if it says that layers differ: half of the scales, in a
-    file that was cut, would be as many as those of groups twice as long.
+    file that was cut, would look like groups twice as long.
     """
     if -(-cols // published.group) == groups:
         return published.group
@@ -367,8 +367,8 @@ def _is_in_order(order: TensorInfo, layer: str, cols: int, group: int, published
     """Return True if each group's columns lie side by side, the first columns in the first group.
 
     A tensor of only zeros, or in compressed-tensors of only -1, was never set: in order, unless the config says that
-    columns were put in another one. Raises ModelError for that, for a tensor of another type or length, and for a
-    column of a group that does not exist.
+    columns were put in another one. Raises ModelError for such an order, for a tensor of another type or length, and
+    for a column of a group that does not exist.
     """
     if order.type != "I32" or order.dims != (cols,):
         raise _wrong(

@@ -1,4 +1,4 @@
-"""Embeddings and scores of a model, as the files beside its weights declare them.
+"""Embeddings and scores of a model, as the files next to its weights declare them.
 
 Sentence Transformers' modules.json lists a Pooling module (1_Pooling/config.json) and a Normalize module for models
 that embed, and a LogitScore module (1_LogitScore/config.json) for rerankers that answer with one of two tokens. GGUF
@@ -27,7 +27,7 @@ MODULES, POOLING, LOGIT_SCORE = "modules.json", "1_Pooling", "1_LogitScore"
 LAST_TOKEN = "lasttoken"
 MODE_FLAG = "pooling_mode_"
 # llama.cpp's numbers of the last token's state, and of others. A file for ranking has a head of its own, and may lack
-# that of the model.
+# the model's.
 GGUF_LAST = 3
 GGUF_OTHERS = {1: "mean", 2: "cls", 4: "rank"}
 # Kinds of modules that add nothing to what is computed here.

@@ -1,7 +1,7 @@
 """Precisions: the storage of a model's weights, and the exact bytes that its tensors take.
 
-- `int8`, `int4`: GPTQ's and AWQ's layout, groups of 128 inputs with a 16-bit scale and a zero point each; or the layout
-  of the model's own checkpoint, if that is quantised to this precision (`ModelShape.published`).
+- `int8`, `int4`: GPTQ's and AWQ's layout, groups of 128 inputs with a 16-bit scale and a zero point each. If the
+  model's own checkpoint is quantised to this precision (`ModelShape.published`), its layout.
 - `fp8`: 8-bit matrices; for architectures that are published so, in blocks of 128 x 128 with 32-bit scales. The engine
   repeats the scales for each row (`formats.schemes.FP8_SCHEMES`).
 - `mxfp4`, `nvfp4`: 4-bit matrices with a scale byte per 32 or 16 numbers.
@@ -233,7 +233,8 @@ def scale_columns(shape: ModelShape, precision: str) -> int:
 
 
 def parameter_bytes(shape: ModelShape, precision: str, place: Place, parameter: Parameter, layer: int = 0) -> int:
-    """Bytes of one parameter on this rank, all experts together; of a parameter of the layers, those in one layer."""
+    """Bytes of one parameter on this rank, all experts together; of a parameter of the layers, the bytes in one
+    layer."""
     total = 0
     for part in parameter.parts:
         rows = owned(shape, place, part.rows)

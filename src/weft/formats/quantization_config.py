@@ -105,7 +105,7 @@ def _has_overrides(config: Fields) -> bool:
 
 
 def precision_of_unsupported(config: Fields) -> str | None:
-    """Precision (`formats.precision`) whose bytes are those of a quantization_config that Weft does not read.
+    """Precision (`formats.precision`) with the bytes of a quantization_config that Weft does not read.
 
     None if its method's bytes are not known either.
     """

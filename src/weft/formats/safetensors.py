@@ -158,7 +158,7 @@ def read_directory(folder: Path) -> dict[str, TensorInfo]:
         return read_safetensors(folder / SINGLE)
     if (folder / INDEX).exists():
         return _read_indexed(folder)
-    # Mistral's own format, with other tensor names, lies beside Hugging Face's.
+    # Mistral's own format, with other tensor names, lies next to Hugging Face's.
     files = [path for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith("consolidated")]
     if not files:
         raise _no_weights(folder)
@@ -207,7 +207,7 @@ def _read_listed_file(folder: Path, name: str, weight_map: Mapping[str, str], co
     """The tensors of one of the `count` files of a directory's index. Raises ModelError."""
     if Path(name).name != name:
         raise ModelError(
-            f"{folder / INDEX} names {name!r:.80}, which is not a file beside it; fetch it again",
+            f"{folder / INDEX} names {name!r:.80}, which is not a file next to it; fetch it again",
             code="index-names-no-file",
         )
     if not (folder / name).exists():

@@ -38,13 +38,17 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
 
     The scale has 16 bits and q no sign, unless `lowest` says otherwise.
 
-    `lowest` is one of: "minimum", stored in 16 bits; "zero", scale * -zero with a stored byte `zero`; "middle",
-    scale * -2^(bits - 1), not stored; "mxfp4", no such number: q is the index of one of MXFP4_VALUES, and the scale is
-    2^(byte - 127), of which the byte is stored; "nested", as GGUF's K-quants have it: a group has two 16-bit numbers,
-    and for each UNIT of its columns two 6-bit integers. Their products are the scale and -minimum of the UNIT;
-    "fp8", no such number: q are the bits of an 8-bit floating-point number (E4M3), and the scale has 32 bits;
-    "nf4" and "fp4", no such number: q is the index of one of TABLES' values, and the scale has 32 bits; "signed", as
-    "middle", but the scale has 32 bits.
+    `lowest` is one of
+
+    - "minimum": stored in 16 bits;
+    - "zero": scale * -zero with a stored byte `zero`;
+    - "middle": scale * -2^(bits - 1), not stored;
+    - "signed": as "middle", but the scale has 32 bits;
+    - "nested", as in GGUF's K-quants: a group has two 16-bit numbers, and for each UNIT of its columns two 6-bit
+      integers, whose products are the scale and -minimum of the UNIT;
+    - "mxfp4": none; q is the index of one of MXFP4_VALUES, and the scale is 2^(byte - 127) with a stored byte;
+    - "fp8": none; q are the bits of an 8-bit floating-point number (E4M3), and the scale has 32 bits;
+    - "nf4" and "fp4": none; q is the index of a value of a table in TABLES, and the scale has 32 bits.
     """
 
     bits: int
@@ -53,7 +57,7 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def group_bits(self) -> int:
-        """Bits of a group beside its numbers: scale, and minimum or zero point."""
+        """Bits of a group besides its numbers: scale, and minimum or zero point."""
         if self.lowest == "mxfp4":
             return 8
         if self.lowest == "nested":
@@ -103,9 +107,9 @@ GGUF_SCHEMES = {
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 # The scheme of MXFP4, in GGUF files and as published with gpt-oss. No other scheme holds it, and it holds no other.
 FLOAT_SCHEMES = {"MXFP4": Scheme(bits=4, group=32, lowest="mxfp4")}
-# FP8 (E4M3, OCP 8-bit Floating Point Specification 1.0) with a scale for each row, or for so many columns of each row.
-# Blocks of rows, and whole tensors, have their scale repeated row by row: so a rank may have any rows of a matrix, and
-# matrices with different scales are multiplied as one. That takes 4 bytes more for each row and group.
+# FP8 (E4M3, OCP 8-bit Floating Point Specification 1.0) with a scale for each row, or for each block of columns of a
+# row. Blocks of rows, and whole tensors, have their scale repeated row by row: so a rank may have any rows of a matrix,
+# and matrices with different scales are multiplied together. That takes 4 bytes more for each row and group.
 FP8_SCHEMES = {fp8_scheme_name(group): Scheme(bits=8, group=group, lowest="fp8") for group in (*FP8_COLUMNS, ROW)}
 # bitsandbytes' tables of the 4-bit values: NF4 (quantiles of the normal distribution, QLoRA, arXiv 2305.14314), and
 # its own FP4. Source: bitsandbytes, functional.get_4bit_type. Mirrored in native/cpp/quantised.h.
@@ -124,7 +128,7 @@ WIDE_SCHEMES = {wide_scheme_name("nf4", group): Scheme(bits=4, group=group, lowe
     wide_scheme_name("fp4", group): Scheme(bits=4, group=group, lowest="fp4") for group in TABLE_GROUPS
 }
 WIDE_SCHEMES[wide_scheme_name("signed", ROW)] = Scheme(bits=8, group=ROW, lowest="signed")
-# Types that are rounded anew, since no scheme holds them exactly. 8 bits in groups of 32 lose half a percent, as much
+# Types that are rounded again, since no scheme holds them exactly. 8 bits in groups of 32 lose half a percent, as much
 # as rounding the activations to 8 bits does, and add a twentieth to the loss of Q6_K itself (docs/benchmarks.md).
 ROUNDED = dict.fromkeys(("Q2_K", "Q3_K", "Q6_K"), SCHEMES["Q8_0"])
 # GPTQ's, AWQ's and compressed-tensors' formats, bit for bit; zero points have `bits` bits in their files.
@@ -214,7 +218,7 @@ def _online_scheme(shape: ModelShape, precision: str, role: str) -> str | None:
 def scheme_for_parameter(shape: ModelShape, precision: str, parameter: Parameter, layer: int = 0) -> str | None:
     """Scheme of a parameter whose weights are in this precision; None if the parameter stays in 16 bits.
 
-    The precision is one of ONLINE_QUANTIZATIONS, the mix of a GGUF file, or that of the model's own published
+    The precision is one of ONLINE_QUANTIZATIONS, the mix of a GGUF file, or the precision of the model's own published
     checkpoint.
     """
     cols = parameter.parts[0].cols

@@ -29,7 +29,7 @@ class ShardedState(msgspec.Struct, frozen=True, kw_only=True):
 
     - `cut`: the options of an EngineConfig that cut the model so.
     - `precision`: name of the precision that the weights are held in, as `weft plan` shows it.
-    - `quantization`: that of the EngineConfig. `quantised`: types of the original checkpoint's tensors, as in
+    - `quantization`: as in the EngineConfig. `quantised`: types of the original checkpoint's tensors, as in
       `Checkpoint`. `schemes`: as in `Plan`.
     - `rank`: the rank of the file that this was read from.
     """

@@ -24,7 +24,7 @@ from weft.formats.packed import SCALE_TYPES, Packed, check_zero_points
 from weft.formats.tensor import TensorInfo
 
 LARGEST = 127  # that bitsandbytes' SCB stands for
-# By method: the suffix of a matrix's scales, and those of tensors that are not needed.
+# By method: the suffix of a matrix's scales, and the suffixes of tensors that are not needed.
 SCALES = {"bitsandbytes": ".SCB", "compressed-tensors": ".weight_scale"}
 UNREAD = (".weight_format", ".input_scale", ".input_zero_point", ".weight_zero_point")
 
@@ -42,7 +42,7 @@ def join_signed(index: Mapping[str, TensorInfo], published: PublishedQuantizatio
         layer = name.removesuffix(".weight")
         scales = index.get(layer + ending)
         if scales is None:
-            raise _misfit(values, name, f"is I8 and has no {layer}{ending} beside it", code="matrix-without-scales")
+            raise _misfit(values, name, f"is I8 and has no {layer}{ending} with it", code="matrix-without-scales")
         rows = values.dims[0]
         has_one = published.rows == ROW or published.mixed
         counts = (rows, 1) if has_one else (rows,)

@@ -62,7 +62,8 @@ def stack_of(name: str, shape: ModelShape, dims: Sequence[int]) -> tuple[str, tu
 
 
 def check_dims(info: TensorInfo, name: str, dims: Sequence[int]) -> None:
-    """Raise ModelError if a tensor has other dims than the model's shape asks for; it says those in the file."""
+    """Raise ModelError if a tensor has other dims than the model's shape asks for; the error has the dims in the
+    file."""
     if info.dims != tuple(dims):
         order = -1 if info.transposed else 1
         raise ModelError(

@@ -43,7 +43,7 @@ DENSE = ("F32", "F16", "BF16")  # types of tensors that are not quantised
 class TensorInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor in a file. `dims` are row-major, the last one contiguous; `offset` and `nbytes` are bytes of `file`.
 
-    Rows may be some of those that lie there: row r is number `first` + r * `step` of them.
+    Rows may be some of the stored rows: row r is their number `first` + r * `step`.
 
     - `type`: a key of ENCODINGS, or another type, which a model's weights must not have.
     - `interleaved`: head_dim if each head's rows alternate between the two halves of its rotary pairs (ggml's order for

@@ -1,4 +1,5 @@
-"""Index of a checkpoint's tensors: the files' own names become those of the table of parameters, and are checked."""
+"""Index of a checkpoint's tensors: the files' own names become the names in the table of parameters, and are
+checked."""
 
 from __future__ import annotations
 
@@ -42,9 +43,9 @@ def with_file_types(shape: ModelShape, index: dict[str, TensorInfo]) -> ModelSha
 def rename_tensors(index: dict[str, TensorInfo], shape: ModelShape) -> dict[str, TensorInfo]:
     """Tensors of safetensors files as the table of parameters names them.
 
-    Names that only some files have are replaced, those of a base model's files get their prefix, the tensors of each
-    packed matrix are joined into one, stacks of experts are divided, and matrices that are stored as [inputs, outputs]
-    are turned.
+    Names that only some files have are replaced, and a base model's names get their prefix. The tensors of each packed
+    matrix are joined into one, stacks of experts are divided, and matrices that are stored as [inputs, outputs] are
+    turned.
     """
     for pattern, name in find_architecture(shape.architecture).renamed:
         index = {re.sub(pattern, name, own): info for own, info in index.items()}
@@ -59,7 +60,7 @@ def rename_tensors(index: dict[str, TensorInfo], shape: ModelShape) -> dict[str,
 
 def _with_prefix(index: dict[str, TensorInfo], embed: str) -> dict[str, TensorInfo]:
     """Add the prefix of the module `embed` to all names if the files are of the base model, which has no head: its
-    names begin behind this prefix, as those of Qwen3-Embedding do."""
+    names begin behind this prefix, as in Qwen3-Embedding."""
     prefix, _, own = embed.rpartition(".")
     if not prefix or own + ".weight" not in index:
         return index

@@ -1,4 +1,4 @@
-"""Addresses of this machine: the one that routes to a peer, its interface, and the ranges that are private."""
+"""Addresses of this machine: its address on the route to a peer, its interface, and the ranges that are private."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ class QuantisedFigures(msgspec.Struct, frozen=True):
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """Measured speeds of one device, with 16-bit weights (`precision`) and with each `quantised` precision.
 
-    The figures have the names of `planner.profiles`: `weights_Bps` and `cache_Bps` are bytes per second of weights and
-    of cached keys and values in decode, `matmul_flops` and `attention_flops` the operations per second of matrix
+    The figures have the names of `planner.profiles`. `weights_Bps` and `cache_Bps` are bytes per second of weights and
+    of cached keys and values in decode; `matmul_flops` and `attention_flops` are operations per second of matrix
     products and of attention in prefill. `overlap` is the share of the shorter of streaming and multiplying that hides
     behind the longer. `error` is the mean error of the fit over `points` measurements, `worst` the largest (0.1: 10 %).
     """

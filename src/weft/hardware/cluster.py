@@ -22,11 +22,11 @@ ETHERNET_BPS = 25e9 / 8  # up to here a network is Ethernet without RDMA, unless
 _KINDS = {"ethernet": True, "tcp": True, "rdma": False, "roce": False, "infiniband": False, "ib": False}
 MAX_GPUS = 100_000  # GPUs in all; larger counts are typing errors
 
-# The x after a count, but not the one in 7900XT or 7900XTX.
+# The x after a count, but not the x in 7900XT or 7900XTX.
 _TIMES = r"\s*[x×*](?!t\b|tx\b)\s*"
 _TERM = re.compile(
     rf"\s*(?:(?P<count>[-+]?\d{{1,9}}){_TIMES})?(?P<name>[^@]*?)\s*(?:@\s*(?P<link>\S*)\s*)?",
-    re.IGNORECASE | re.ASCII,  # digits are 0 to 9, not those of other scripts
+    re.IGNORECASE | re.ASCII,  # digits are 0 to 9, no other script's
 )
 # A count before the name without an x, as in 2 H100; one behind the name, as in 4090x2.
 _COUNT_BEFORE = re.compile(r"(?P<count>\d{1,3})\s+(?P<name>.+)", re.ASCII)
@@ -53,8 +53,8 @@ class GpuPosition(NamedTuple):
 
 class Cluster(msgspec.Struct, frozen=True, dict=True):
     """Nodes and their network: `network_Bps` is bytes per second from one node to another, `network_s` the time of a
-    small message, one way, as measured or that of Ethernet; None for RDMA's of the table. `price` is dollars for one
-    GPU and hour, None if unknown. `cpu` is the CPU of a single node with GPUs, if layers may run on it beside them."""
+    small message, one way, as measured or Ethernet's; None for RDMA's time in the table. `price` is dollars for one GPU
+    and hour, None if unknown. `cpu` is the CPU of a single node with GPUs, if layers may run on it too."""
 
     nodes: tuple[Node, ...]
     network_Bps: float
@@ -83,12 +83,11 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
         own = tuple(position for number, node in enumerate(self.nodes) for position in _positions(number, node))
         return own if self.cpu is None else (*own, GpuPosition(0, "pcie", None))
 
-    def beside(self, cpu: GpuSpec) -> Cluster:
-        """These GPUs, and the CPU of their host beside them, behind their PCIe links. Raises ConfigError for several
-        nodes."""
+    def with_cpu(self, cpu: GpuSpec) -> Cluster:
+        """These GPUs, and the CPU of their host, behind their PCIe links. Raises ConfigError for several nodes."""
         if len(self.nodes) > 1:
             raise ConfigError(
-                f"the CPU beside GPUs is that of one machine, and there are {len(self.nodes)} nodes: leave cpu out of "
+                f"a CPU is used with GPUs on one machine only, and there are {len(self.nodes)} nodes: leave cpu out of "
                 "--max-memory and --device-map, or plan for one of them",
                 code="cpu-beside-several-nodes",
             )

@@ -39,15 +39,16 @@ class _CpuPrior(msgspec.Struct, frozen=True, kw_only=True):
     source: str
 
 
-# The CPU of a host whose GPUs are described and whose CPU is not: eight channels of DDR4-3200, of whose 205 GB/s three
-# quarters are reached, and 32 cores with AVX2 at 2.5 GHz, of whose 2.6 TFLOPS half are reached in 32 bits. Estimates.
+# The CPU of a host whose GPUs are described and whose CPU is not: eight channels of DDR4-3200, which reach three
+# quarters of their 205 GB/s, and 32 cores with AVX2 at 2.5 GHz. In 32 bits they reach half
+# of their 2.6 TFLOPS. Estimates.
 TYPICAL = CpuSpeed(bandwidth_Bps=150e9, fp32_flops=1.3e12)
 TYPICAL_FEATURES = ("avx2", "fma")
 TYPICAL_BYTES = 256 << 30
 
 
 def typical_cpu() -> GpuSpec:
-    """The CPU of a host that nobody has described: an estimate for a server of 2021."""
+    """The CPU of a host that was not described: an estimate for a server of 2021."""
     return GpuSpec(
         kind="cpu",
         name="a typical CPU",

@@ -13,7 +13,7 @@ from weft.hardware.topology import Gpu, Holder
 
 T = TypeVar("T")
 
-# Bits of nvmlClocksEventReasons that mean a clock below the one that the load asks for.
+# Bits of nvmlClocksEventReasons that mean a clock below the clock that the load asks for.
 THROTTLE_REASONS = {
     0x4: "power cap",
     0x8: "hardware slowdown",
@@ -153,7 +153,7 @@ class GpuSampler:
         return (count - last[1]) * NVLINK_UNIT / (now - last[0])
 
     def _link_errors(self, handle: Any, link: int) -> dict[str, int]:
-        """Error counters of one NVLink, without those that the driver does not report."""
+        """Error counters of one NVLink, without counters that the driver does not report."""
         counters: Mapping[str, int | None] = {
             name: self._ask(self._nvml.nvmlDeviceGetNvLinkErrorCounter, handle, link, counter, default=None)
             for counter, name in NVLINK_ERRORS.items()

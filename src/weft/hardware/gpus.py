@@ -43,7 +43,7 @@ _OTHER_MAKERS = {
     "a GPU of Apple": r"(apple\s*)?m[1-9]([\s-]*(pro|max|ultra))?(\s*\d+\s*gb)?",
     "a GPU of Intel": r"(intel\s*)?((arc\s*)(pro\s*)?\w*|[ab]([357]\d0|60)m?)(\s*\d+\s*gb)?",
 }
-# The oldest GPUs that compute in bfloat16, and those that have e4m3 numbers.
+# The oldest GPUs that compute in bfloat16, and the oldest that have e4m3 numbers.
 BF16_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
 
 
@@ -56,9 +56,9 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
     is AMD's name of the architecture; `capability` is then its version.
 
     For a GPU of this machine, `held_bytes` are taken by other processes. `peer`: cards without NVLink read each other's
-    memory; None if only the name can tell. `kind` "cpu" is a machine's CPU, or a rank's share of one: `memory_bytes`
-    are then the free ones, and there is no capability. `limit_bytes` is the most that the user allows to be taken (0:
-    the device is not to be used). `calibration` holds the engine's measured speeds on it, `kernels` those of Weft's
+    memory; None if only the name can tell. `kind` "cpu" is a machine's CPU, or a rank's share of it: `memory_bytes` is
+    then the free memory, and there is no capability. `limit_bytes` is the most that the user allows to be taken (0: the
+    device is not to be used). `calibration` holds the engine's measured speeds on it, `kernels` the speeds of Weft's
     kernels alone on a CPU.
     """
 

@@ -165,7 +165,7 @@ class _Cpu(_Fields, frozen=True, kw_only=True):
 
 
 class _Node(_Fields, frozen=True, kw_only=True):
-    """`count` equal machines, with GPUs or a CPU, or with the CPU that layers may run on beside the GPUs."""
+    """`count` equal machines, with GPUs or a CPU, or with GPUs and a CPU that layers may run on."""
 
     count: Count = 1
     link: Literal["nvlink", "pcie"] | None = None
@@ -222,7 +222,7 @@ class _File(_Fields, frozen=True, kw_only=True):
         network = parse_rate(NETWORK, "network") if isinstance(self.network, UnsetType) else self.network
         latency = None if self.network_latency_us is None else self.network_latency_us * 1e-6
         cluster, cpu = Cluster(tuple(nodes), network, self.price, network_s=latency), self.nodes[0].cpu
-        return cluster.beside(cpu.spec()) if cpu and len(nodes) == 1 and self.nodes[0].gpus else cluster
+        return cluster.with_cpu(cpu.spec()) if cpu and len(nodes) == 1 and self.nodes[0].gpus else cluster
 
     def _check_nodes(self, nodes: Sequence[Node]) -> None:
         """Raise ConfigError for too many GPUs, or a node without GPUs among others."""

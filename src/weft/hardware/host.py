@@ -120,7 +120,7 @@ def cpu_quota(root: Path = Path("/")) -> int | None:
 
 
 def memory_bytes(root: Path = Path("/")) -> tuple[int, int]:
-    """(total, free) bytes of memory: the machine's, or those of the tightest enclosing control group if smaller."""
+    """(total, free) bytes of memory: the machine's, or the tightest enclosing control group's if smaller."""
     total, free = _machine_memory(root)
     for group in control_groups("memory", root):
         limit = _read_file(group / "memory.max") or _read_file(group / "memory.limit_in_bytes")

@@ -53,8 +53,8 @@ def kernel_share_entries() -> tuple[KernelShares, ...]:
 
 @cache
 def known_capability(gpu: GpuSpec) -> tuple[int, int]:
-    """Return the capability by which tables are read for a GPU: of those that data/kernels.toml has, the nearest one of
-    the GPU's major generation.
+    """Return the capability by which tables are read for a GPU: the nearest capability in data/kernels.toml of the
+    GPU's major generation.
 
     A generation that the tables do not have, and AMD's GPUs, whose numbers mean something else, keep their own.
     """

@@ -57,9 +57,9 @@ class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
 class NetworkFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Transfers between two nodes: for GPUs as a share of the network's bandwidth, for CPUs at the measured one.
 
-    `latency_us` is a small message from one node to another, one way, over RDMA, and `ethernet_us` one over TCP;
-    `inside_us` one between the GPUs of a node, as a step of an all-reduce over several nodes. `gloo_us` is the time of
-    an exchange through gloo beside that of its messages.
+    `latency_us` is the time of a small message from one node to another, one way, over RDMA, and `ethernet_us` over
+    TCP. `inside_us` is its time between the GPUs of a node, as a step of an all-reduce over several nodes. `gloo_us` is
+    the time of an exchange through gloo without the time of its messages.
     """
 
     latency_us: float
@@ -123,9 +123,9 @@ def all_reduce_cost(
 ) -> LinkCost:
     """Time of an all-reduce among `ranks` GPUs like `gpu`, on `nodes` nodes: if left out, a node each.
 
-    `kind` is the slowest link between any two of them; `network_Bps` is bytes per second from one node to another, and
-    `network_s` the measured time of a small message, one way, None for that of the table. With `graphs` the all-reduce
-    is a kernel in a CUDA graph, without it a call of NCCL.
+    `kind` is the slowest link between any two of them; `network_Bps` is bytes per second from one node to another.
+    `network_s` is the measured time of a small message, one way, None for the table's time. With `graphs` the
+    all-reduce is a kernel in a CUDA graph, without it a call of NCCL.
     """
     if ranks == 1:
         return LinkCost(0.0, 0.0)

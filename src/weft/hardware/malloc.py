@@ -16,7 +16,7 @@ MMAP_BYTES = 2**20
 
 
 def limit_arenas() -> None:
-    """Limit malloc to two arenas, and have it map large blocks one by one, so that they go back when they are freed.
+    """Limit malloc to two arenas, and have it map each large block by itself, so that it goes back when it is freed.
 
     To be called before the first thread starts. Like MALLOC_ARENA_MAX in the environment, but for this process only.
     """

@@ -354,7 +354,7 @@ def _text(value: str | bytes) -> str:
 
 
 def visible_gpus(gpus: Iterable[Gpu], visible: str | None) -> tuple[Gpu, ...]:
-    """Select the GPUs that CUDA_VISIBLE_DEVICES=`visible` leaves, and number them anew.
+    """Select the GPUs that CUDA_VISIBLE_DEVICES=`visible` leaves, and renumber them.
 
     `gpus` are all GPUs, numbered by the driver. Entries are read as CUDA reads them: numbers, or beginnings of UUIDs
     that fit one GPU. The list ends at the first entry that names no GPU (-1 by convention), and an entry given twice

@@ -103,7 +103,7 @@ def _winner(own: PagedAttention, device: torch.device, shape: AttentionShape) ->
         try:
             rivals[name] = _try_attention(name, device, shape)
         except UnusableError as error:
-            if name != "varlen":  # nobody has installed it: this torch may have none
+            if name != "varlen":  # not installed: this torch may have none
                 _log_fallback(name, error, own.name)
     if best is None and rivals:
         best = contest.measure_fastest((*rivals.values(), own), device, shape)

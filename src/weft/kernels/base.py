@@ -49,7 +49,7 @@ class AttentionShape:
 
     `q_heads` and `kv_heads` are this rank's. `windows` are the sliding windows that its layers have, `groups` their
     pairs of KV group and window, if there are several groups. If `sinks`, each head has one. With `latent`, heads are
-    those of the expanded form. Limits: `rows` of a decode step, `tokens` of a step, `length` of a row's context.
+    the heads of the expanded form. Limits: `rows` of a decode step, `tokens` of a step, `length` of a row's context.
     `fixed_order`: all kernels sum in one order, whatever other tokens are in a step.
     """
 
@@ -177,7 +177,7 @@ class ExpertProducts(Protocol):
 
 
 class MixtureProducts(Protocol):
-    """The MLPs of a rank's routed experts, and of those that see every token, for up to `most_tokens` tokens."""
+    """The MLPs of a rank's routed experts, and of the experts that see every token, for up to `most_tokens` tokens."""
 
     @property
     def most_tokens(self) -> int: ...
@@ -236,7 +236,7 @@ class PagedAttention(Protocol):
 
     def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:
         """Calls that together launch every variant of a kernel that steps within the shape's limits can launch, except
-        those that each step launches. The calls of a group launch the same kernels."""
+        the kernels that each step launches. The calls of a group launch the same kernels."""
         ...
 
 
@@ -284,12 +284,12 @@ class Pointwise(Protocol):
         correction: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose the experts of each token by the router's scores [T, experts] float32: their numbers [T, top_k] int64
-        and shares [T, top_k] float32. The best comes first; of equal ones, that of the lower number. See `Experts`.
+        and shares [T, top_k] float32. The best comes first; of equal scores, the lower number. See `Experts`.
 
-        `correction` [experts] float32 is that of `Experts.correction`.
+        `correction` [experts] float32 is as in `Experts.correction`.
 
-        With `slots` [T], those of a CUDA graph, tokens of negative slots are padding and get the numbers -1. Kernels of
-        a CPU are called without.
+        With `slots` [T], from a CUDA graph, tokens of negative slots are padding and get the numbers -1. Kernels of a
+        CPU are called without.
         """
         ...
 
@@ -297,7 +297,7 @@ class Pointwise(Protocol):
         self, qkv: torch.Tensor, q_heads: int, rope: torch.Tensor, cache: KVCache, batch: Batch, norm: HeadNorm | None
     ) -> torch.Tensor:
         """Rotate q and k of qkv [T, (q + 2 kv heads) * head_dim] by the rows of `rope` at their positions, after `norm`
-        if there is one; write k and v to the batch's slots; return q [T, q_heads, head_dim]."""
+        if there is one. Write k and v to the batch's slots; return q [T, q_heads, head_dim]."""
         ...
 
 
@@ -322,7 +322,8 @@ class Matrices(Protocol):
         ...
 
     def mixture(self, experts: ExpertProducts, shared: FusedMLP) -> MixtureProducts | None:
-        """The experts of a rank with those that see every token, in one pass; None if that is not possible."""
+        """The experts of a rank together with the experts that see every token, in one pass; None if that is not
+        possible."""
         ...
 
     def latent_products(
@@ -357,7 +358,7 @@ class Matrices(Protocol):
         ...
 
 
-# Fuses the layers of a pipeline stage into one call; None if the operations one by one are as fast.
+# Fuses the layers of a pipeline stage into one call; None if separate operations are as fast.
 FuseLayers = Callable[[Sequence[FusedLayer], Group], FusedStage | None]
 
 

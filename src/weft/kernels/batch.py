@@ -37,18 +37,18 @@ class Batch:
     `positions` [T]: of tokens in their text. `slots` [T] int64: of each token's key and value in the KV cache, block *
     block_size + offset. `row_starts` [R+1]: index of each row's first token. `context` [R]: number of the row's tokens
     in the cache after this step. `tables` [R, max_blocks]: the row's blocks in order. The first `decodes` rows have one
-    token each. `order` [decodes]: their numbers, those with the longest contexts first, the order of decode attention:
-    a long row that begins last would run alone at the end.
+    token each. `order` [decodes]: their numbers, the longest contexts first, the order of decode attention: a long row
+    that begins last would run alone at the end.
 
     `group_tokens` are the numbers of tokens of all attention groups in the step, empty for one group. `forms` divides
     the rows of a model with latent attention, None if all are in the absorbed form.
 
-    The tensors of a `fixed` batch are those of a CUDA graph, into which later steps are written. Its last `idle` rows
-    are padding.
+    The tensors of a `fixed` batch are a CUDA graph's, into which later steps are written. Its last `idle` rows are
+    padding.
 
-    Layers of another KV group have `slots` and `tables` of their own. A batch has those of KV group `group`; that of
-    group 0 has the same step for the other groups as `others`, whose other tensors are the same. The tensors of all
-    groups lie one after the other in one memory.
+    Layers of another KV group have `slots` and `tables` of their own. A batch has the slots and tables of KV group
+    `group`; the batch of group 0 has the same step for the other groups as `others`, whose other tensors are the same.
+    The tensors of all groups lie one after the other in one memory.
     """
 
     tokens: torch.Tensor
@@ -87,7 +87,7 @@ class Batch:
 
 def table_columns(blocks: int) -> int:
     """Number of columns of tables with `blocks` blocks a row: each row, and so each KV group's table, begins at a
-    multiple of 16 bytes. Triton would compile a kernel anew for a table that does not."""
+    multiple of 16 bytes. Triton would compile another kernel for a table that does not."""
     return -(-blocks // 4) * 4
 
 

@@ -1,9 +1,9 @@
 """CUDA graph capture, one at a time in a process.
 
-torch allows one capture per process. During a capture, no thread may wait for a whole device or release the
-allocator's memory: either ends the capture, and torch refuses both from then on. Each of the three therefore holds one
-lock. Steps of other threads go on meanwhile: ranks that are threads share the device's default stream, on which nothing
-is captured.
+torch allows one capture per process. During a capture, no thread may wait for a whole device or release the allocator's
+memory: either ends the capture, and torch refuses both from then on. Each of the three therefore holds one lock. Steps
+of other threads go on during a capture: ranks that are threads share the device's default stream, on which nothing is
+captured.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def release_workspaces(user: object) -> None:
     """Give cuBLAS's workspaces of all streams back to the allocator if no rank of this process computes any more.
 
     torch keeps a workspace for each stream of a thread, and `empty_cache` does not free it. Graphs hold its address:
-    those of `user` have been dropped.
+    the graphs of `user` have been dropped.
     """
     with _exclusive:
         _computing.discard(user)

@@ -79,7 +79,7 @@ def winner_path(device: torch.device, shape: AttentionShape, *rivals: object) ->
 
 
 def load_winner(path: Path | None, rivals: Sequence[str]) -> str | None:
-    """The one of the `rivals` that is recorded as the fastest, if any is."""
+    """The rival that is recorded as the fastest of the `rivals`, if any is."""
     try:
         name = path.read_text().strip() if path else ""
     except (OSError, ValueError):
@@ -103,8 +103,8 @@ def save_winner(path: Path | None, name: str | None) -> None:
 def measure_fastest(
     candidates: Sequence[PagedAttention], device: torch.device, shape: AttentionShape, clock: Clock = graph_seconds
 ) -> str | None:
-    """Name of the attention with the least sum of two ratios, or None if that cannot be measured: the time of a layer's
-    decode rows, and that of prompts, each divided by the shortest of all candidates.
+    """Name of the attention with the least sum of two ratios, or None if that cannot be measured. The ratios are the
+    times of a layer's decode rows and of prompts, each divided by the shortest time of all candidates.
 
     Ranks may decide differently: each attends with its own heads, and all sum the same tensors either way.
     """

@@ -1,4 +1,5 @@
-"""Mixtures of experts in torch, with products of any kernels: the reference for those that compute experts at once."""
+"""Mixtures of experts in torch, with products of any kernels: the reference for kernels that compute all experts at
+once."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ MIN_SUM = 1e-20  # added to a sum that shares are divided by: the sigmoids of a 
 
 
 class GroupedExperts:
-    """`ExpertProducts` one by one: tokens are sorted by expert, and each expert computes its own in one product. The
-    number of tokens of each expert is read on the host."""
+    """`ExpertProducts` for each expert separately: tokens are sorted by expert, and each expert computes its own in one
+    product. The number of tokens of each expert is read on the host."""
 
     capturable = False
 
@@ -66,7 +67,7 @@ def choose_experts(
     ranked = weights if correction is None else weights + correction
     if spec.groups > 1:
         ranked = ranked.masked_fill(~_in_best_groups(ranked, spec), -torch.inf)
-    # Stable: of equal weights, that of the lower number comes first.
+    # Stable: of equal weights, the lower number comes first.
     chosen = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : spec.top_k]
     shares = weights.gather(1, chosen)
     if spec.normalised:
@@ -78,7 +79,7 @@ def choose_experts(
 
 
 def is_plain_choice(spec: Experts) -> bool:
-    """Return True for a softmax over all experts, of which those of the highest weights are taken."""
+    """Return True for a softmax over all experts, of which the highest weights are taken."""
     return spec.scoring == "softmax" and spec.groups == 1 and not spec.correction and spec.scaling == 1.0
 
 

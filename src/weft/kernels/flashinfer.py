@@ -1,9 +1,8 @@
 """FlashInfer's attention: it plans a step once, on the host, and every layer runs by that plan.
 
-The interface is that of flashinfer-python 0.5 to 0.7: `plan` and `run` of its wrappers for decode and prefill over
-paged KV, with keys and values in our cache's layout (NHD in its words, any block size). The package comes with
-the extra `weft-llm[cuda]`. It compiles a model's kernels when they are first used, unless flashinfer-jit-cache has
-them.
+The interface is flashinfer-python's, versions 0.5 to 0.7: `plan` and `run` of its wrappers for decode and prefill over
+paged KV, with keys and values in our cache's layout (NHD in its words, any block size). The package comes with the
+extra `weft-llm[cuda]`. It compiles a model's kernels when they are first used, unless flashinfer-jit-cache has them.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def create_attention(device: torch.device, shape: AttentionShape) -> FlashInferA
         attention = FlashInferAttention(device, shape)
         attention.compile()
     except Exception as error:
-        # No compiler, no CUDA toolkit beside the driver, a package for another torch: a start goes on without it.
+        # No compiler, no CUDA toolkit (only the driver), a package for another torch: a start goes on without it.
         lines = str(error).strip().splitlines() or [type(error).__name__]
         cause = next((line for line in lines if "error" in line.lower() or "not found" in line), lines[-1])
         raise UnusableError(f"they cannot be built ({cause.strip()[:200]})") from error
@@ -206,8 +205,8 @@ class FlashInferAttention:
 def workspace_bytes(shape: AttentionShape, processors: int) -> int:
     """Bytes of FlashInfer's workspace: the larger of what prefill and what decode can need.
 
-    Prefill: what FlashInfer recommends, and partial results of a prompt's tiles. Decode in a graph: one tile and a part
-    of one for each row, which up to version 0.7.0 counts all query heads.
+    Prefill: what FlashInfer recommends, and partial results of a prompt's tiles. Decode in a graph: a whole tile and a
+    part of a tile for each row, which up to version 0.7.0 counts all query heads.
     """
     programs, group = TILES_PER_PROCESSOR * processors, shape.group
     tile = next((rows for rows in TILE_ROWS if group <= rows), TILE_ROWS[-1])

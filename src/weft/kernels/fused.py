@@ -30,9 +30,9 @@ class ExchangeRanks:
     """The ranks that bring each other tokens, if several attention groups share one set of experts.
 
     `counts` takes the number of tokens of each attention group, and returns how many of them each rank of `group`
-    brings: those of the first attention group come first. `first_rank` is the first rank in `group` that brings tokens
-    of this rank's attention group. If `complete`, the results of all ranks of `group` add up to those of the experts,
-    otherwise to a part of them, which is to be summed over the tensor-parallel ranks.
+    brings, in the order of attention groups. `first_rank` is the first rank in `group` that brings tokens of this
+    rank's attention group. If `complete`, the results of all ranks of `group` add up to the experts' results, otherwise
+    to a part of them, which is to be summed over the tensor-parallel ranks.
     """
 
     group: Group
@@ -43,7 +43,8 @@ class ExchangeRanks:
 
 @dataclass(frozen=True)
 class FusedMixture:
-    """The mixture of experts of a layer, of which this rank has `experts`; `exchange` leads to those of other groups.
+    """The mixture of experts of a layer, of which this rank has `experts`; `exchange` leads to the experts of other
+    groups.
 
     `shared` experts, if there are any, see every token. The sigmoid of its product with `weigher`, float32, multiplies
     their result, if there is one. `correction` [experts] float32 is the router's, see `Experts`.
@@ -62,8 +63,8 @@ class FusedMixture:
 class FusedLayer:
     """Weights and dimensions of one decoder layer, of this rank's heads, columns and experts.
 
-    Results of `out` and `ffn` are summed over the ranks. `eps` is that of the norms over the hidden dim. With `latent`,
-    `qkv` projects to queries alone.
+    Results of `out` and `ffn` are summed over the ranks. `eps` is the constant of the norms over the hidden dim. With
+    `latent`, `qkv` projects to queries alone.
     """
 
     attention_norm: torch.Tensor

@@ -60,8 +60,8 @@ class LatentDims(NamedTuple):
     def expands_from(self) -> int:
         """Tokens of a row from which on its expanded form takes fewer multiply-adds.
 
-        For each key of the context and head, n tokens take n * (2 rank + rope_dim) multiply-adds in the absorbed form,
-        and n * (nope_dim + rope_dim + value_dim) + rank * (nope_dim + value_dim) in the expanded one.
+        For each key of the context and head, n tokens take n * (2 rank + rope_dim) multiply-adds in the absorbed form.
+        In the expanded form they take n * (nope_dim + rope_dim + value_dim) + rank * (nope_dim + value_dim).
         """
         once, saved = self.rank * (self.nope_dim + self.value_dim), 2 * self.rank - self.nope_dim - self.value_dim
         return once // saved + 1 if saved > 0 else 1 << 31
@@ -145,7 +145,7 @@ class LatentKernels(Protocol):
     ) -> None:
         """Rotate the last `rope_dim` columns of q [T, heads, nope_dim + rope_dim] in place. Write the latents [T, rank
         + rope_dim], their first `rank` values normalised and the others rotated, to the batch's slots. Negative slots
-        are those of padding and get nothing.
+        are padding and get nothing.
 
         `rope` are rows of angles, `rope_dim` long. The rotation turns the columns 2 i and 2 i + 1 if `interleaved`,
         else i and i + rope_dim / 2. Its result has the latter order: queries and keys are permuted alike.
@@ -156,16 +156,16 @@ class LatentKernels(Protocol):
         self, q: AbsorbedQueries, cache: KVCache, batch: Batch, scale: float, lse: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Causal attention in the absorbed form, each row over its own context: queries of T tokens -> [T, heads,
-        rank], float32 sums in q's dtype. `lse` [T, heads] float32 is that of `PagedAttention.attend`.
+        rank], float32 sums in q's dtype. `lse` [T, heads] float32 is as in `PagedAttention.attend`.
 
-        A head's key is a whole latent, its value the latent's first `rank` values. `scale` is that of the expanded
-        form, (nope_dim + rope_dim)^-0.5 unless the model says otherwise.
+        A head's key is a whole latent, its value the latent's first `rank` values. `scale` is the expanded form's,
+        (nope_dim + rope_dim)^-0.5 unless the model says otherwise.
         """
         ...
 
     def attend_expanded(self, q: torch.Tensor, context: ExpandedContext, scale: float, out: torch.Tensor) -> None:
         """Causal attention of some heads in the expanded form: of the last T of N positions, q [T, H, nope_dim +
-        rope_dim], into `out` [T, H, value_dim]. q and `out` may be columns of wider tensors."""
+        rope_dim], into `out` [T, H, value_dim]. Both may be columns of wider tensors."""
         ...
 
     def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:
@@ -174,9 +174,9 @@ class LatentKernels(Protocol):
 
 
 class AbsorbedRows(NamedTuple, Generic[Array]):
-    """The rows of a step that stay in the absorbed form beside rows in the expanded one: their numbers `rows` [R']
-    int64, the numbers of their tokens `tokens` [T'] int64, and the index of each row's first token among these,
-    `row_starts` [R' + 1] int32."""
+    """The rows of a step that stay in the absorbed form while others are in the expanded form. `rows` [R'] int64 are
+    their numbers, `tokens` [T'] int64 the numbers of their tokens, `row_starts` [R' + 1] int32 the index of each row's
+    first token among these."""
 
     rows: Array
     tokens: Array
@@ -185,7 +185,7 @@ class AbsorbedRows(NamedTuple, Generic[Array]):
 
 @dataclass(frozen=True)
 class StepForms(Generic[Array]):
-    """The rows of a step by their form: the numbers of those that are `expanded`, and the `absorbed` others with their
+    """The rows of a step by their form: the numbers of the `expanded` rows, and the other, `absorbed` rows with their
     lengths `host`. All decode rows are absorbed, and remain the first ones."""
 
     expanded: tuple[int, ...]
@@ -198,7 +198,7 @@ class StepForms(Generic[Array]):
 
     @classmethod
     def of(cls, lengths: Lengths, decodes: int, least: int) -> StepForms[np.ndarray] | None:
-        """Divide the rows of a step, of which the first `decodes` have one token: those with `least` tokens or more are
+        """Divide the rows of a step, of which the first `decodes` have one token: rows with `least` tokens or more are
         expanded. None if there are none."""
         counts = np.diff(lengths.row_starts)
         is_long = (counts >= least) & (np.arange(len(counts)) >= decodes)
@@ -223,7 +223,7 @@ class ExpandedRow:
 
 @dataclass(frozen=True)
 class LatentForms:
-    """The rows of a batch by their form, for all layers of a step: `absorbed` has those in the absorbed form, for
+    """The rows of a batch by their form, for all layers of a step. `absorbed` has the rows in the absorbed form, for
     attention alone, and `tokens` [T'] int64 the numbers of their tokens; it is None if there are none."""
 
     absorbed: Batch | None

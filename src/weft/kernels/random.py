@@ -1,14 +1,13 @@
 """Random streams of requests, and the race that draws a token with them.
 
-A stream is a function of (key, position) alone and has no state, so a token does not depend on what else is
-in the batch, on the batch's order, or on how the model is cut.
+A stream is a function of (key, position) alone and has no state. So a token does not depend on what else is in the
+batch, on the batch's order, or on how the model is cut.
 
-To invert the cumulative distribution with one uniform number would break that: rounding in the logits differs
-from layout to layout and moves every border of the distribution a little, and in its long flat tail a border
-need not move far to give another token. In a race, token i takes an exponential time with rate weight[i] and
-the first token wins: P(i) = weight[i] / sum(weight), and rounding matters only if the first two are almost
-level. The race is run twice, over blocks of tokens and within the block that won, so a row needs
-V / 256 + 256 random numbers instead of V.
+To invert the cumulative distribution with one uniform number would break that. Rounding in the logits differs from
+layout to layout and moves every border of the distribution a little; in its long flat tail a small move gives another
+token. In a race, token i takes an exponential time with rate weight[i] and the first token wins: P(i) = weight[i] /
+sum(weight), and rounding matters only if the first two are almost level. The race is run twice, over blocks of tokens
+and within the block that won, so a row needs V / 256 + 256 random numbers instead of V.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def exponentials(seeds: torch.Tensor, count: int) -> torch.Tensor:
     """The first `count` numbers of each stream, above 0, mean 1: [R] int64 -> [R, count] float64."""
     counter = torch.arange(1, count + 1, device=seeds.device) * SPLITMIX_STEP
     bits = _shift(_mix(seeds[:, None] + counter), 12)
-    # The middle of one of 2**52 equal cells: neither 0 nor 1, so never an infinite time or none at all.
+    # The middle of a cell among 2**52 equal cells: neither 0 nor 1, so never an infinite time or none at all.
     return bits.double().add_(0.5).mul_(2.0**-52).log_().neg_()
 
 

@@ -104,8 +104,8 @@ class Sampling(Protocol):
         """Set the logits of tokens that a row's mask does not allow to -inf, in place.
 
         `logits` [R, V] of any float type are contiguous along their last dim. `rows` [M] int64 are numbers of rows that
-        have a mask each: `masks` [M, `mask_words`] int32, in which bit i of word w is 1 if token MASK_BITS * w + i is
-        allowed, as in xgrammar's bitmasks.
+        have a mask each: `masks` [M, `mask_words`] int32. Bit i of word w is 1 if token MASK_BITS * w + i is allowed,
+        as in xgrammar's bitmasks.
         """
         ...
 

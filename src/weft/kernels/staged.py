@@ -21,11 +21,10 @@ class StagedStep:
     other dtype is given. G is the number of KV groups.
 
     `tokens` [T]: an id, or ~slot for the token that the request slot sampled last. `positions`, `places` [G, T] int64,
-    `row_starts`, `context`, `order`, `decodes`, `host` and `group_tokens` are those of a Batch, whose `slots` are
-    `places` here; `graph_rows` is that of a StepPlan.
-    `forms` are those of a model with latent attention, if rows are expanded.
-    `slots` [R]: the request slot of each row. `growth` [3, R]: number of blocks in a row's tables before the step,
-    number of blocks now, and index in `blocks` [G, N] of its first new block.
+    `row_starts`, `context`, `order`, `decodes`, `host` and `group_tokens` are as in a Batch, whose `slots` are `places`
+    here; `graph_rows` is as in a StepPlan. `forms` are the forms of the rows of a model with latent attention, if rows
+    are expanded. `slots` [R]: the request slot of each row. `growth` [3, R]: number of blocks in a row's tables before
+    the step, number of blocks now, and index in `blocks` [G, N] of its first new block.
 
     `last` [slots] int64: the token that each request slot sampled last. `tables` [G, slots, blocks]: block tables of
     all request slots, into which `fill_batch` writes new blocks.

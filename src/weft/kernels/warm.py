@@ -1,9 +1,9 @@
 """Compilation of kernels before the first request, several at once. Triton compiles without Python's global lock, and
 kernels in its cache on disk are only loaded.
 
-Triton compiles one variant of a kernel for each set of its constants, the dtypes of its tensors and the alignment of
-their addresses to 16 bytes, and for each integer being 1, a multiple of 16, or neither. Integers in `do_not_specialize`
-do not count: these differ from step to step, and all others are fixed by the model.
+Triton compiles one variant of a kernel for each set of its constants, of the dtypes of its tensors, and of the
+alignment of their addresses to 16 bytes. It also distinguishes whether an integer is 1, a multiple of 16, or neither.
+Integers in `do_not_specialize` do not count: these differ from step to step, and all others are fixed by the model.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def launch_rounds(launches: Sequence[Sequence[KernelLaunch]]) -> list[list[Kerne
 
 
 def warm_kernels(launches: Sequence[Sequence[KernelLaunch]], device: torch.device) -> None:
-    """Run all launches, of which those of a group launch the same kernels. On a GPU they run in as many threads as the
-    rank may have."""
+    """Run all launches; the launches of a group use the same kernels. On a GPU they run in as many threads as the rank
+    may have."""
 
     def run_launch(launch: KernelLaunch) -> None:
         with torch.inference_mode():

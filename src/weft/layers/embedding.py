@@ -51,7 +51,7 @@ class Embedding:
 
 
 class Positions:
-    """Learnt embeddings of positions, with `before` rows before that of position 0."""
+    """Learnt embeddings of positions, with `before` rows before position 0's row."""
 
     def __init__(self, table: EmbeddingTable, before: int) -> None:
         self.table, self.before = table, before

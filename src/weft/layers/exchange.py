@@ -45,7 +45,7 @@ class TokenExchange(Protocol):
     def capturable(self) -> bool: ...
 
     def dispatch(self, tokens: RoutedTokens, group_tokens: Sequence[int], *, static: bool = False) -> RoutedTokens:
-        """Return the tokens that this rank computes its experts on; `tokens` are those of its attention group.
+        """Return the tokens that this rank computes its experts on; `tokens` are its attention group's.
 
         `group_tokens[g]` is the number of tokens of attention group g in this step. If `static`, no size depends on
         what the tokens choose, and nothing waits for the device.
@@ -129,7 +129,7 @@ class DispatchExchange:
         return out
 
     def _dispatch_chosen(self, tokens: RoutedTokens) -> RoutedTokens:
-        """Send this rank's tokens to the ranks whose experts they chose; return those that it receives."""
+        """Send this rank's tokens to the ranks whose experts they chose; return the tokens that it receives."""
         ranks = self._expert_ranks
         wanted = self._holds[:, tokens.chosen].any(dim=-1)  # [ranks, own tokens]
         counts = wanted.sum(dim=1)
@@ -176,7 +176,7 @@ class _SentTokens(NamedTuple):
 def create_exchange(
     kind: str | None, links: Links, places: Sequence[Place], rank: int, device: torch.device
 ) -> TokenExchange | None:
-    """The exchange of a rank; `kind` is `Plan.exchange`, `places` are those of all ranks."""
+    """The exchange of a rank; `kind` is `Plan.exchange`, `places` are the places of all ranks."""
     match kind:
         case "gather":
             return GatherExchange(links.data)

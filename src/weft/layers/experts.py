@@ -20,7 +20,7 @@ class ExpertsBlock:
     """A mixture of experts: the kernels compute a rank's experts at once.
 
     If other ranks have experts that tokens of this rank choose, they compute these: on the same tokens within an
-    attention group, else on those that the `exchange` brings.
+    attention group, else on the tokens that the `exchange` brings.
     """
 
     def __init__(self, spec: Experts, place: Place, weights: LayerWeights) -> None:

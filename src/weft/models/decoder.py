@@ -67,7 +67,7 @@ class DecoderLayer:
 
 
 class LayerLoop:
-    """Consecutive layers that run one by one."""
+    """Consecutive layers that run separately."""
 
     def __init__(self, layers: Sequence[DecoderLayer], comm: Group, kernels: Kernels) -> None:
         self.layers, self._comm, self._kernels = layers, comm, kernels
@@ -213,7 +213,7 @@ class DecoderModel:
     def layer_states(
         self, incoming: torch.Tensor | None, caches: Sequence[KVCache], batch: Batch, layers: Collection[int]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Run this stage's layers as `hidden` does, but one by one: fused layers do not show the states between them.
+        """Run this stage's layers as `hidden` does, but separately: fused layers do not show the states between them.
 
         Returns [T, hidden] after the last layer and, by global number, [T, hidden] after each layer of the stage that
         is one of `layers`. Attention groups with common experts all call this, or all call `hidden`.
@@ -284,7 +284,7 @@ def divide_caches(caches: Sequence[KVCache], runs: Sequence[LayerLoop | FusedLay
 
 
 def fuse_runs(layers: Sequence[DecoderLayer], comm: Group, kernels: Kernels) -> list[LayerLoop | FusedLayers]:
-    """Divide layers into runs: those that the kernels compute in one call, and those that run one by one.
+    """Divide layers into runs: runs that the kernels compute in one call, and runs of separate layers.
 
     Layers are fused if their specs are known to the kernels; a fused run has one table of angles.
     """

@@ -1,4 +1,4 @@
-"""The figures of one server as JSON, and those of several together as `weft top` prints them."""
+"""The figures of one server as JSON, and of several servers together as `weft top` prints them."""
 
 from __future__ import annotations
 
@@ -180,7 +180,8 @@ def describe_ranks(history: History, nodes: Mapping[int, str]) -> list[dict[str,
 
 
 def kv_bytes(history: History, replica: int, rank: int) -> int:
-    """Bytes of a rank's KV cache, which is that of its attention group; the replica's blocks are those of all."""
+    """Bytes of a rank's KV cache. The rank's blocks are its attention group's, the replica's are those of all
+    groups."""
     stats, plan = history.last.stats, history.plans[replica]
     blocks = stats[replica].blocks_total // plan.data_parallel if replica < len(stats) else 0
     return blocks * plan.block_bytes(rank)
@@ -221,5 +222,5 @@ def join_figures(
 
 
 def only(row: Mapping[str, Any], fields: Sequence[str]) -> dict[str, Any]:
-    """The named fields of a row; None for one that an older server does not have."""
+    """The named fields of a row; None for a field that an older server does not have."""
     return {name: row.get(name) for name in fields}

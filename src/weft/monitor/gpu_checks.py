@@ -58,7 +58,7 @@ def torch_cuda() -> str | None:
 
 
 def check_cuda(built: str | None, supported: str | None) -> Check:
-    """torch's CUDA version beside the driver's."""
+    """torch's CUDA version compared with the driver's."""
     if built is None:
         return Check("cuda", "fail", "torch is not installed", remedy='pip install "torch>=2.11,<2.14"')
     if not built:
@@ -128,7 +128,7 @@ def _highest_temperature(figures: Sequence[GpuFigures]) -> int | None:
 
 
 def check_lanes(host: Host) -> Check:
-    """PCIe lanes of each GPU beside those that card and slot have. An idle card keeps its lanes."""
+    """PCIe lanes in use of each GPU, of the lanes that card and slot have. An idle card keeps its lanes."""
     known = [(gpu.index, gpu.pcie) for gpu in host.gpus if gpu.pcie]
     if not known:
         return skipped("pcie-lanes", "the driver does not report them")
@@ -155,7 +155,7 @@ def check_foreign_memory(host: Host) -> Check:
 
 
 def check_products(host: Host) -> Check:
-    """The kernels that multiply quantised weights: Weft's own, and humming-kernels beside them."""
+    """The kernels that multiply quantised weights: Weft's own, and humming-kernels."""
     installed = host.packages.get(PACKAGE)
     kinds = sorted({gpu.capability for gpu in host.gpus})
     cards = [capability for capability in kinds if product_dtype(capability) is not None]

@@ -49,7 +49,7 @@ class RankShares(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuMoment(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of a GPU, the processes that hold memory of it, and those of Weft's ranks among them."""
+    """Figures of a GPU, the processes that hold memory of it, and Weft's ranks among them."""
 
     figures: GpuFigures
     holders: tuple[Holder, ...] = ()
@@ -95,8 +95,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     - `ranks`: in order; empty if they did not answer. `stats`: of each replica.
     - `unread_s`: for each connection that takes no more bytes, the seconds since then.
-    - `finished`: answers that have ended. `prompts`: those that came; `repeated_prompts` of them began like an earlier
-      one, with `repeated_tokens` in all.
+    - `finished`: answers that have ended. `prompts`: prompts that came; `repeated_prompts` of them began like an
+      earlier one, with `repeated_tokens` in all.
     """
 
     time_s: float
@@ -199,12 +199,12 @@ def _difference(now: float | None, before: float | None) -> float | None:
 
 
 def weights_of(plans: Sequence[Plan]) -> tuple[tuple[int, ...], ...]:
-    """Bytes of the weights of each rank of each plan: those of a large model take a while to add up."""
+    """Bytes of the weights of each rank of each plan: for a large model they take a while to add up."""
     return tuple(tuple(map(plan.weight_bytes, range(len(plan.places)))) for plan in plans)
 
 
 def growing(history: Sequence[Snapshot], snapshot: Snapshot, seconds: float) -> tuple[Snapshot, ...]:
-    """A history with one more snapshot, without those that are more than `seconds` older.
+    """A history with one more snapshot, without snapshots that are more than `seconds` older.
 
     The newest of the older ones stays, so that the whole time is covered.
     """

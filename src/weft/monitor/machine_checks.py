@@ -18,7 +18,7 @@ from weft.monitor.check import Check, skipped
 from weft.monitor.processes import Process, orphans
 from weft.native import library
 
-PORTS = (8000, 11434)  # weft serve's, and the one that users of Ollama expect
+PORTS = (8000, 11434)  # weft serve's, and the default of Ollama's clients
 MIN_SHM = 1 << 30  # NCCL takes tens of MB per pair of GPUs; containers start with 64 MB
 MIN_FILES = 4096  # a connection takes one, a rank some twenty
 MIN_DISK = 20e9  # a small model in 16 bits
@@ -63,7 +63,7 @@ def check_memory(host: Host) -> Check:
 
 
 def check_control_group(root: Path = Path("/")) -> Check:
-    """The limit of memory of the tightest enclosing control group, beside the use of it."""
+    """The limit of memory of the tightest enclosing control group, and the use of it."""
     limits = []
     for group in control_groups("memory", root):
         try:

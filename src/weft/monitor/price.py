@@ -26,7 +26,7 @@ DEFAULT_TOKENS = 256  # of a prompt and of an answer, while none has ended
 
 
 def add_prices(findings: list[Finding], history: History, forecast: Callable[[int], Forecast | None]) -> list[Finding]:
-    """The findings with the planner's figure behind each remedy; `forecast` gives that of a replica's plan."""
+    """The findings with the planner's figure behind each remedy; `forecast` gives the figure for a replica's plan."""
     priced = []
     for finding in findings:
         figure: Figure | None = None
@@ -70,7 +70,7 @@ class Figure(NamedTuple):
 
 
 def price(change: Change, history: History, expected: Forecast | None) -> Figure | None:
-    """The planner's prediction with a change beside that without; None if it has none."""
+    """The planner's prediction with a change and without it; None if it has none."""
     if change.freed_bytes:
         # At most: the cache is as large as the device with the least free memory allows.
         now_tokens = cache_tokens(history)
@@ -95,7 +95,7 @@ def freed_tokens(change: Change, plan: Plan) -> int:
 
 
 def workload_of(history: History) -> Workload:
-    """The mean request of the history, and the number of those that ran at once."""
+    """The mean request of the history, and the number of requests that ran at once."""
     answers = max(1, history.grown("finished"))
     ended = history.grown("finished") > 0
     prompts = history.counted("prompt_tokens") / answers if ended else DEFAULT_TOKENS

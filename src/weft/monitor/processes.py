@@ -27,7 +27,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
 def own_processes(root: Path = Path("/")) -> Iterator[Process]:
     """Every process of this user whose arguments can be read."""
     for folder in sorted((root / "proc").glob("[0-9]*"), key=lambda folder: int(folder.name)):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # the process has ended meanwhile
+        with contextlib.suppress(OSError, ValueError, IndexError):  # the process has ended in between
             if folder.stat().st_uid != os.geteuid():
                 continue
             words = (folder / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
@@ -69,7 +69,7 @@ def orphans(processes: Sequence[Process]) -> list[Process]:
 
 
 def own_pids() -> frozenset[int]:
-    """This process, and all those of this user that descend from it."""
+    """This process, and all processes of this user that descend from it."""
     children: dict[int, list[int]] = {}
     for process in own_processes():
         children.setdefault(process.parent, []).append(process.pid)

@@ -60,7 +60,7 @@ def _exchange_share(rank: RankShares) -> float | None:
 
 
 def allreduce_wait(history: History, limits: Limits) -> Iterator[Finding]:
-    """Tensor-parallel ranks that spend their steps with each other: even the one that others wait for."""
+    """Tensor-parallel ranks that spend their steps with each other: even the rank that others wait for."""
     for plan, ranks in stage_ranks(history, limits):
         share = _least_exchange(ranks)
         if share is None or share <= limits.exchange:

@@ -37,7 +37,7 @@ def kv_starved(history: History, limits: Limits) -> Iterator[Finding]:
     cache_bytes = needed_cache_bytes(history, wanted)
     yield Finding(
         code=Code.KV_STARVED,
-        text=f"{total.waiting} requests are queued because the KV cache is full, beside {total.running} that run: in "
+        text=f"{total.waiting} requests are queued because the KV cache is full, while {total.running} run: in "
         f"{starved:.0%} of the steps it had no room for the next (alarm above {limits.starved:.0%})",
         value=starved,
         limit=limits.starved,
@@ -55,7 +55,7 @@ def needed_cache_bytes(history: History, requests: int) -> int:
 
 
 def preemption_storm(history: History, limits: Limits) -> Iterator[Finding]:
-    """Requests that lose their KV again and again, and compute it anew."""
+    """Requests that lose their KV again and again, and compute it again."""
     preemptions, total = history.counted("preemptions"), history.last.total
     ratio = preemptions / max(1, history.grown("finished") + total.running)
     if preemptions < limits.fewest_preemptions or ratio <= limits.preemptions or not has_served(history, limits):
@@ -76,7 +76,7 @@ def preemption_storm(history: History, limits: Limits) -> Iterator[Finding]:
 
 
 def prefix_unused(history: History, limits: Limits) -> Iterator[Finding]:
-    """Prompts that begin alike, and are computed anew each time."""
+    """Prompts that begin alike, and are computed each time."""
     prompts, repeated = history.grown("prompts"), history.grown("repeated_prompts")
     tokens = history.grown("repeated_tokens")
     if prompts < limits.prompts or repeated <= limits.repeated * prompts or not tokens:

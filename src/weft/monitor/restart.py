@@ -43,7 +43,7 @@ def tensor_weights(plan: Plan) -> tuple[int, ...]:
 
 
 def small_ratio(weights: Sequence[float], *, units: int) -> tuple[int, ...]:
-    """The ratio of the smallest whole numbers, with a sum of at most `units`, that is close to that of `weights`.
+    """The ratio of the smallest whole numbers, with a sum of at most `units`, that is close to the ratio of `weights`.
 
     A stage is cut in whole KV heads, `units` of them: finer ratios give the same cut. Empty if there are fewer units
     than weights.

@@ -44,7 +44,7 @@ FORMS = (
 
 
 def names_secret(name: str) -> bool:
-    """Return True if the value of a flag, variable or field of this name is a secret, as that of `--api-key`."""
+    """Return True if the value of a flag, variable or field of this name is a secret, as for `--api-key`."""
     words = re.split(r"[^a-z0-9]+", re.sub(r"([a-z])([A-Z])", r"\1-\2", name).lower())
     return bool(WORDS & {*words}) and words[-1] not in PLACES
 
@@ -83,7 +83,7 @@ class Secrets:
         self.learn([word for word in words if len(word) >= SHORTEST_WORD])
 
     def clean(self, text: str) -> str:
-        """The text without the secrets that are known, and without what has the form of one."""
+        """The text without the known secrets, and without anything that has the form of a secret."""
         # The longest first: one secret may be a part of another.
         for secret in sorted(self._known, key=lambda one: (-len(one), one)):
             text = text.replace(secret, REMOVED)

@@ -42,7 +42,7 @@ class Stages(NamedTuple):
         return 1 - self.seconds(split, head) / self.seconds(self.layers, head)
 
     def best_split(self) -> Split:
-        """The split that saves the most, of those that save something whatever the head is; else the one there is."""
+        """The best split that never loses, whatever the head costs; the current one if there is none."""
         candidates = [balanced_layers(sum(self.layers), self.units, head) for head in (self.head, *self.heads)]
         better = [split for split in candidates if all(self.gain(split, head) >= 0 for head in self.heads)]
         return max(better, key=lambda split: self.gain(split, self.head), default=self.layers)
@@ -103,7 +103,7 @@ def describe_stages(layers: Split, times: Sequence[float], heads: tuple[float, f
 def head_range(history: History, plan: Plan, replica: int, limits: Limits) -> tuple[float, float]:
     """The least and the most layers that the head is as much work as, in the steps of the history.
 
-    Beside many prompt tokens it may be next to nothing: how many tokens cost as much as the weights depends on the
+    In steps with many prompt tokens it may be negligible: how many tokens cost as much as the weights depends on the
     device.
     """
     most = head_layers(plan, history.weights[replica])

@@ -18,7 +18,7 @@ Work = Literal["report", "merge"]
 
 
 def read_elsewhere(work: Work, files: Sequence[str]) -> tuple[bytes, str]:
-    """The report of traces as JSON, or all of them as one compressed trace; and lines about those that are unreadable.
+    """The report of traces as JSON, or all of them as one compressed trace; and lines about unreadable traces.
 
     Raises OSError, also if no trace can be read.
     """

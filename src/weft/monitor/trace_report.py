@@ -40,7 +40,7 @@ Event = Mapping[str, Any]
 
 
 class KernelTime(msgspec.Struct, frozen=True):
-    """Time of one kernel, operation or phase of the C++ stage, without that of the operations within it."""
+    """Time of one kernel, operation or phase of the C++ stage, without the time of operations within it."""
 
     name: str
     calls: int
@@ -51,7 +51,7 @@ class KernelTime(msgspec.Struct, frozen=True):
 class RankTime(msgspec.Struct, frozen=True, kw_only=True):
     """Time of one rank from the start of its first traced step to the end of the last.
 
-    `shares` are those of KINDS, from 0 to 1. `communication_s` and `waiting_s` are the rank's exchanges by its own
+    `shares` are the shares of KINDS, from 0 to 1. `communication_s` and `waiting_s` are the rank's exchanges by its own
     count, in which waiting for other ranks is told apart.
     """
 
@@ -135,7 +135,7 @@ def kernel_times(events: Sequence[Event]) -> Iterator[tuple[str, float]]:
 
 
 def own_times(operations: Sequence[Event]) -> Iterator[tuple[str, float]]:
-    """Name and time of each operation, without that of the operations within it on the same thread."""
+    """Name and time of each operation, without the time of operations within it on the same thread."""
     by_thread: dict[Any, list[Event]] = defaultdict(list)
     for event in operations:
         by_thread[event.get("pid"), event.get("tid")].append(event)
@@ -216,7 +216,7 @@ def cpu_kinds(spans: Sequence[Event], operations: Sequence[Event], exchanges: Ma
             seconds[PHASE_KINDS[span["name"]]] += _seconds(span)
         else:
             parts[span["name"]] += _seconds(span)
-    if not seconds:  # layers that run one by one: torch's operations tell
+    if not seconds:  # layers that run separately: torch's operations tell
         for name, own_s in own_times(events_within(operations, spans, "layers")):
             seconds[kind_of(name)] += own_s
         seconds["communication"] += exchanges.get("communication_s", 0.0) + exchanges.get("waiting_s", 0.0)
@@ -231,7 +231,7 @@ def cpu_kinds(spans: Sequence[Event], operations: Sequence[Event], exchanges: Ma
 
 
 def gpu_kinds(kernels: Sequence[Event], spans: Sequence[Event]) -> dict[str, float]:
-    """Seconds of a GPU by kind of kernel. Scheduling is the host's time, which may run beside them."""
+    """Seconds of a GPU by kind of kernel. Scheduling is the host's time, which may overlap with kernels."""
     seconds: dict[str, float] = defaultdict(float)
     for kernel in kernels:
         seconds[kind_of(kernel["name"])] += _seconds(kernel)

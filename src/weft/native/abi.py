@@ -1,4 +1,4 @@
-"""Comparison of the structures and constants of a loaded C++ library with those of `structures.py`."""
+"""Comparison of the structures and constants of a loaded C++ library with `structures.py`."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def _not_writable(folder: Path, error: OSError) -> OSError:
 def _hold_lock(path: Path, awaited: Path) -> Iterator[bool]:
     """Hold the lock file `path`, which the system frees if its holder dies, and yield True.
 
-    Yields False, without the lock, if `awaited` was built meanwhile, or another process has held the lock for longer
+    Yields False, without the lock, if another process built `awaited` in that time, or has held the lock for longer
     than PATIENCE_S.
     """
     try:

@@ -83,14 +83,14 @@ def built_library() -> str | None:
 
 
 def install_library(built: Path, path: Path) -> None:
-    """Move a library that was built to its place in the cache, with its digest beside it. Raises OSError."""
+    """Move a library that was built to its place in the cache, with its digest next to it. Raises OSError."""
     built.chmod(0o700)
     write_cache_file(digest_path(path), _digest(built).encode())
     install_cache_file(built, path)
 
 
 def is_intact(path: Path) -> bool:
-    """Return True if the library's digest is beside it and holds. Loading one that is cut short would end the process
+    """Return True if the library's digest is next to it and holds. Loading one that is cut short would end the process
     by SIGBUS."""
     try:
         return digest_path(path).read_bytes() == _digest(path).encode()
@@ -102,7 +102,7 @@ def open_library(path: Path) -> ctypes.CDLL:
     """The library at `path`, loaded; all callers load it here.
 
     Raises OSError, in one line, if another user could have written it, if its digest does not hold, if the system
-    cannot load it, and if its structures or constants are not those of `structures.py`.
+    cannot load it, or if its structures or constants differ from `structures.py`.
     """
     if reason := objection(path):
         raise OSError(reason)

@@ -29,7 +29,7 @@ class PagePool:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._mapping: weakref.ref[mmap.mmap] | None = None  # the one that is being divided
+        self._mapping: weakref.ref[mmap.mmap] | None = None  # the page that is being divided
         self._used = 0  # bytes of it
 
     def take(self, size: int) -> tuple[mmap.mmap, int]:

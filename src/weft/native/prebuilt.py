@@ -1,7 +1,7 @@
 """Libraries of the CPU kernels for common CPUs, built ahead for machines that shall compile nothing, as in a container.
 
-`python -m weft.native.prebuilt FOLDER [KIND ...]` builds them. If WEFT_KERNELS names that folder, the one
-that suits the CPU is loaded, and nothing is compiled.
+`python -m weft.native.prebuilt FOLDER [KIND ...]` builds them. If WEFT_KERNELS names that folder, the library that
+suits the CPU is loaded, and nothing is compiled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger("weft")
 class CpuTarget:
     """A kind of CPU: the compiler's flags for it, and the features that /proc/cpuinfo lists of each CPU of the kind.
 
-    Levels are those of the x86-64 psABI: https://gitlab.com/x86-psABIs/x86-64-ABI.
+    Levels are the x86-64 psABI's: https://gitlab.com/x86-psABIs/x86-64-ABI.
     """
 
     name: str

@@ -35,7 +35,7 @@ LOWEST_KINDS = {
 WEIGHT_TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}  # types of weights that are rounded
 
 # Sampling, which torch, Triton and C++ do alike: see kernels/random.py.
-SAMPLING_BLOCK = 256  # tokens that race as one, then among themselves; near the square root of common vocabularies
+SAMPLING_BLOCK = 256  # tokens that race as a group, then among themselves; near the square root of common vocabularies
 MASK_BITS = 32  # tokens to a word of a mask, the first one in its lowest bit
 NOT_FINITE = -1  # in place of a token: the greatest logit of its row is NaN or infinite, so nothing can be sampled
 # SplitMix64 (Steele, Lea, Flood 2014): the step of its counter and the multipliers of its finaliser, 64 bits each.
@@ -58,7 +58,7 @@ class MatrixDescriptor(ctypes.Structure):
 
 
 class ExpertsDescriptor(ctypes.Structure):
-    """`Experts` of experts.h: the experts of a rank, each matrix that of the first one."""
+    """`Experts` of experts.h: the experts of a rank, with the first expert's descriptor of each matrix."""
 
     _fields_ = (
         *((name, MatrixDescriptor) for name in ("gate_up", "down")),
@@ -105,7 +105,7 @@ class LatentProjectionDescriptor(ctypes.Structure):
 
 
 class LatentDescriptor(ctypes.Structure):
-    """`Latent` of workspace.h: the weights of latent attention, but for those of its queries and its result."""
+    """`Latent` of workspace.h: the weights of latent attention, except the weights of its queries and its result."""
 
     _fields_ = (
         ("projection", LatentProjectionDescriptor),
@@ -182,7 +182,7 @@ class RoundingDescriptor(ctypes.Structure):
 
 
 class SettingsDescriptor(ctypes.Structure):
-    """`SamplingSettings` of settings.h: those of one request, see `kernels/sampling.py`."""
+    """`SamplingSettings` of settings.h: the settings of one request, see `kernels/sampling.py`."""
 
     _fields_ = tuple((name, DOUBLE) for name in ("temperature", "log_min_p", "top_k", "top_p"))
 

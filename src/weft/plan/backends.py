@@ -29,9 +29,9 @@ Card = tuple[str, Version]  # a GPU's name and compute capability
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """Attention of a model, as far as backends differ in it. `group` is the number of query heads per KV
-    head, `dtype` that of activations, `latent_dim` the number of values of a token in the cache of a model with latent
-    attention, else 0."""
+    """Attention of a model, as far as backends differ in it. `group` is the number of query heads per KV head, `dtype`
+    the activations', `latent_dim` the number of values of a token in the cache of a model with latent attention, else
+    0."""
 
     head_dim: int
     group: int
@@ -50,7 +50,7 @@ class AttentionSpec:
 class KernelDevice:
     """Device that kernels shall run on: one of `cards`, or a CPU if there are none.
 
-    `packages` are the versions of the installed `KERNEL_PACKAGES`, None if nobody knows. If `interpreted`, Triton's
+    `packages` are the versions of the installed `KERNEL_PACKAGES`, None if unknown. If `interpreted`, Triton's
     interpreter stands in for a GPU.
     """
 
@@ -67,10 +67,10 @@ class AttentionBackend:
     shape)`. The module of the backend `rest` has the other parts of the kernels: `complete_kernels(attention, device,
     shape)` and `create_rounding(device, shape)`.
 
-    Limits: `runs_on` one kind of device, GPUs since `capability`, `dtypes` of activations, heads of `head_dims` or else
-    of up to `widest_head` dims in multiples of `head_unit`, `widest_group` query heads per KV head, latents of up to
-    `widest_latent` values (0: no latent attention). None: no limit.
-    `package` is needed, with its oldest version if that matters; `extra` installs it.
+    Limits: `runs_on` one kind of device, GPUs since `capability`, `dtypes` of activations. Heads have `head_dims` dims,
+    or else up to `widest_head` in multiples of `head_unit`; up to `widest_group` query heads share a KV head; latents
+    have up to `widest_latent` values (0: no latent attention). None: no limit. `package` is needed, with its oldest
+    version if that matters; `extra` installs it.
     """
 
     kernels: str
@@ -245,7 +245,7 @@ def runs_on_gpus(backend: str) -> bool:
 
 
 def against_fused_experts(family: str, spec: Experts) -> str | None:
-    """Reason that the kernels of a family (see `kernel_family`) compute experts one by one, on a GPU without CUDA
+    """Reason that the kernels of a family (see `kernel_family`) compute experts separately, on a GPU without CUDA
     graphs; None if they compute all experts at once. Schemes of weights make no difference."""
     if family == "torch":
         return "torch multiplies with one expert's matrices at a time"
@@ -283,7 +283,7 @@ def with_attention_backend(
 def _vllm_choice(wanted: str, spec: AttentionSpec, device: KernelDevice) -> str:
     """The backend that VLLM_ATTENTION_BACKEND names, or "auto" if it is not set or cannot be used.
 
-    The variable is set for vLLM, which may well run beside us: no reason to stop.
+    The variable is set for vLLM, which may well run on the same machine: no reason to stop.
     """
     name = weft_backend(wanted)
     if name in ATTENTION_BACKENDS and ATTENTION_BACKENDS[name].supports(spec, device) is None:

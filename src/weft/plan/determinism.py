@@ -30,9 +30,10 @@ logger = logging.getLogger("weft")
 def with_fixed_order(
     config: EngineConfig, shape: ModelShape, spec: AttentionSpec, host: Host, devices: Sequence[str]
 ) -> EngineConfig:
-    """Set what a deterministic engine needs, if the config asks for one, or VLLM_BATCH_INVARIANT=1 where it can be had.
+    """Set what a deterministic engine needs, if the config asks for it, or if VLLM_BATCH_INVARIANT=1 does and it is
+    possible.
 
-    Raises ConfigError if the config asks for one that cannot be had here.
+    Raises ConfigError if the config asks for it and it is not possible.
     """
     if not config.deterministic and host.environment.get(VARIABLE) != "1":
         return config
@@ -41,7 +42,7 @@ def with_fixed_order(
         return replace(config, deterministic=True, attention_backend=BACKEND, product_backend="own")
     if config.deterministic:
         raise not_deterministic(reason)
-    # The variable is set for vLLM, which may well run beside us: no reason to stop.
+    # The variable is set for vLLM, which may well run on the same machine: no reason to stop.
     logger.warning("%s is 1, but answers depend on what else runs: %s", VARIABLE, reason)
     return config
 

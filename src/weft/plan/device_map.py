@@ -51,7 +51,7 @@ class Stages(msgspec.Struct, frozen=True):
 class AvailableDevices(msgspec.Struct, frozen=True, kw_only=True):
     """The devices that a map may use, and the sizes for its error messages.
 
-    - `gpus`: numbers of the GPUs that may be used; `left_out`: those that --max-memory leaves out.
+    - `gpus`: numbers of the GPUs that may be used; `left_out`: GPUs that --max-memory leaves out.
     - `nbytes`: bytes of a part of the model as it is to be stored.
     """
 
@@ -81,7 +81,7 @@ def map_to_stages(shape: ModelShape, device_map: Mapping[str, object], available
     """Turn a device map into the pipeline that it describes.
 
     Raises ConfigError, in one line, for a map that leaves a part out, splits a layer, names an unknown module or
-    device, or puts parts on disk. Whole layers may be on cpu beside GPUs.
+    device, or puts parts on disk. Whole layers may be on cpu while the others are on GPUs.
     """
     devices = {module: parse_device(value, _label(module)) for module, value in device_map.items()}
     if not devices:
@@ -174,14 +174,15 @@ def _place_units(shape: ModelShape, devices: Mapping[str, Device]) -> list[Place
 
 
 def _named_expert_lists(shape: ModelShape, devices: Mapping[str, Device]) -> set[str]:
-    """Modules that hold a list of experts of which the map names single ones; only these are looked at one by one."""
+    """Modules that hold a list of experts of which the map names single ones; only these lists are looked at expert by
+    expert."""
     return {module[: module.rindex(".experts.")] for module in devices if generic_name(shape, module) != module}
 
 
 def _unit_tensors(
     shape: ModelShape, unit: PipelineUnit, devices: Mapping[str, Device], expert_lists: Collection[str]
 ) -> tuple[dict[Device, list[str]], list[str]]:
-    """The unit's tensors on each device, and those that the map gives no device."""
+    """The unit's tensors on each device, and the tensors that the map gives no device."""
     by_device: dict[Device, list[str]] = {}
     missing: list[str] = []
     for names in unit.tensors:
@@ -217,7 +218,7 @@ def _is_unnamed_tied_head(shape: ModelShape, unit: PipelineUnit, by_device: Coll
 
 
 def _parts_left_out(unit: PipelineUnit, by_device: Mapping[Device, Sequence[str]], missing: Sequence[str]) -> list[str]:
-    """The largest parts of a unit that have no device: all of it, or those with `missing` tensors."""
+    """The largest parts of a unit that have no device: all of it, or its parts with `missing` tensors."""
     if not by_device:
         return [unit.name]
     return list(dict.fromkeys(_enclosing_part(name, unit, by_device.values()) for name in missing))

@@ -27,7 +27,7 @@ def device_kind(config: EngineConfig, host: Host) -> str:
 def rank_devices(config: EngineConfig, host: Host, device: str, ranks: int, caps: Mapping[str, int]) -> tuple[str, ...]:
     """Device of each rank, "cpu" or "cuda:N"; with `caps` (from --max-memory) only capped devices are used.
 
-    `device_ids` may name a GPU twice: the ranks on it then share its memory. Beside GPUs it may name the CPU for whole
+    `device_ids` may name a GPU twice: the ranks on it then share its memory. Besides GPUs it may name the CPU for whole
     stages of a pipeline. Raises ConfigError for wrong device_ids, PlanError for too few GPUs.
     """
     if device == "cpu":
@@ -55,11 +55,11 @@ def rank_devices(config: EngineConfig, host: Host, device: str, ranks: int, caps
 
 
 def check_beside_cpu(devices: Sequence[str], stages: int) -> None:
-    """Raise ConfigError unless a CPU beside GPUs has whole stages of one pipeline."""
+    """Raise ConfigError unless a CPU that is used with GPUs has whole stages of one pipeline."""
     if len(set(devices)) > 1 and "cpu" in devices and len(devices) != stages:
         raise ConfigError(
-            f"the CPU beside GPUs takes whole layers, a stage of one pipeline, and {len(devices)} ranks in {stages} "
-            f"{'stage' if stages == 1 else 'stages'} share layers or experts: leave tensor, data and expert "
+            f"a CPU that is used with GPUs takes whole layers, a stage of one pipeline, and {len(devices)} ranks in "
+            f"{stages} {'stage' if stages == 1 else 'stages'} share layers or experts: leave tensor, data and expert "
             "parallelism out, or the CPU",
             code="cpu-beside-other-cut",
         )
@@ -88,9 +88,9 @@ def _default_gpus(host: Host, ranks: int, caps: Mapping[str, int]) -> tuple[int,
 def rank_cores(host: Host, devices: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """CPU numbers of each rank: this host's cores divided among its ranks, neighbours together.
 
-    Beside ranks on the CPU, one on a GPU gets one core. With more ranks than cores, each rank gets one core in turn.
-    OMP_NUM_THREADS limits a rank's threads and not its cores: otherwise engines side by side would all be bound to the
-    first few.
+    If other ranks run on the CPU, a rank on a GPU gets one core. With more ranks than cores, each rank gets one core in
+    turn. OMP_NUM_THREADS limits a rank's threads and not its cores: otherwise engines side by side would all be bound
+    to the first few.
     """
     cores, ranks = host.cores, len(devices)
     if ranks > len(cores):
@@ -106,7 +106,7 @@ def rank_cores(host: Host, devices: Sequence[str]) -> tuple[tuple[int, ...], ...
 
 
 def rank_uuids(host: Host, devices: Sequence[str]) -> tuple[str, ...]:
-    """The driver's id of each rank's GPU, "" for the CPU beside them; () if no rank has a GPU."""
+    """The driver's id of each rank's GPU, "" for ranks on the CPU; () if no rank has a GPU."""
     uuids = {f"cuda:{gpu.index}": gpu.uuid for gpu in host.gpus}
     return tuple(uuids.get(name, "") for name in devices) if set(devices) != {"cpu"} else ()
 

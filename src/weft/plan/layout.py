@@ -65,7 +65,7 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
 
     - ranks: one;
     - tokens in a step: BATCHED_TOKENS (`planner.execution` chooses more if possible);
-    - layers per stage: those that make the slowest stage as fast as possible (`layers_by_weight`);
+    - layers per stage: the layers that make the slowest stage as fast as possible (`layers_by_weight`);
     - devices: GPUs in their order, or the CPU if there are no GPUs.
 
     Raises ConfigError for a value out of its range and PlanError for a layout that this model or this machine cannot
@@ -257,7 +257,7 @@ def layers_by_weight(shape: ModelShape, stages: int) -> list[int]:
 
 
 def _check_float16_on_cpu(checkpoint: Checkpoint, old: Gpu) -> None:
-    """Raise ConfigError if the CPU cannot compute in float16 beside a GPU that is too old for bfloat16."""
+    """Raise ConfigError if the CPU cannot compute in float16 together with a GPU that is too old for bfloat16."""
     published = checkpoint.shape.published
     if published is not None:
         raise ConfigError(
@@ -283,8 +283,8 @@ def compute_dtype(config: EngineConfig, checkpoint: Checkpoint, host: Host, devi
 
     - bfloat16 for a float32 checkpoint: half the bytes to read per token (dtype float32 keeps them);
     - bfloat16 for a GGUF file, whose types are for storage;
-    - bfloat16 on a CPU, or beside one, for weights that GPTQ or AWQ quantised: the CPU kernels do not multiply them in
-      float16;
+    - bfloat16 if a CPU computes, alone or with GPUs, for weights that GPTQ or AWQ quantised: the CPU kernels do not
+      multiply them in float16;
     - float16 in place of bfloat16 on GPUs that are too old to compute in bfloat16.
     """
     old = [gpu for gpu in host.gpus_of(devices) if gpu.capability < BF16_CAPABILITY]

@@ -1,7 +1,8 @@
 """Memory caps per device, in accelerate's form: 0=40GB,1=40GiB,cpu=64GB.
 
-As in accelerate, a GPU that is not named is not used. Unlike accelerate's, a cap is for all that lies on a device: the
-KV cache and the engine's own memory beside the weights. Units are bytes whatever their case (accelerate's 40gb: bits).
+As in accelerate, a GPU that is not named is not used. Unlike accelerate's, a cap is for all that lies on a device:
+besides the weights, the KV cache and the engine's own memory. Units are bytes whatever their case (accelerate's 40gb:
+bits).
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def check_caps(caps: Caps, count: int) -> None:
         raise ConfigError(f"--max-memory names GPU {beyond[0]}; {available}", code="max-memory-beyond-gpus")
     if count and not any(caps.gpus.values()):
         raise ConfigError(
-            "--max-memory leaves no GPU, for those that it does not name are not used, as with accelerate: add 0=40GB",
+            "--max-memory leaves no GPU: GPUs that it does not name are not used, as with accelerate; add 0=40GB",
             code="max-memory-leaves-no-gpu",
         )
 
@@ -90,8 +91,8 @@ def device_caps(
 ) -> dict[str, int]:
     """Cap in bytes of each device that ranks may run on, by the engine's device name; {} without --max-memory.
 
-    `gpus` is the number of GPUs, `ids` those of --device-ids, which may name the CPU beside them. Raises ConfigError as
-    `check_caps` does, for one of `ids` that is left out, and for caps of GPUs if the ranks run on the CPU.
+    `gpus` is the number of GPUs, `ids` the value of --device-ids, which may name the CPU too. Raises ConfigError as
+    `check_caps` does, for a device in `ids` that is left out, and for caps of GPUs if the ranks run on the CPU.
     """
     if max_memory is None:
         return {}
@@ -99,8 +100,8 @@ def device_caps(
     if not on_cpu:
         check_caps(caps, gpus)
         _check_device_ids(caps, ids or ())
-        beside = {"cpu": caps.cpu} if caps.cpu is not None and "cpu" in (ids or ()) else {}
-        return {f"cuda:{number}": limit for number, limit in sorted(caps.gpus.items()) if limit} | beside
+        cpu_cap = {"cpu": caps.cpu} if caps.cpu is not None and "cpu" in (ids or ()) else {}
+        return {f"cuda:{number}": limit for number, limit in sorted(caps.gpus.items()) if limit} | cpu_cap
     if caps.gpus:
         raise ConfigError(
             f"--max-memory names GPU {min(caps.gpus)}, and the ranks run on the CPU; that is capped as in cpu=8GB",
@@ -119,7 +120,7 @@ def _check_device_ids(caps: Caps, ids: Sequence[int | str]) -> None:
 
 
 def cap_cluster(cluster: Cluster, caps: Caps) -> Cluster:
-    """Set the caps as limits of the cluster's devices; a GPU without a cap gets a limit of 0. Beside GPUs a CPU
+    """Set the caps as limits of the cluster's devices; a GPU without a cap gets a limit of 0. If there are GPUs, a CPU
     without a cap is as if it were not there.
 
     Raises ConfigError as `check_caps` does.

@@ -56,11 +56,11 @@ def step_bytes(
     draft_tokens: int = 0,
     context: int = 0,
 ) -> int:
-    """Estimate the bytes that a step of our engine needs beside weights and KV cache, if they cannot be measured.
+    """Estimate the bytes that a step of our engine needs besides weights and KV cache, if they cannot be measured.
 
     Counted are the widest point of a layer for each of `tokens` tokens and, on the output rank, the logits held at
-    once: one row for each of `sequences` and each of its `draft_tokens`, or SCORED_POSITIONS rows of a prompt. With
-    latent attention, so is the `context` of a prompt that is expanded.
+    once. These are one row for each of `sequences` and each of its `draft_tokens`, or SCORED_POSITIONS rows of a
+    prompt. With latent attention, so is the `context` of a prompt that is expanded.
     """
     attention = _attention_width(shape, place)
     feed_forward = FFN_COPIES * len(place.ffn)
@@ -76,7 +76,7 @@ def step_bytes(
 
 
 def expanded_bytes(shape: ModelShape, place: Place, context: int, number_bytes: int) -> int:
-    """Bytes that latent attention takes while it reads a prompt with so many tokens before it; 0 for other attention.
+    """Bytes that latent attention takes to read a prompt after `context` tokens; 0 for other attention.
 
     The latents of the context are copied out of the cache; they are counted twice. Then as many heads as fit into
     EXPANDED_BYTES, or one, have their keys and values projected from them. Except in Triton both are copied to whole
@@ -103,11 +103,11 @@ def _attention_width(shape: ModelShape, place: Place) -> int:
 def kv_blocks(plan: Plan, capacities: Sequence[Capacity]) -> int:
     """Number of KV blocks that every rank can hold: the minimum over all devices of budget / bytes per block.
 
-    GPUs of the same number on several nodes are several devices; the memory of a host is one.
-    The budget is `plan.kv_cache_bytes` per rank if the user gave it. Otherwise the ranks of a device share the smallest
-    free memory that they report, of which a CPU gives min(4 GB, a quarter) to all engines
-    together. `plan.max_memory` limits the budget to what it leaves beside weights, activations and, on a CPU, the
-    engine's own memory; on a GPU the reports include that memory, since `gpu_memory_utilization` is at most that share.
+    GPUs of the same number on several nodes are several devices; the memory of a host is one. The budget is
+    `plan.kv_cache_bytes` per rank if the user gave it. Otherwise the ranks of a device share the smallest free memory
+    that they report, of which a CPU gives min(4 GB, a quarter) to all engines together. `plan.max_memory` limits the
+    budget to what it leaves after weights, activations and, on a CPU, the engine's own memory; on a GPU the reports
+    include that memory, since `gpu_memory_utilization` is at most that share.
 
     Raises PlanError if a device has no room for one block of each KV group, or if kv_cache_bytes and max_memory
     contradict each other.
@@ -142,7 +142,7 @@ def _capped_budget(plan: Plan, device: str, ranks: Sequence[Capacity]) -> int:
     left = plan.max_memory[device] - sum(rank.weight_bytes + rank.activation_bytes + own for rank in ranks)
     if plan.kv_cache_bytes is not None and plan.kv_cache_bytes * len(ranks) > left:
         raise PlanError(
-            f"--max-memory leaves {max(0, left):,} bytes of {device} beside the weights, and "
+            f"--max-memory leaves {max(0, left):,} bytes of {device} after the weights, and "
             f"--kv-cache-memory-bytes wants {plan.kv_cache_bytes * len(ranks):,}: leave one of them out",
             code="kv-cache-exceeds-max-memory",
         )
@@ -156,7 +156,7 @@ def _no_room(plan: Plan, host: str, device: str, budget: int, cost: int) -> str:
     if plan.kv_cache_bytes is not None:
         source, ways = "--kv-cache-memory-bytes gives", ["raise --kv-cache-memory-bytes", more_ranks]
     elif device in plan.max_memory:
-        source = "--max-memory leaves beside weights, activations and the engine itself"
+        source = "--max-memory leaves after weights, activations and the engine itself"
         ways = ["raise it", fewer_tokens] if device == "cpu" else ["raise it", more_ranks, fewer_tokens]
     elif device == "cpu":
         source = "a quarter of the free memory, at most 4 GB, is"

@@ -181,7 +181,7 @@ def on_other_nodes(plan: Plan, first: int) -> Plan:
 
 @contextmanager
 def named_gpus(hosts: Sequence[Host]) -> Iterator[None]:
-    """Have a PlanError about a GPU of `joined_host`, such as one whose memory is taken, say whose it is."""
+    """Have a PlanError about a GPU of `joined_host`, for example about taken memory, say which host it is on."""
     try:
         yield
     except PlanError as error:

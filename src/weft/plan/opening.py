@@ -12,8 +12,8 @@ from weft.errors import ConfigError
 from weft.formats.checkpoint import Checkpoint, resolve
 from weft.formats.pooling import PoolingTask
 
-# vLLM's overrides for Qwen3-Reranker (https://docs.vllm.ai/en/latest/models/supported_models), and the one that lets
-# embeddings be cut, as Weft always does.
+# vLLM's overrides for Qwen3-Reranker (https://docs.vllm.ai/en/latest/models/supported_models), and the override that
+# lets embeddings be cut, as Weft always does.
 RERANKER: dict[str, Any] = {
     "architectures": ["Qwen3ForSequenceClassification"],
     "classifier_from_token": ["no", "yes"],

@@ -26,7 +26,7 @@ def spread_word(device_map: DeviceMap) -> Spread | None:
 
 
 def module_devices(device_map: DeviceMap) -> Mapping[str, Any]:
-    """Device of each module; a device alone is that of the whole model. Raises ConfigError for another word."""
+    """Device of each module; a device alone is for the whole model. Raises ConfigError for another word."""
     if not isinstance(device_map, str):
         return device_map
     is_device = device_map.isdigit() or device_map in ("cpu", "disk") or device_map.startswith("cuda")
@@ -98,8 +98,8 @@ def apply_device_map(config: EngineConfig, shape: ModelShape, host: Host, precis
     """Replace the config's device map by the layers per stage and the devices that it gives this model.
 
     A strategy instead of a map is left to the planner's search, except without GPUs: then all layers are on the CPU.
-    `precision` is that of the weights, for the sizes in messages. Raises ConfigError for a map that is no pipeline of
-    the model on this machine.
+    `precision` is the weights', for the sizes in messages. Raises ConfigError for a map that is no pipeline of the
+    model on this machine.
     """
     if config.device_map is None:
         return config

@@ -33,7 +33,7 @@ NO_EXPERTS = ExpertSpans(Span(0, 0), Span(0, 0), Span(0, 0))
 
 
 def column_unit(shape: ModelShape, precision: str) -> int:
-    """Number of MLP columns that stay together in this precision: those that share a scale, at least FFN_UNIT."""
+    """Number of MLP columns that stay together in this precision: the columns that share a scale, at least FFN_UNIT."""
     return max(FFN_UNIT, scale_columns(shape, precision))
 
 
@@ -83,8 +83,8 @@ def cut_experts(
 ) -> list[tuple[Span, Span]]:
     """Each rank's experts, and its columns of each of them.
 
-    `weights` are those of all ranks that share the experts of a layer. They form `expert_parallel` crews of neighbours.
-    Whole experts are dealt to the crews, and the ranks of a crew divide the columns of each.
+    `weights` are the weights of all ranks that share the experts of a layer. They form `expert_parallel` crews of
+    neighbours. Whole experts are dealt to the crews, and the ranks of a crew divide the columns of each.
     """
     check_expert_parallel_size(expert_parallel, len(weights), experts.count)
     size = len(weights) // expert_parallel

@@ -78,8 +78,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     - `places`, `devices`, `cores`: one entry per rank, in rank order. `cores` are the CPU numbers that the rank's
       threads may use.
     - `max_num_seqs`, `max_num_batched_tokens`: limits of each attention group.
-    - `uuids`: the driver's ids of the GPUs, in rank order, "" for a rank on the CPU beside them; empty on a CPU.
-    - `max_threads`: largest number of threads per rank (OMP_NUM_THREADS); None for one per core.
+    - `uuids`: the driver's ids of the GPUs, in rank order, "" for a rank on the CPU; empty if all ranks are on the CPU.
+    - `max_threads`: largest number of threads per rank (OMP_NUM_THREADS); None for a thread per core.
     - `peer_to_peer`: False if a measurement found that the GPUs do not reach each other's memory correctly; all traffic
       between them then goes through the host's memory.
     - `product_backend`: "own", "humming", or "auto" if ranks race both for each shape of a quantised weight.
@@ -231,11 +231,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def uses_cpu(self) -> bool:
-        """True if a rank runs on a CPU: all of them, or a pipeline stage beside those on GPUs."""
+        """True if a rank runs on a CPU: all of them, or one pipeline stage while others run on GPUs."""
         return any(device.kind == "cpu" for device in self.devices)
 
     def rank_backend(self, rank: int) -> str:
-        """Attention backend of a rank: that of the plan, but beside GPUs a CPU takes its own instead of theirs."""
+        """Attention backend of a rank: the plan's, except that a CPU used with GPUs takes its own."""
         is_beside = self.devices[rank].kind == "cpu" and not self.on_cpu
         return "auto" if is_beside and runs_on_gpus(self.attention_backend) else self.attention_backend
 

@@ -1,5 +1,5 @@
-"""Backends of products with quantised weights: Weft's own kernels, and a library that is installed beside it. One table
-says which schemes the library multiplies, and why not the others; the plan and the ranks judge by it."""
+"""Backends of products with quantised weights: Weft's own kernels, and a library that may be installed. One table says
+which schemes the library multiplies, and why not the others; the plan and the ranks judge by it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PACKAGE = "humming-kernels"
 VERSION = "0.1.20"
 EXTRA = "humming"
 # Meaning of `auto`: "own" until docs/benchmarks.md has a card's figures of both; with "race" the ranks race them, shape
-# by shape. Nothing else is to be changed for that.
+# by shape. Nothing else is to be changed for a race.
 AUTO: Literal["own", "race"] = "own"
 
 # Rows and columns of a weight are padded to multiples of these, of which the library's tiles are divisors; vLLM pads
@@ -142,8 +142,8 @@ def with_product_backend(
 ) -> EngineConfig:
     """Set the config's backend of products to what the ranks do: "own", "humming", or "auto" if they race both.
 
-    `schemes` are the names of those that the model's weights have. Raises ConfigError for products that were asked for
-    and cannot be had on these devices or for this model, before any weight is read.
+    `schemes` are the names of the model's weights' schemes. Raises ConfigError for products that were asked for and
+    cannot be had on these devices or for this model, before any weight is read.
     """
     backend = config.product_backend
     if backend == "own" or config.deterministic or (backend == "auto" and AUTO == "own"):
@@ -156,7 +156,9 @@ def with_product_backend(
     reason = against_device(device, dtype) or against_schemes(schemes, dtype)
     family = kernel_family(config.attention_backend, on_cpu=False)
     if reason is None and family != "triton":
-        reason = f"they stand beside the Triton kernels, and --attention-backend {config.attention_backend} has none"
+        reason = (
+            f"they replace products of the Triton kernels, and --attention-backend {config.attention_backend} has none"
+        )
     if reason is None:
         return replace(config, product_backend=backend)
     if backend == "humming":
@@ -175,10 +177,10 @@ def against_schemes(schemes: Collection[str], dtype: str) -> str | None:
 
 
 def repacking_bytes(plan: Plan, rank: int) -> int:
-    """Bytes that a rank needs beside its weights, at most, if the library multiplies them.
+    """Bytes that a rank needs besides its weights, at most, if the library multiplies them.
 
-    These are what the weights are padded by, locks, and while weights are repacked a second one of the largest
-    parameter, a third one if it races Weft's kernels, and COPIES of a band of it.
+    These are what the weights are padded by, and locks. While weights are repacked there is also a second one of the
+    largest parameter, a third one if it races Weft's kernels, and COPIES of a band of it.
     """
     if plan.product_backend == "own" or plan.devices[rank].kind == "cpu":
         return 0

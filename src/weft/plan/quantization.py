@@ -78,7 +78,7 @@ def tensor_schemes(
 def quantised_dtypes(backend: str, devices: Sequence[str]) -> tuple[DType, ...]:
     """Dtypes of activations in which all of these devices multiply quantised weights.
 
-    A CPU beside GPUs keeps its own kernels if the backend is one of GPUs.
+    A CPU that is used with GPUs keeps its own kernels if the backend is for GPUs.
     """
     beside_gpus = any(name != "cpu" for name in devices) and runs_on_gpus(backend)
     families = {
@@ -100,7 +100,7 @@ def quantises_online(quantization: str, shape: ModelShape) -> bool:
 
 
 def cut_precision(config: EngineConfig, shape: ModelShape, schemes: Mapping[str, str]) -> str:
-    """A precision whose scales cover as many columns as those of the held weights, for `places.column_unit`."""
+    """A precision whose scales cover as many columns as the held weights' scales, for `places.column_unit`."""
     if quantises_online(config.quantization, shape):
         return ONLINE_QUANTIZATIONS[config.quantization]
     return shape.published.precision if shape.published and schemes else "bf16"

@@ -23,7 +23,7 @@ def check_layout(
 ) -> tuple[int | None, int | None]:
     """Check a layout against its own fields and the model. Arguments are named as the fields of EngineConfig.
 
-    Returns the tensor-parallel size and the number of pipeline stages, None for one that the arguments leave open.
+    Returns the tensor-parallel size and the number of pipeline stages, None for a size that the arguments leave open.
     Raises ConfigError for arguments that contradict each other, PlanError for a layout that the model cannot have.
     """
     if tensor_split is not None:

@@ -26,7 +26,7 @@ CUT = (
 
 
 def cut_of(config: EngineConfig) -> dict[str, object]:
-    """The options of a config that cut the model, without those that are left out."""
+    """The options of a config that cut the model, without options that are left out."""
     return {name: getattr(config, name) for name in CUT if getattr(config, name) != getattr(DEFAULT_CONFIG, name)}
 
 

@@ -98,7 +98,7 @@ def to_speculative_config(speculation: Speculation) -> dict[str, Any]:
 
 
 def fetch_draft(model: str, load_format: str) -> DraftModel:
-    """Fetch a draft model by name, like any other model; `load_format` is that of the large model."""
+    """Fetch a draft model by name, like any other model; `load_format` is the large model's."""
     source = checkpoint.resolve(model, load_format="dummy" if load_format == "dummy" else "auto")
     if source.format == "sharded_state":
         raise ConfigError(
@@ -109,10 +109,10 @@ def fetch_draft(model: str, load_format: str) -> DraftModel:
 
 
 def check_draft_groups(speculation: Speculation, data_parallel: int) -> None:
-    """Raise ConfigError for a draft model beside several attention groups."""
+    """Raise ConfigError for a draft model together with several attention groups."""
     if speculation.draft is not None and data_parallel > 1:
         raise ConfigError(
-            f"the draft model {speculation.draft.model} runs beside one output rank, and --data-parallel-size "
+            f"the draft model {speculation.draft.model} runs next to one output rank, and --data-parallel-size "
             f"{data_parallel} has as many: leave one of them out, or draft by prompt lookup "
             '(--speculative-config \'{"method": "ngram"}\')',
             code="draft-beside-attention-groups",
@@ -120,7 +120,7 @@ def check_draft_groups(speculation: Speculation, data_parallel: int) -> None:
 
 
 def draft_plan(plan: Plan) -> Plan:
-    """Plan of the draft model of `plan`: whole, on the output rank's device, beside its part of the large model."""
+    """Plan of the draft model of `plan`: whole, on the output rank's device, next to its part of the large model."""
     assert plan.speculation and plan.speculation.draft
     draft, rank = plan.speculation.draft, plan.output_rank
     return replace(

@@ -35,7 +35,7 @@ class GroupFiles(msgspec.Struct, frozen=True):
 class EdgeFiles(msgspec.Struct, frozen=True):
     """File descriptors that two consecutive stages share: memory, and two pipes (read, write).
 
-    `full` tells the receiver that a tensor was written, `free` tells the sender that one was taken.
+    `full` tells the receiver that a tensor was written, `free` tells the sender that a tensor was taken.
     """
 
     memory: int

@@ -1,4 +1,4 @@
-"""Activations: bytes of a rank's step beside weights and KV."""
+"""Activations: bytes of a rank's step besides weights and KV."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ MIB = 1 << 20
 def activation_bytes(
     shape: ModelShape, place: Place, tokens: int, rows: int, profile: Profile, number_bytes: int, *, context: int = 0
 ) -> int:
-    """Bytes of a step of `tokens` tokens beside weights and KV, if `rows` of its sequences sample. `context` is the
+    """Bytes of a step of `tokens` tokens besides weights and KV, if `rows` of its sequences sample. `context` is the
     length of the longest request.
 
-    The steps of a draft model come after those of the large one, in the same memory.
+    The steps of a draft model come after the large model's, in the same memory.
     """
     if profile.own_activations.value:
         speculation = profile.speculation

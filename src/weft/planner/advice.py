@@ -189,7 +189,7 @@ def _roomiest(question: Question) -> Fit | None:
 
 
 def _spare(memory: Footprint) -> float:
-    """Bytes that are left on the fullest GPU beside the weights, the engine and one request."""
+    """Bytes that are left on the fullest GPU after the weights, the engine and one request."""
     return min(
         (rank.memory_bytes if rank.limit_bytes is None else rank.limit_bytes)
         - rank.weights.total
@@ -204,8 +204,8 @@ def _to_spare(cut: Cut, memory: Footprint) -> Note:
 
 
 def _smaller_checkpoints(question: Question) -> Iterator[tuple[str, str]]:
-    """(precision, name) of checkpoints with fewer bytes than those of the question, in the same kind of file. Weft
-    reads GGUF in place of any, and compresses to some precisions itself."""
+    """(precision, name) of checkpoints with fewer bytes than the question's, in the same kind of file. Weft reads GGUF
+    in place of any, and compresses to some precisions itself."""
     in_gguf = question.engine == "llama.cpp" or any(name in gguf_types.MIXES for name in question.precisions)
     if in_gguf:
         names = GGUF_CHECKPOINTS | (WEFT_SCHEMES if question.engine == "weft" else {})
@@ -285,8 +285,8 @@ def _larger_gpu(question: Question) -> Iterator[Note]:
 
 
 def _larger_gpus(cluster: Cluster) -> list[GpuSpec]:
-    """GPUs of the catalogue with more memory than those of the cluster and at least their capability, the smallest
-    first; for a CPU all of them."""
+    """GPUs of the catalogue with more memory than the cluster's and at least their capability, the smallest first; for
+    a CPU all of them."""
     present = cluster.gpus[0]
 
     def suits(gpu: GpuSpec) -> bool:
@@ -346,7 +346,7 @@ def _idle_gpus(result: SearchResult, best: Candidate) -> Iterator[Note]:
 
 
 def _gain_of_fewer_bits(question: Question, best: Candidate) -> Iterator[Note]:
-    """The first smaller precision that helps; those that the engine computes in are tried first."""
+    """The first smaller precision that helps; precisions that the engine computes in are tried first."""
     smaller = sorted(_smaller_checkpoints(question), key=lambda row: not _computes(question, row[0]))
     for precision, checkpoint in smaller:
         changed = search(_with_same_cut(question, best, precisions=(precision,)))
@@ -370,7 +370,7 @@ def _gain_of_hardware(question: Question, best: Candidate) -> Iterator[Note]:
     if grown is None:
         return
     constraints = LayoutConstraints()
-    if len(grown.nodes) > 1:  # another node is used as those that are present
+    if len(grown.nodes) > 1:  # another node is used as the present ones
         layout, parts = best.layout, question.constraints.expert_parts
         constraints = LayoutConstraints(
             tensor_parallel=layout.tensor_parallel, expert_parallel=layout.deals_experts, expert_parts=parts

@@ -61,7 +61,7 @@ def stated_quote(prices: tuple[float, ...], usage: Usage) -> Quote:
 
 
 def find_quote(name: str, usage: Usage) -> Quote:
-    """The quote for `model` or `provider/model`. Raises ConfigError with the nearest names for one that is unknown."""
+    """The quote for `model` or `provider/model`. Raises ConfigError with the nearest names for an unknown name."""
     for provider, model in _named(name):
         priced = _quote(provider, model, usage)
         if priced:

@@ -30,9 +30,9 @@ from weft.planner.partition import StageBudget, partition_layers
 class ModelBytes(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of a model by part.
 
-    `weights` are those of each layer, `sizes` with the KV of one request added. `first` is the embedding of a first
-    stage, `last` the norm and head of a last one, and `both` all of these if one stage is first and last (a tied head
-    is then the embedding). `sampling` is what an engine holds in addition on the rank that samples.
+    `weights` are the bytes of each layer's weights, `sizes` with the KV of one request added. `first` is the embedding
+    of a first stage, `last` the norm and head of a last one. `both` is all of these if one stage is first and last (a
+    tied head is then the embedding). `sampling` is what an engine holds in addition on the rank that samples.
     """
 
     weights: Sequence[float]
@@ -79,7 +79,7 @@ def balance_layers(model: ModelBytes, rooms: Sequence[float], strategy: Spread) 
 
 
 def balanced(model: ModelBytes, rooms: Sequence[float]) -> tuple[int, ...]:
-    """Layers as even as possible, on every device with room for one, as far as there are layers."""
+    """Layers as even as possible, on every device with room for a layer, as far as there are layers."""
     layers = _evenly(model, rooms, model.first) or _evenly(model, [inf] * len(rooms), model.first)
     assert layers is not None, "there is room for everything"
     return layers
@@ -103,7 +103,7 @@ def balanced_low_0(model: ModelBytes, rooms: Sequence[float]) -> tuple[int, ...]
 
 
 def sequential(model: ModelBytes, rooms: Sequence[float]) -> tuple[int, ...]:
-    """The layers that each device has room for; a device without room for one is left out."""
+    """The layers that each device has room for; a device without room for a layer is left out."""
     counts: list[int] = []
     start = 0
     for number, room in enumerate(rooms):

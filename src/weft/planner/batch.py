@@ -11,7 +11,7 @@ from weft.planner.profiles import Constant, Profile
 from weft.planner.replica import PlannedReplica
 
 FULL = 0.1  # of each token's time: a step keeps the multipliers busy if doubling its tokens would save less than this
-KV_SHARE_FOR_STEP = 0.03  # of the KV cache beside the smallest step: the activations of a larger one may take this much
+KV_SHARE_FOR_STEP = 0.03  # of the KV cache at the smallest step: the activations of a larger one may take this much
 
 
 class TokenBudget(NamedTuple):
@@ -46,21 +46,21 @@ def with_smallest_budget(profile: Profile) -> Profile:
 def token_budgets(replica: PlannedReplica, profile: Profile, longest: int) -> Iterator[TokenBudget]:
     """Token budgets for the steps of this replica, the best first and the smallest last.
 
-    The caller takes the first whose activations leave the KV cache all but KV_SHARE_FOR_STEP of the size that it has
-    beside the smallest budget. `longest` is the longest request in tokens.
+    The caller takes the first whose activations leave at least 1 - KV_SHARE_FOR_STEP of the KV cache that the smallest
+    budget leaves. `longest` is the longest request in tokens.
 
-    A step reads prompts beside the next token of every running request, and all those requests wait for the whole step.
-    So the best budget is the largest power of two with which a step full of one prompt takes at most `hold_up_ms`.
-    Smaller ones help nobody: each streams the weights again, and launches its kernels one by one, while steps without
-    prompts replay a graph. Larger ones pause answers long enough for their readers to notice. In a pipeline the best
-    budget is the smallest that keeps the multipliers busy, since steps behind a long one wait for it in every stage.
+    A step reads prompts as well as the next token of every running request, and all those requests wait for the whole
+    step. So the best budget is the largest power of two with which a step full of one prompt takes at most
+    `hold_up_ms`. Smaller budgets gain nothing: each step streams the weights again, and launches its kernels
+    separately, while steps without prompts replay a graph. Larger ones pause answers long enough for their readers to
+    notice. In a pipeline the best budget is the smallest that keeps the multipliers busy, since steps behind a long one
+    wait for it in every stage.
 
-    The multipliers are busy if twice the tokens save less than FULL of each token's time. Below that, weights (of
-    experts, of which a token meets only a few) are streamed faster than they are multiplied, and prompts in smaller
-    steps would delay answers longer in total. So the budget is never below that point. It is at least
-    `small_num_batched_tokens`, and at least twice `max_num_seqs`, so that the next tokens of all requests leave room
-    for prompts. It is at most `max_num_batched_tokens`, or all tokens of `max_num_seqs` requests of the `longest`
-    length.
+    The multipliers are busy if twice the tokens save less than FULL of each token's time. Below that point, weights (of
+    experts, of which a token meets only a few) are streamed faster than they are multiplied, and smaller steps would
+    delay answers longer in total. So the budget is never below that point. It is at least `small_num_batched_tokens`,
+    and at least twice `max_num_seqs`, so that the next tokens of all requests leave room for prompts. It is at most
+    `max_num_batched_tokens`, or all tokens of `max_num_seqs` requests of the `longest` length.
 
     One figure serves every use: offline runs lose nothing by it, since the launches of a step this long are less than
     a hundredth of it.

@@ -33,7 +33,7 @@ def layers_on_cpu(question: Question) -> Iterator[Note]:
         if size * 10**9 <= least:
             continue
         cpu = msgspec.structs.replace(typical_cpu(), limit_bytes=size * 10**9)
-        best = search(msgspec.structs.replace(question, cluster=cluster.beside(cpu))).best
+        best = search(msgspec.structs.replace(question, cluster=cluster.with_cpu(cpu))).best
         if best:
             yield create_note(
                 "try_layers_on_cpu",

@@ -35,7 +35,7 @@ MIN_GAIN = 1.05  # gains below it are not worth a line
 
 
 class Binding(msgspec.Struct, frozen=True, kw_only=True):
-    """The resource that limits the best candidate: the one of which twice as much helps most.
+    """The resource that limits the best candidate: doubling it helps most.
 
     `gains` are the factors by which twice of each resource improves the objective. `resource` is None if none of them
     does. `note` says it in words.
@@ -61,15 +61,16 @@ def binding_constraint(result: SearchResult) -> Binding:
     gains = {resource: round(_gain(result, best, resource), 3) for resource in RESOURCES}
     most: Resource = max(RESOURCES, key=lambda resource: gains[resource])
     if gains[most] < MIN_GAIN:
-        return Binding(resource=None, gains=gains, note=create_note("bound_by_engine", doubling=_told(gains)))
-    doubling = _told(gains, MEASURES[question.objective])
+        return Binding(resource=None, gains=gains, note=create_note("bound_by_engine", doubling=_describe_gains(gains)))
+    doubling = _describe_gains(gains, MEASURES[question.objective])
     return Binding(resource=most, gains=gains, note=create_note(f"bound_by_{most}", doubling=doubling))
 
 
 def _gain(result: SearchResult, best: Candidate, resource: Resource) -> float:
     """The factor by which twice of a resource improves the best candidate.
 
-    At least 1: with room for more requests at once the engine may be slower in all, but nobody has to let so many run.
+    At least 1: with room for more requests at once the engine may be slower in all, but the user need not let that many
+    run.
     """
     question = result.question
     richer = msgspec.structs.replace(question, cluster=doubled(question.cluster, resource))
@@ -80,7 +81,7 @@ def _gain(result: SearchResult, best: Candidate, resource: Resource) -> float:
     return max(1.0, objective_value(richer, changed) / objective_value(question, best))
 
 
-def _told(gains: Mapping[Resource, float], measure: str = "speed") -> str:
+def _describe_gains(gains: Mapping[Resource, float], measure: str = "speed") -> str:
     """ "Doubling: memory -> 2.1x the throughput, compute -> 1.1x", the largest gain first."""
     first, *others = sorted(gains, key=lambda resource: -gains[resource])
     following = "".join(f", {RESOURCES[resource]} -> {format_factor(gains[resource])}" for resource in others)

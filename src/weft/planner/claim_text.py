@@ -101,7 +101,7 @@ class GainClaim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_claim(text: str) -> Claim | LinkClaim | GainClaim:
-    """Parse a claim in one of FORMS. Raises ConfigError for a text that is none."""
+    """Parse a claim that has one of FORMS. Raises ConfigError for a text that is none."""
     plain = plain_claim(text)
     if match := _GAIN.fullmatch(plain):
         run = match["after"] or match["before"]

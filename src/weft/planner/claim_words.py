@@ -14,7 +14,7 @@ _CARDS = r"\d{1,5}\s*x\s*(?!\d+(?:\.\d+)?b\b)"  # 2x A100, but not 8x7B
 _COUNTED = r"\d{1,5}\s+(?:gpus?|cards?)\b"
 _BITS = re.compile(r"(?:\b(?:in|with|at)\s+)?\b(?P<bits>4|8|16)[ -]?bits?\b", re.IGNORECASE)
 _OF_BITS = {"4": "4-bit", "8": "8-bit", "16": "bf16"}
-# Verbs that say where a model runs, and those that say what it needs; the second are a table's heads, too.
+# Verbs that say where a model runs, and verbs that say what it needs; the second are a table's heads, too.
 _ON = re.compile(r"\b(?:can\s+)?(?:fits?|runs?|works?)\s+(?:on|in|into|with)\b", re.IGNORECASE)
 _NEEDS = re.compile(
     r"\b(?:needs|takes|requires|uses|wants|(?:needs\s+)?(?:at least|min(?:imum)?\b\.?))"

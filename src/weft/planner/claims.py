@@ -25,9 +25,9 @@ TOKENS = 2048  # tokens of the one request, if the claim gives no length
 class ClaimVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """The verdict on a claim, with the arithmetic.
 
-    `weight_bytes` and `kv_bytes` are those of the model and of the request, `usable_bytes` those of all GPUs together.
-    A token reads `read_bytes` of weights, and `bound_tok_s` is the most that memory bandwidth allows one request; None
-    for cards of which only the memory is known. `layout` is one that has the room, or None.
+    `weight_bytes` and `kv_bytes` are the model's and the request's, `usable_bytes` all GPUs' together. A token reads
+    `read_bytes` of weights, and `bound_tok_s` is the most that memory bandwidth allows one request; None for cards of
+    which only the memory is known. `layout` is one that has the room, or None.
     """
 
     possible: bool
@@ -41,7 +41,7 @@ class ClaimVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def claimed_tokens(shape: ModelShape, tokens: int | None) -> int:
-    """Tokens of the one request: those of the claim, else TOKENS, or fewer if the model's context is shorter."""
+    """Tokens of the one request: the claim's, else TOKENS, or fewer if the model's context is shorter."""
     return min(TOKENS, shape.longest) if tokens is None else tokens
 
 
@@ -57,7 +57,7 @@ def judge_claim(
     """The verdict on a claim. It is impossible only if no layout can do it.
 
     Either the weights and the KV of one request exceed the GPUs' memory less RESERVED_BYTES each, for every cut of the
-    model (with `tensor` ranks in a stage, if that is given), or the speed exceeds the bandwidth of all GPUs together.
+    model (with `tensor` ranks in a stage, if given). Or the speed exceeds the bandwidth of all GPUs together.
     """
     tokens = claimed_tokens(shape, tokens)
     gpus = [device.gpu for device in cluster_devices(cluster)]
@@ -100,7 +100,7 @@ def find_layout(
 ) -> DeploymentLayout | None:
     """A layout with which the weights and the KV of `tokens` tokens fit every GPU, cut as finely as possible, or
     None. `fixed` is the number of ranks of a stage, if the claim has it."""
-    # The largest GPUs first, so that those of similar size are neighbours.
+    # The largest GPUs first, so that GPUs of similar size are neighbours.
     devices = sorted(cluster_devices(cluster), key=lambda device: -device.gpu.memory_bytes)
     usable = [device.gpu.memory_bytes - RESERVED_BYTES for device in devices]
     if weights_by_kind(shape, precision).total > sum(usable):

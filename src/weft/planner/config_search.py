@@ -80,7 +80,7 @@ def configs_of_best(
     cluster: Cluster,
     speculative: Speculation | None = None,
 ) -> list[EngineConfig]:
-    """The config with the best layout on this machine's GPUs in it, or on those of `device_ids`, for each engine.
+    """The config with the best layout on this machine's GPUs, or on `device_ids`, for each engine.
 
     There is one engine per replica, or one for all if they share their experts. Raises PlanError if nothing fits.
     """
@@ -136,7 +136,7 @@ def _engine_config(
 
 
 def _device_ids(seats: Sequence[int], numbers: Sequence[int]) -> DeviceIds:
-    """The device of each of `seats` of a cluster: a GPU's number on the host, or the CPU beside them."""
+    """The device of each of `seats` of a cluster: a GPU's number on the host, or the CPU."""
     return tuple(numbers[seat] if seat < len(numbers) else "cpu" for seat in seats)
 
 
@@ -232,7 +232,7 @@ def _shares(config: EngineConfig, cluster: Cluster, best: Candidate, part: slice
     if len(usual) == len(best.layout.gpus):
         usual = usual[part]
     held = [cluster.devices[seat].held_bytes for seat in seats]
-    # The CPU beside GPUs has no share.
+    # A CPU that is used with GPUs has no share.
     taken = [
         (rank.usable_bytes + others) / rank.memory_bytes if seat < len(cluster.gpus) else 0.0
         for rank, others, seat in zip(ranks, held, seats, strict=False)

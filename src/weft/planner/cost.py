@@ -1,6 +1,6 @@
 """Predicted speed of a layout. Formulas: docs/planner-accuracy.md; constants: planner.profiles, hardware/data.
 
-A token of a request takes one round through all stages, plus its share of the prompts that are read meanwhile.
+A token of a request takes one round through all stages, plus its share of the prompts that are read in that time.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ def _limits(memory: Footprint, profile: Profile, workload: Workload) -> list[tup
 
 
 def _limit(replica: ReplicaMemory, stages: int, profile: Profile, workload: Workload) -> tuple[float, ConcurrencyLimit]:
-    """The limit of one replica. A step holds the next token of each request, and beside them the parts of prompts that
-    have to be read meanwhile so that as many requests stay in flight."""
+    """The limit of one replica. A step holds the next token of each request, and also the parts of prompts that have to
+    be read so that as many requests stay in flight."""
     sequences = min(profile.batch_limits(rank.memory_bytes)[1] for rank in replica.ranks)
     steps = stages if profile.pipelined.value else 1
     by_tokens = steps * replica.batched_tokens / (1 + workload.input_len / workload.output_len)

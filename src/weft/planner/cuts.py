@@ -137,8 +137,8 @@ def _of_precision(question: Question, precision: str) -> Iterator[CandidateLayou
 
 
 def _choices_of_pools(question: Question) -> Iterator[list[Group]]:
-    """Ways to choose pools of GPUs within which a tensor-parallel group may lie: the interconnect domains, and on a
-    mixed cluster all GPUs of a node together, those of each type without the others, and those of each name."""
+    """Ways to choose pools of GPUs within which a tensor-parallel group may lie: the interconnect domains; on a mixed
+    cluster also all GPUs of a node together, the GPUs of each type alone, and the GPUs of each name."""
     domains, nodes = interconnect_domains(question.cluster), node_devices(question.cluster)
     yield domains
     by_type: dict[object, list[Group]] = {}
@@ -184,9 +184,9 @@ def _crosswise(groups: Sequence[Group], stages: int, count: int) -> tuple[Replic
 def reordered_layouts(question: Question, layout: CandidateLayout) -> Iterator[CandidateLayout]:
     """The same cut with its stages or ranks in other orders, if the user has not said what each GPU holds.
 
-    For a pipeline on different GPUs: every order of a few types, otherwise the fastest first and the fastest last; each
-    replica with stages of all types, instead of replicas that differ; and if some GPUs stay idle, those of one type
-    instead of another. For ranks on different GPUs: the one with the most memory first, since it also samples.
+    For a pipeline on different GPUs: every order of a few types, otherwise the fastest first and the fastest last; also
+    each replica with stages of all types, instead of replicas that differ. If some GPUs stay idle, also the GPUs of one
+    type instead of another. For ranks on different GPUs: the GPU with the most memory first, since it also samples.
     """
     constraints, cut = question.constraints, layout.cut
     if constraints.devices or constraints.device_map_strategy or constraints.pipeline_split or constraints.tensor_split:

@@ -172,7 +172,7 @@ def deploy(
     """Lay out as many replicas as there are `gpus` for.
 
     `expert_parallel` is the number of parts into which the experts are dealt over the ranks of a replica's stage, or
-    over those of all replicas if these share their experts.
+    over the ranks of all replicas if these share their experts.
 
     Raises PlanError for a cut that the model does not allow.
     """

@@ -22,7 +22,7 @@ from weft.planner.profiles import engine_profile, kv_cache_dtype
 from weft.planner.question import LayoutConstraints, Question
 from weft.planner.stages import RankCapacity, layers_by_capacity
 
-ROOM_BESIDE_CPU = (4, 16)  # requests for which GPUs beside a CPU get room, too
+ROOM_BESIDE_CPU = (4, 16)  # requests for which GPUs get room if the CPU is used with them
 
 
 def with_balanced_stages(question: Question, precision: str, strategy: Spread) -> Question:

@@ -15,7 +15,7 @@ MAX_GROUPS = 16  # tensor-parallel groups per pool, if their size is no power of
 
 
 class Device(msgspec.Struct, frozen=True):
-    """One GPU of a cluster, or the CPU beside them: its number in cluster order, and the number of its node."""
+    """One GPU of a cluster, or its CPU: its number in cluster order, and the number of its node."""
 
     number: int
     node: int
@@ -24,7 +24,7 @@ class Device(msgspec.Struct, frozen=True):
 
 @lru_cache(maxsize=8)
 def cluster_devices(cluster: Cluster) -> tuple[Device, ...]:
-    """Every GPU, node by node, and last the CPU that layers may run on beside them."""
+    """Every GPU, node by node, and last the CPU if layers may run on it."""
     numbered = [(number, gpu) for number, node in enumerate(cluster.nodes) for gpu in node.gpus]
     numbered += [(0, cluster.cpu)] if cluster.cpu else []
     return tuple(Device(number, node, gpu) for number, (node, gpu) in enumerate(numbered))
@@ -32,8 +32,8 @@ def cluster_devices(cluster: Cluster) -> tuple[Device, ...]:
 
 @lru_cache(maxsize=8)
 def usable_devices(cluster: Cluster) -> tuple[Device, ...]:
-    """Every GPU that the user allows, node by node; GPUs that a bridge joins are neighbours. A CPU beside GPUs gets
-    layers only by name."""
+    """Every GPU that the user allows, node by node; GPUs that a bridge joins are neighbours. A CPU that is used with
+    GPUs gets layers only by name."""
     homes = cluster.gpu_positions
 
     def order(device: Device) -> tuple[int, float, int]:
@@ -103,7 +103,7 @@ def _by_node(groups: Sequence[tuple[Device, ...]]) -> Iterator[list[tuple[Device
 
 
 def tensor_sizes(pools: Sequence[Sequence[Device]], most: int) -> list[int]:
-    """Sizes of tensor parallelism worth trying, up to `most`, the largest first: the powers of two, and those that
+    """Sizes of tensor parallelism worth trying, up to `most`, the largest first: the powers of two, and sizes that
     divide a pool into few groups with no GPU idle."""
     sizes: set[int] = set()
     for pool in pools:

@@ -1,4 +1,4 @@
-"""Memory that speculative decoding takes on a rank beside the model itself."""
+"""Memory that speculative decoding takes on a rank besides the model itself."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def per_replica(self) -> Fleet:
-        """A fleet of one of the replicas."""
+        """A fleet with a single one of the replicas."""
         return Fleet(
             dollars_per_hour=self.dollars_per_hour / self.replicas,
             requests_per_s=self.requests_per_s / self.replicas,

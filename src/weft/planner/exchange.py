@@ -24,7 +24,7 @@ class ExchangeCost(msgspec.Struct, frozen=True):
     in which each rank sends or receives b bytes, its own part included, carries as many.
 
     - `sent`: number of ranks to which a token is sent, on average; None if all groups gather all tokens.
-    - `senders`: number of ranks of an attention group, which divide its tokens; `ranks`: those of all groups.
+    - `senders`: number of ranks of an attention group, which divide its tokens; `ranks`: number of ranks of all groups.
     - `graph_tokens`: a step of as many tokens or fewer is taken for a CUDA graph: all groups gather all tokens.
     """
 
@@ -40,7 +40,7 @@ class ExchangeCost(msgspec.Struct, frozen=True):
         """Seconds for an attention group with `tokens` of the `routed` tokens of all groups."""
         if self.sent is None or routed <= self.graph_tokens:
             return self._half_reduce_s(routed * self.token_bytes) + self._half_reduce_s(routed * self.result_bytes)
-        # A rank of a group without tokens still receives those of the others.
+        # A rank of a group without tokens still receives the tokens of the others.
         rows = max(tokens / self.senders, routed / self.ranks) * self.sent
         counts = self.link.seconds(COUNT_BYTES)
         return counts + self._half_reduce_s(rows * self.token_bytes) + self._half_reduce_s(rows * self.result_bytes)

@@ -45,7 +45,7 @@ def plan_over_nodes(
     """The plan of an engine whose ranks are divided over several nodes, in rank order.
 
     `hosts` are the nodes' machines, `rooms` the numbers of ranks that they have room for, None for any. `round_trip_s`
-    is the time of a small message between two of them and back, None if nobody has measured it. Raises ConfigError and
+    is the time of a small message between two of them and back, None if it was not measured. Raises ConfigError and
     PlanError as `plan_to_run` does.
     """
     if config.plan is not None or config.speculative_config is not None:

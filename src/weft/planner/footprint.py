@@ -31,9 +31,9 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of one rank's GPU, in bytes.
 
     `usable_bytes` is all that the engine takes of `memory_bytes`, at most `limit_bytes` if the user set a limit.
-    `kv_room_bytes` is the part of it that is left for KV; it is negative if everything else does not fit.
-    `draft_bytes` are the weights of a draft model, whose KV is a part of `kv_bytes_per_token`. `kv_block_bytes` are the
-    bytes of a KV block, `kv_request_bytes` those of a request of the replica's `length`.
+    `kv_room_bytes` is the part of it that is left for KV; it is negative if everything else does not fit. `draft_bytes`
+    are the weights of a draft model, whose KV is a part of `kv_bytes_per_token`. `kv_block_bytes` are the bytes of a KV
+    block, `kv_request_bytes` the bytes of a request of the replica's `length`.
     """
 
     gpu: str
@@ -64,8 +64,8 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
 class ReplicaMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of one replica: its ranks in order.
 
-    `kv_tokens` tokens of requests of `length` tokens fit on every rank, beside steps of at most `batched_tokens`
-    tokens. `batched_reason` says why a step has that many. `kv` counts the KV.
+    `kv_tokens` tokens of requests of `length` tokens fit on every rank, with steps of at most `batched_tokens` tokens.
+    `batched_reason` says why a step has that many. `kv` counts the KV.
     """
 
     ranks: tuple[RankMemory, ...]
@@ -210,19 +210,19 @@ def _with_best_budget(
     length: int,
     budgets: Sequence[TokenBudget],
 ) -> ReplicaMemory:
-    """One replica with the first budget that leaves the KV cache almost the size that it has beside the last budget,
-    the smallest: all but KV_SHARE_FOR_STEP of it. Without budgets, with the engine's own."""
+    """One replica with the first budget that leaves at least 1 - KV_SHARE_FOR_STEP of the KV cache that the last
+    budget, the smallest, leaves. Without budgets, with the engine's own."""
 
-    def beside(budget: TokenBudget) -> ReplicaMemory:
+    def with_budget(budget: TokenBudget) -> ReplicaMemory:
         profile = with_token_budget(memory_of.profile, budget)
         return msgspec.structs.replace(memory_of, profile=profile).replica(seats, length, neighbours)
 
     if not budgets:
         return memory_of.replica(seats, length, neighbours)
-    least = beside(budgets[-1])
+    least = with_budget(budgets[-1])
     if least.kv_tokens >= length:
         for budget in budgets[:-1]:
-            memory = beside(budget)
+            memory = with_budget(budget)
             needed = max(length, (1 - KV_SHARE_FOR_STEP) * least.kv_tokens)
             if memory.kv_tokens >= needed and not memory.takes_more(least):
                 return memory
@@ -293,7 +293,7 @@ class EngineMemory(msgspec.Struct, frozen=True):
         return _pooled(ranks, min(room, sum(limits) - fixed) if limits else room)
 
     def _share_gpus(self, seats: Sequence[RankSeat], ranks: list[RankMemory], length: int) -> None:
-        """Replace, in `ranks`, those that share a GPU with others."""
+        """Replace, in `ranks`, the ranks that share a GPU with others."""
         by_gpu: dict[int, list[int]] = {}
         for position, (_, _, number) in enumerate(seats):
             by_gpu.setdefault(number, []).append(position)
@@ -307,7 +307,7 @@ class EngineMemory(msgspec.Struct, frozen=True):
     def _sharing(self, places: Sequence[Place], gpu: GpuSpec, length: int) -> list[RankMemory]:
         """Several ranks on one GPU: each holds its own weights, and they divide what is left for KV.
 
-        `usable_bytes` of each is that of all of them together.
+        `usable_bytes` of each is for all of them together.
         """
         need = sum(self.kv.request_bytes(place, length) for place in places)
         room, ranks = -1, []
@@ -365,7 +365,7 @@ class EngineMemory(msgspec.Struct, frozen=True):
         )
 
     def _kv_room(self, gpu: GpuSpec, fixed: int, at_most: bool) -> int:
-        """Bytes that an engine leaves for KV on a GPU beside `fixed` bytes; negative if those do not fit."""
+        """Bytes that an engine leaves for KV on a GPU after `fixed` bytes; negative if those do not fit."""
         profile, on_cpu = self.profile.on(gpu), gpu.kind == "cpu"
         share = (profile.utilization_most if at_most else profile.utilization).value
         left = gpu.memory_bytes - gpu.held_bytes - fixed

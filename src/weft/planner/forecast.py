@@ -50,7 +50,7 @@ class Forecast:
 
     @property
     def weight_bytes(self) -> int:
-        """Weight bytes of all ranks, with those of a draft model."""
+        """Weight bytes of all ranks, with a draft model's."""
         return sum(rank.weights.total + rank.draft_bytes for rank in self.memory.ranks)
 
     @property
@@ -163,16 +163,16 @@ def plan_as_candidate(
 
 
 def _rank_devices(plan: Plan, host: Host, known: Speeds) -> tuple[Cluster, tuple[int, ...]]:
-    """A cluster with one device per rank of the plan, and the number of each rank's device. Ranks on the CPU beside
-    GPUs have the same one."""
+    """A cluster with one device per rank of the plan, and the number of each rank's device. Ranks on a CPU that is used
+    with GPUs have the same one."""
     ranks = range(len(plan.devices))
     if plan.on_cpu:
         machine = host_cluster(msgspec.structs.replace(host, gpus=(), pairs=()), known)
-        return parted(limited(machine, plan, dict.fromkeys(ranks, 0)), [0] * len(ranks)), tuple(ranks)
+        return split_gpus(capped(machine, plan, dict.fromkeys(ranks, 0)), [0] * len(ranks)), tuple(ranks)
     numbers = {rank: plan.devices[rank].index for rank in ranks if plan.devices[rank].kind == "cuda"}
     machine = host_cluster(host, known)
     machine = add_cpu(machine, host, known) if plan.uses_cpu else machine
-    cluster = parted(limited(machine, plan, numbers), list(numbers.values()))
+    cluster = split_gpus(capped(machine, plan, numbers), list(numbers.values()))
     if machine.cpu is not None:
         cpu = msgspec.structs.replace(machine.cpu, limit_bytes=plan.max_memory.get("cpu"))
         cluster = msgspec.structs.replace(cluster, cpu=cpu)
@@ -180,7 +180,7 @@ def _rank_devices(plan: Plan, host: Host, known: Speeds) -> tuple[Cluster, tuple
     return cluster, tuple(order.index(rank) if rank in numbers else len(order) for rank in ranks)
 
 
-def limited(cluster: Cluster, plan: Plan, devices: Mapping[int, int]) -> Cluster:
+def capped(cluster: Cluster, plan: Plan, devices: Mapping[int, int]) -> Cluster:
     """The cluster with no more of each device than the user leaves to its ranks, by --max-memory or by their shares."""
     gpus = list(cluster.gpus)
     for rank, device in devices.items():
@@ -196,7 +196,7 @@ def limited(cluster: Cluster, plan: Plan, devices: Mapping[int, int]) -> Cluster
     return cluster.with_gpus(gpus)
 
 
-def parted(cluster: Cluster, devices: Sequence[int]) -> Cluster:
+def split_gpus(cluster: Cluster, devices: Sequence[int]) -> Cluster:
     """One device of one machine for each rank; ranks that share a device divide it evenly."""
     (node,) = cluster.nodes
     sharing = Counter(devices)
@@ -207,7 +207,7 @@ def parted(cluster: Cluster, devices: Sequence[int]) -> Cluster:
     return Cluster((Node(tuple(gpus), node.link),), cluster.network_Bps)
 
 
-# --- beside measurements ---
+# --- compared with measurements ---
 
 
 def start_report(expected: Forecast, ranks: Sequence[Capacity], num_blocks: int) -> str:
@@ -219,7 +219,7 @@ def start_report(expected: Forecast, ranks: Sequence[Capacity], num_blocks: int)
         ("for a step", max(rank.activation_bytes for rank in ranks), max(expected.step_bytes), format_bytes),
         ("tokens of KV", tokens, expected.kv_tokens, "{:,}".format),
     )
-    figures = [f"{show(real)} {what}{beside(real, planned, show)}" for what, real, planned, show in parts]
+    figures = [f"{show(real)} {what}{compare_line(real, planned, show)}" for what, real, planned, show in parts]
     far = any(far_off(expected, real, planned) for _, real, planned, _ in parts)
     return f"memory: {', '.join(figures)}; loaded in {max(rank.load_s for rank in ranks):.1f} s{hint(far)}"
 
@@ -232,8 +232,8 @@ def request_report(expected: Forecast, *, input_len: int, output_len: int, ttft_
         return f"{request} {first}, then {following}{SPECULATIVE}"
     speed = expected.speed(input_len, output_len)
     far = far_off(expected, ttft_s, speed.ttft_s) or far_off(expected, tok_s, speed.single_tok_s)
-    first += beside(ttft_s, speed.ttft_s, milliseconds)
-    following += beside(tok_s, speed.single_tok_s, rate)
+    first += compare_line(ttft_s, speed.ttft_s, milliseconds)
+    following += compare_line(tok_s, speed.single_tok_s, rate)
     return f"{request} {first}, then {following}{hint(far)}"
 
 
@@ -247,7 +247,7 @@ def load_report(
         return report + SPECULATIVE
     speed = expected.speed(input_len, output_len, concurrency)
     planned = speed.concurrency / speed.tpot_s
-    return f"{report}{beside(tok_s, planned, rate)}{hint(far_off(expected, tok_s, planned))}"
+    return f"{report}{compare_line(tok_s, planned, rate)}{hint(far_off(expected, tok_s, planned))}"
 
 
 def predicted_json(expected: Forecast, input_len: int, output_len: int) -> dict[str, Any]:
@@ -262,7 +262,7 @@ def predicted_json(expected: Forecast, input_len: int, output_len: int) -> dict[
     }
 
 
-def beside(real: float, planned: float, show: Callable[[Any], str]) -> str:
+def compare_line(real: float, planned: float, show: Callable[[Any], str]) -> str:
     """ " (predicted 1,234, ratio 0.97)"; empty without a prediction."""
     return f" (predicted {show(planned)}, ratio {real / planned:.2f})" if planned > 0 else ""
 

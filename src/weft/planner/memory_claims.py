@@ -16,7 +16,8 @@ MUCH = 1.3  # a claim of more than this times what one request needs is said to 
 
 
 class MemoryVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdict on a claim of memory: `claimed_bytes` in all, beside what weights, one request and engines take."""
+    """The verdict on a claim of memory: `claimed_bytes` in all, compared with what weights, one request and engines
+    take."""
 
     possible: bool
     claimed_bytes: int

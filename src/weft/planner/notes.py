@@ -1,4 +1,4 @@
-"""Notes: facts that a reader of a plan has to know beside its figures."""
+"""Notes: facts that a reader of a plan has to know in addition to its figures."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _slow_kernels(question: Question, best: Candidate) -> Iterator[Note]:
 
 
 def _experts_on_gpus(question: Question, best: Candidate) -> Iterator[Note]:
-    """Speeds are those of other engines' products of experts, also where those of our own engine are slower."""
+    """Speeds are for other engines' products of experts, also where our own engine's are slower."""
     experts, cluster = question.shape.experts, question.cluster
     if experts is None or question.engine != "weft" or cluster.on_cpu or question.shape.architecture not in RUNNABLE:
         return
@@ -123,12 +123,12 @@ def _on_cpu(question: Question, best: Candidate | None) -> Iterator[Note]:
 
 
 def uses_cpu(question: Question, best: Candidate) -> bool:
-    """Return True if layers run on the CPU beside GPUs."""
+    """Return True if layers run on the CPU as well as on GPUs."""
     return len(question.cluster.gpus) in best.layout.gpus
 
 
 def _beside_cpu(question: Question, best: Candidate) -> Iterator[Note]:
-    """The layers on the CPU beside GPUs, and what they cost."""
+    """The layers on the CPU if the others are on GPUs, and what they cost."""
     cluster, layout = question.cluster, best.layout
     if cluster.cpu is None or not uses_cpu(question, best):
         return
@@ -153,7 +153,7 @@ def _beside_cpu(question: Question, best: Candidate) -> Iterator[Note]:
 
 
 def _deterministic(question: Question) -> Iterator[Note]:
-    """Sums in a fixed order take longer; the speeds are those without."""
+    """Sums in a fixed order take longer; the speeds are without them."""
     if question.deterministic:
         yield create_note("deterministic_not_counted")
 
@@ -249,7 +249,7 @@ def _max_memory_of_unused_cpu(question: Question, best: Candidate | None) -> Ite
 
 
 def _max_memory(question: Question, best: Candidate | None) -> Iterator[Note]:
-    """The part of the GPUs that --max-memory leaves, and a CPU beside them that gets no layers."""
+    """The part of the GPUs that --max-memory leaves, and a CPU that is allowed but gets no layers."""
     yield from _max_memory_of_unused_cpu(question, best)
     limits = [(number, gpu.limit_bytes) for number, gpu in enumerate(question.cluster.gpus)]
     given = [_limit(question, number, size) for number, size in limits if size]

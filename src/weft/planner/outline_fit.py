@@ -53,7 +53,7 @@ def fit_outline(
 ) -> Fit:
     """Find as few devices as hold the checkpoint and the KV cache of `requests` sequences of `length` tokens.
 
-    "may fit": with the lower estimate of the KV cache only, or if nobody knows its bytes.
+    "may fit": with the lower estimate of the KV cache only, or if its bytes are unknown.
     """
     low, high = (requests * (length * each + outline.kv.state) for each in (outline.kv.low, outline.kv.high))
     for verdict, kv in (("fits", high), ("may fit", low)):

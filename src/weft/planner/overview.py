@@ -13,8 +13,8 @@ from weft.planner.ranking import Candidate
 from weft.planner.search import SearchResult, closest_miss, search
 
 ROOMY = 4  # requests of full length that a precision leaves room for if it fits well
-# Precisions smaller than the model's own, the most precise first: those that Weft makes by itself, and those in which
-# files are published for other engines.
+# Precisions smaller than the model's own, the most precise first: precisions that Weft makes by itself, and precisions
+# of files that are published for other engines.
 MADE_BY_WEFT = (ONLINE_QUANTIZATIONS["int8"], ONLINE_QUANTIZATIONS["int4"])
 GGUF = ("q8_0", "q4_k_m")
 PUBLISHED = ("fp8", "int4")
@@ -28,7 +28,7 @@ CONTEXT = 8192  # tokens that a conversation with an agent or a document needs
 def search_best_precision(question: Question) -> SearchResult:
     """The result in the model's own precision, or in the first smaller one that leaves room for ROOMY requests.
 
-    If none does, the result with the longest context. If none fits, the one that lacks the least memory.
+    If none does, the result with the longest context. If none fits, the precision that lacks the least memory.
     """
     results = []
     for precision in precisions(question):
@@ -50,7 +50,7 @@ def is_comfortable(tok_s: float, kv_tokens: int) -> bool:
 def for_one_person(questions: Sequence[Question]) -> tuple[Question, Candidate] | None:
     """The fastest layout for one user of the first model that is comfortable, in a format that people fetch.
 
-    `questions` are of models that fit, the best one first, each in its own precision, or in the one that was asked for.
+    `questions` are of models that fit, the best one first, each in its own precision, or in the requested one.
     """
     for question in questions:
         candidates: list[Candidate] = []
@@ -76,7 +76,7 @@ def _kv_tokens(result: SearchResult) -> int:
 
 
 def precisions(question: Question) -> Iterator[str]:
-    """The model's own precision, then those with fewer bytes that the engine can have it in."""
+    """The model's own precision, then precisions with fewer bytes in which the engine can have it."""
     own = question.precisions[0]
     yield own
     smaller = {"weft": MADE_BY_WEFT, "llama.cpp": GGUF}.get(question.engine, PUBLISHED)

@@ -97,7 +97,7 @@ class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ranks(self) -> tuple[PlannedRank, ...]:
-        """The ranks that run: those of the first replica, or of all replicas if they share their experts."""
+        """The ranks that run: of the first replica, or of all replicas if they share their experts."""
         best = self.layout
         return best.ranks if best.shares_experts else best.ranks[: best.tensor_parallel * best.pipeline_parallel]
 
@@ -211,7 +211,7 @@ def _convert(path: str, text: msgspec.Raw, number: int) -> PlanFile:
 
 
 def _from_format_1(plan: dict[str, Any]) -> dict[str, Any]:
-    """A plan of format 1 as one of FORMAT: its ranks have a GPU's number among the GPUs of all nodes, and no device.
+    """A plan of format 1 converted to FORMAT: its ranks have a GPU's number among the GPUs of all nodes, and no device.
 
     Raises KeyError, IndexError and TypeError for a plan that is damaged.
     """

@@ -42,7 +42,7 @@ SIMULATED = ("ttft_s_at_concurrency", "ttft_s_at_concurrency_p95", "tpot_s_at_co
 def plan_json(result: SearchResult, model: Model) -> dict[str, Any]:
     """The whole plan; `best` is None if nothing fits.
 
-    Sentences have their codes beside them: `notes` in `note_codes`, and so on (planner.note).
+    Sentences have their codes next to them: `notes` in `note_codes`, and so on (planner.note).
     """
     question, best = result.question, result.best
     precision = best.layout.precision if best else question.precisions[0]
@@ -365,7 +365,7 @@ def dollars_band(question: Question, predicted: Prediction, gpus: int) -> list[f
 
 
 def provenance(question: Question, model: Model) -> dict[str, Any]:
-    """Sources of the figures: the model's, each GPU's, the links', and those of every constant of the engine."""
+    """Sources of the figures: the model's, each GPU's, the links', and every constant's of the engine."""
     sources = _link_sources(question.cluster)
     return {
         "model": model.source,

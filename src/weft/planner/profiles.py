@@ -27,8 +27,8 @@ from weft.plan.plan import Speculation
 from weft.planner.question import Question
 
 OURS = "weft"  # the engine that can be calibrated
-# The error band of a calibrated engine is ERRORS times the fit's mean error, since other models differ more than those
-# that it was fitted on, and at least MIN_ERROR.
+# The error band of a calibrated engine is ERRORS times the fit's mean error, since other models differ more than the
+# fitted ones, and at least MIN_ERROR.
 ERRORS, MIN_ERROR = 2, 0.1
 
 
@@ -75,7 +75,7 @@ class _Rule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightsRule(_Rule, frozen=True, kw_only=True):
-    """Streaming speed of a precision's weights: a share of that of 16-bit weights, or of the bandwidth itself."""
+    """Streaming speed of a precision's weights: a share of 16-bit weights' speed, or of the bandwidth itself."""
 
     share: Constant
     of_bandwidth: bool = False
@@ -90,7 +90,7 @@ class MathRule(_Rule, frozen=True, kw_only=True):
 
 
 class KvRule(_Rule, frozen=True, kw_only=True):
-    """The dtype of the KV cache beside weights of a precision."""
+    """The dtype of the KV cache for weights of a precision."""
 
     dtype: str
     source: str
@@ -145,10 +145,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     measured: tuple[KernelShares, ...] = ()
     error_beyond: Constant | None = None  # for experts and precisions that the measured kernels say nothing about
     speculation: Speculation | None = None
-    cpu: Profile | None = None  # of the same engine on the CPU beside the GPUs
+    cpu: Profile | None = None  # of the same engine on the CPU, if it is used with the GPUs
 
     def on(self, gpu: GpuSpec) -> Profile:
-        """The constants for a device: the CPU beside GPUs has its own."""
+        """The constants for a device: a CPU that is used with GPUs has its own."""
         return self.cpu if self.cpu is not None and gpu.kind == "cpu" else self
 
     def batch_limits(self, memory_bytes: int) -> tuple[int, int]:
@@ -167,7 +167,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         return held_precision(precision) if self.name == OURS else precision
 
     def kernels(self, gpu: GpuSpec, precision: str) -> KernelShares:
-        """The shares that kernels reach on a GPU: the measured ones, else those of the tables."""
+        """The shares that kernels reach on a GPU: the measured ones, else the tables'."""
         for kernels in self.measured:
             if kernels.gpu == gpu.name and not (kernels.products and precision in NOT_COMPILED):
                 return kernels
@@ -179,7 +179,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         return beyond or self.error
 
     def kv_dtype(self, precision: str) -> str:
-        """The engine's default dtype of the KV cache beside weights of a precision."""
+        """The engine's default dtype of the KV cache for weights of a precision."""
         return next((rule.dtype for rule in self.kv if rule.fits(precision, (0, 0))), "bf16")
 
     def provenance(self) -> dict[str, str]:
@@ -248,8 +248,8 @@ def load_profile(engine: str, on_cpu: bool = False) -> Profile:
 def calibrated(profile: Profile, gpus: Sequence[GpuSpec]) -> Profile:
     """Our engine's profile with the measurements of these GPUs in place of its own figures.
 
-    The host's times are those of the slowest calibration. Nothing changes if a GPU was not calibrated; a CPU that was
-    not gets the measurements of its kernels alone.
+    The host's times are the slowest calibration's. Nothing changes if a GPU was not calibrated; a CPU that was not gets
+    the measurements of its kernels alone.
     """
     if profile.name != OURS:
         return profile
@@ -309,7 +309,7 @@ def _kernels_alone(gpu: GpuSpec, speed: KernelSpeed) -> KernelShares:
 
 
 def _with_measured_precisions(profile: Profile, calibration: Calibration) -> Profile:
-    """The profile with the precisions that were measured: their rules come before those of the tables."""
+    """The profile with the precisions that were measured: their rules come before the tables' rules."""
     weights, math = [], []
     for precision, rates in calibration.quantised.items():
         share = Constant(rates.weights_Bps.value / calibration.weights_Bps.value, calibration.source)
@@ -363,10 +363,10 @@ def engine_profile(question: Question) -> Profile:
     profile = msgspec.structs.replace(profile, speculation=question.speculation, **given)
     if cluster.cpu is None:
         return profile
-    beside = calibrated(load_profile(question.engine, on_cpu=True), [cluster.cpu])
-    return msgspec.structs.replace(profile, cpu=msgspec.structs.replace(beside, speculation=question.speculation))
+    for_cpu = calibrated(load_profile(question.engine, on_cpu=True), [cluster.cpu])
+    return msgspec.structs.replace(profile, cpu=msgspec.structs.replace(for_cpu, speculation=question.speculation))
 
 
 def kv_cache_dtype(question: Question, precision: str) -> str:
-    """The dtype of the KV cache: the question's, or the engine's own beside weights of this precision."""
+    """The dtype of the KV cache: the question's, or the engine's own for weights of this precision."""
     return question.kv_dtype or engine_profile(question).kv_dtype(precision)

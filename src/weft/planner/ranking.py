@@ -41,8 +41,8 @@ class Preference(msgspec.Struct, frozen=True):
 def objective_value(question: Question, candidate: Candidate) -> float:
     """The figure that the objective maximises.
 
-    For latency: requests per second of one at a time. For throughput: tokens per second of the whole deployment. For
-    cost: tokens per second and GPU.
+    For latency: requests per second if they come one at a time. For throughput: tokens per second of the whole
+    deployment. For cost: tokens per second and GPU.
     """
     if question.objective == "latency":
         return 1 / request_s(question, candidate.predicted)
@@ -94,7 +94,7 @@ def rank_candidates(question: Question, candidates: Sequence[Candidate]) -> list
 
 
 def preference(question: Question, candidates: Sequence[Candidate]) -> Preference | None:
-    """The reason to prefer the first candidate to the one with the highest figure; None if the first one has it."""
+    """The reason to prefer the first candidate to the candidate with the highest figure; None if the first has it."""
     if not candidates:
         return None
     best, highest = candidates[0], max(candidates, key=lambda candidate: objective_value(question, candidate))

@@ -77,7 +77,7 @@ class Stage:
         """The sums of the layers, the gather of the logits, the exchange with the experts, and the send to the next
         stage.
 
-        `tokens` are those of the replica, `routed` those of all replicas that share its experts.
+        `tokens` are the replica's, `routed` the tokens of all replicas that share its experts.
         """
         size = work.hidden * self._number_bytes
         reductions = sum(layer.count * layer.sums for layer in work.layers)
@@ -117,7 +117,7 @@ class Stage:
 class PlannedReplica:
     """One replica of a layout: its stages, and the seconds of a round through them.
 
-    `rooflines` has those that are known already, by GPU, and gets the new ones.
+    `rooflines` has the known ones, by GPU, and gets the new ones.
     """
 
     def __init__(
@@ -258,14 +258,14 @@ class PlannedReplica:
 
         Every stage works as long as the slowest one, on p prompts per round: prompts r / answer length. In a pipeline
         of g groups the steps behind one that reads a prompt wait for it in every stage, and the stages behind it wait
-        for work. So in a round with such a step among its g, the whole way of the prompt through all stages, R, counts,
-        less the slack that a step has on its way if the slowest stage sets the pace. Prompts arrive at steps at random,
-        as a Poisson process. Prompts that arrive at the g - 1 steps behind another one cost nothing: they follow it
-        through the stages. So after g - 1 steps the next prompt counts. It is 1 / P steps away, P being the probability
-        that a step has one: g / (g - 1 + 1 / P) in a round. The same holds for steps that have two, and more. The part
-        of a prompt beyond `batched_tokens` goes through the stages right behind the prompt's beginning. Prompts that
-        arrive at one step are read together, and stream the weights once: a step that has any has
-        r / (1 - exp(-r)) on average.
+        for work. So in a round with such a step among its g, the whole way of the prompt through all stages, R, counts.
+        The slack that a step has on its way is subtracted if the slowest stage sets the pace. Prompts arrive at steps
+        at random, as a Poisson process. Prompts that arrive at the g - 1 steps behind another one cost nothing: they
+        follow it through the stages. So after g - 1 steps the next prompt counts. It is 1 / P steps away, P being the
+        probability that a step has one: g / (g - 1 + 1 / P) in a round. The same holds for steps that have two, and
+        more. The part of a prompt beyond `batched_tokens` goes through the stages right behind the prompt's beginning.
+        Prompts that arrive at one step are read together, and stream the weights once: a step that has any has r / (1 -
+        exp(-r)) on average.
         """
         groups = self._groups(batch)
         room = max(1.0, batched_tokens - batch / groups)  # tokens of a step that decoding leaves to prompts

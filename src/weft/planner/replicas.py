@@ -90,7 +90,7 @@ def _replicas_on_cores(config: EngineConfig, checkpoint: Checkpoint, host: Host,
 
 
 def shared_plan(plan: Plan, engines: int) -> Plan:
-    """The plan of one of several engines that share a CPU's memory, and what --max-memory leaves of it."""
+    """The plan of an engine of several that share a CPU's memory, and what --max-memory leaves of it."""
     if engines == 1 or not plan.on_cpu:
         return plan
     caps = {device: size // engines for device, size in plan.max_memory.items()}
@@ -103,7 +103,7 @@ def shared_plan(plan: Plan, engines: int) -> Plan:
 def _configs_of_replicas(
     config: EngineConfig, one: EngineConfig, checkpoint: Checkpoint, host: Host, speculative: Speculation | None
 ) -> list[EngineConfig]:
-    """A config for each replica: those of the best layout, or for a layout that `one` gives, of GPUs in order."""
+    """A config for each replica: from the best layout, or, if `one` gives a layout, on GPUs in order."""
     searched: list[EngineConfig] = []
     if not is_cut(one, host) or _only_sizes(one, host):
         searched = _searched(config, checkpoint, host, speculative)
@@ -156,7 +156,7 @@ def _only_sizes(config: EngineConfig, host: Host) -> bool:
 
 
 def _seats(config: EngineConfig, host: Host) -> tuple[int, ...]:
-    """Numbers of the GPUs that may be used. Raises ConfigError for one that is named twice."""
+    """Numbers of the GPUs that may be used. Raises ConfigError for a GPU that is named twice."""
     if config.device_ids is not None:
         named = ",".join(map(str, config.device_ids))
         seats = tuple(seat for seat in config.device_ids if seat != "cpu")

@@ -52,7 +52,7 @@ class RequestKV(msgspec.Struct, frozen=True):
         return self.in_blocks or self.window_cache
 
     def token_bytes(self, place: Place) -> int:
-        """Bytes of one token in all layers of a rank, with those of a draft model."""
+        """Bytes of one token in all layers of a rank, with a draft model's."""
         own = kv_bytes_per_token(self.shape, self.kv_dtype, place)
         return own + draft_kv_bytes(self.speculation, place, self.kv_dtype)
 

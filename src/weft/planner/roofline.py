@@ -15,9 +15,9 @@ from weft.planner.profiles import Constant, Profile, WeightsRule
 from weft.planner.work import AttentionWork, ExpertWork, MatrixProduct, RankWork
 
 TILE = 16  # a matrix product computes tokens in multiples of this,
-VECTORS = 8  # except that up to this many are computed one by one, by matrix-vector kernels
+VECTORS = 8  # except that up to this many are computed separately, by matrix-vector kernels
 EXPERT_TILE = 8
-# Passes over the hidden state of a layer beside its products: norms, rotary embedding, activation, residuals.
+# Passes over the hidden state of a layer besides its products: norms, rotary embedding, activation, residuals.
 PASSES = 10
 FLOATS = ("fp32", "bf16", "fp16", "fp8")  # precisions that are multiplied as they are stored
 
@@ -184,7 +184,7 @@ class Roofline:
         """All layers without attention and all-reduces, for `tokens` tokens; `routed` tokens reach the experts."""
         matrices = experts = overhead = 0.0
         for layer in work.layers:
-            # An MLP works for the tokens of all replicas that share it, attention only for those of its own replica.
+            # An MLP works for the tokens of all replicas that share it, attention only for its own replica's.
             matrices += layer.count * sum(self.product_s(product, tokens) for product in layer.products)
             if layer.experts:
                 experts += layer.count * self.experts_s(layer.experts, routed, dealt)

@@ -98,7 +98,7 @@ def _memory_fields(plan: PlanFile, config: EngineConfig, on_gpus: bool) -> dict[
 
 
 def check_applied(plan: PlanFile, actual: Plan) -> None:
-    """Check that the engine's plan is the one in the file.
+    """Check that the engine's plan is the file's.
 
     Raises PlanError if not: the file is from another version, or was edited.
     """
@@ -239,7 +239,7 @@ def _check_gpus(plan: PlanFile, config: EngineConfig, host: Host) -> None:
 
 
 def _device_ids(plan: PlanFile) -> DeviceIds:
-    """The device of each rank of the file: a GPU's number, or the CPU beside them."""
+    """The device of each rank of the file: a GPU's number, or the CPU."""
     return tuple("cpu" if rank.device.kind == "cpu" else rank.device.index for rank in plan.ranks)
 
 
@@ -274,7 +274,8 @@ def _check_flag(plan: PlanFile, name: str, given: object, planned: object) -> No
     """
     if given not in (None, "auto", False, planned) and not _means_the_same(name, given, planned):
         raise ConfigError(
-            f"{name} is {_told(given)} and {plan.path} has {_told(planned)}; leave the flag out, or plan again with it",
+            f"{name} is {_format_value(given)} and {plan.path} has {_format_value(planned)}; leave the flag out, or "
+            "plan again with it",
             code="flag-contradicts-plan",
         )
 
@@ -299,7 +300,7 @@ def _same_ratios(given: tuple[float, ...], planned: tuple[float, ...]) -> bool:
     return all(abs(a - b) < 1e-9 for a, b in zip(*ratios, strict=True))
 
 
-def _told(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, dict):
         return json.dumps(value)
     return join_commas(value) if isinstance(value, tuple) else str(value)
@@ -313,8 +314,8 @@ def _shares(plan: PlanFile, config: EngineConfig) -> tuple[float, ...]:
     differ = any(abs(a - b) > SAME_SHARE for a, b in zip(each, planned, strict=False))
     if differ and given != DEFAULT_CONFIG.gpu_memory_utilization:
         raise ConfigError(
-            f"gpu_memory_utilization is {_told(given)} and {plan.path} takes {_told(planned)}; leave the flag out, or "
-            "plan again with it",
+            f"gpu_memory_utilization is {_format_value(given)} and {plan.path} takes {_format_value(planned)}; "
+            "leave the flag out, or plan again with it",
             code="flag-contradicts-plan",
         )
     return planned

@@ -45,7 +45,7 @@ class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def obstacle(self) -> str:
-        """The reason for which nothing fits: that of the closest cut."""
+        """The reason for which nothing fits: the closest cut's."""
         miss = closest_miss(self.rejected)
         return f"{miss.cut}: {miss.reason}" if miss else str(create_note("no_such_layout"))
 
@@ -59,12 +59,12 @@ def closest_miss(rejected: Sequence[Rejected]) -> Rejected | None:
 def search(question: Question) -> SearchResult:
     """Every candidate by the objective, the best first.
 
-    If nothing fits the GPUs and the cluster has a CPU beside them, the CPU is the first stage of a pipeline over all of
-    them, with as few layers as it has to take: the head, which every token reads, stays on a GPU.
+    If nothing fits the GPUs and the cluster has a CPU too, the CPU is the first stage of a pipeline over all of them,
+    with as few layers as necessary. The head, which every token reads, stays on a GPU.
     """
     result = _search_devices(question)
-    if result.best is None and (beside := _with_cpu_stage(question)) is not None:
-        other = _search_devices(beside)
+    if result.best is None and (with_cpu := _with_cpu_stage(question)) is not None:
+        other = _search_devices(with_cpu)
         return SearchResult(
             question=other.question if other.best else question,
             candidates=other.candidates,
@@ -145,7 +145,7 @@ class Fitting(msgspec.Struct, frozen=True):
 
 
 def fitting_layouts(question: Question, rejected: list[Rejected]) -> Iterator[Fitting]:
-    """Every layout that fits, in no order; those that do not are added to `rejected`."""
+    """Every layout that fits, in no order; layouts that do not fit are added to `rejected`."""
     strategy = question.constraints.device_map_strategy
     if strategy:
         for precision in question.precisions:

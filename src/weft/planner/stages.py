@@ -46,7 +46,7 @@ def layers_by_capacity(
 
     The slowest stage takes as little time per token as possible; with `by_room` the fullest stage is as little full as
     possible. None if there is not enough room, or if there are fewer layers than stages. `precision` is a result of
-    `canonical` or `held_precision` of `formats.precision`; `data_parallel` and `expert_parallel` are those of
+    `canonical` or `held_precision` of `formats.precision`; `data_parallel` and `expert_parallel` are as in
     `cut_places`.
     """
     places = cut_places(

@@ -22,7 +22,7 @@ class StepSeconds(NamedTuple):
 
 # A rank's seconds without attention, and its seconds per token that attention sees within each of the windows.
 Line = tuple[float, tuple[float, ...]]
-# (number of equal stages, the different ranks of one of them).
+# (number of equal stages, the different ranks of one stage).
 Lines = tuple[tuple[int, tuple[Line, ...]], ...]
 
 
@@ -30,8 +30,8 @@ class StepPredictor:
     """Seconds of the steps of one replica, fast for many calls.
 
     A step that decodes and reads prompts takes as long as the two one after the other. `predict` assumes the same, and
-    its constants were fitted so: a long run with equal requests comes out as `predict` says. `windows` are those of the
-    layers, None for full attention. For a given window the seconds of a row grow linearly with its context.
+    its constants were fitted so: a long run with equal requests comes out as `predict` says. `windows` are the layers'
+    windows, None for full attention. For a given window the seconds of a row grow linearly with its context.
     """
 
     def __init__(self, replica: PlannedReplica) -> None:
@@ -141,7 +141,7 @@ def _chunk_pairs(chunks: Sequence[tuple[int, int]], window: int | None) -> float
 
 
 def _seconds(lines: Lines, seen: Sequence[float], turns: Sequence[int]) -> tuple[float, float]:
-    """(all stages together, the slowest one); stages that take turns on one GPU count as one for the second."""
+    """(all stages together, the slowest one); stages that take turns on a GPU count as a single one for the second."""
     total = 0.0
     each = [0.0] * len(lines)
     for (count, ranks), turn in zip(lines, turns, strict=True):

@@ -72,8 +72,8 @@ def gpus_used(question: Question, candidate: Candidate) -> str:
         return "the CPU"
     total = len(question.cluster.gpus)
     used = len(set(candidate.layout.gpus) - {total})
-    beside = "the CPU and " * (total in candidate.layout.gpus)
-    return beside + _gpus_of(question, used, total)
+    with_cpu = "the CPU and " * (total in candidate.layout.gpus)
+    return with_cpu + _gpus_of(question, used, total)
 
 
 def _gpus_of(question: Question, used: int, total: int) -> str:
@@ -106,8 +106,8 @@ def choice_reasons(result: SearchResult) -> list[Note]:
 
 
 def _attention_groups(question: Question, best: Candidate, candidates: Sequence[Candidate]) -> Iterator[Note]:
-    """The best candidate beside the best one of the other kind, for latent attention: attention groups, each of which
-    has a cache of its own, or tensor parallelism alone, whose ranks all hold the same latents.
+    """For latent attention, the best candidate next to the best of the other kind: attention groups, each with a cache
+    of its own, or tensor parallelism alone, whose ranks all hold the same latents.
 
     Nothing if the figures do not say so: then another reason has decided, which `choice_reasons` tells."""
     grouped = best.cut.shares_experts

@@ -33,7 +33,7 @@ class MatrixProduct(msgspec.Struct, frozen=True):
 
 class ExpertWork(msgspec.Struct, frozen=True, kw_only=True):
     """The routed experts of a layer: `held` of `count` on this rank, `top_k` chosen per token. `numbers` and `nbytes`
-    are those of one expert, as far as the rank holds it."""
+    are a single expert's, as far as the rank holds it."""
 
     held: int
     count: int

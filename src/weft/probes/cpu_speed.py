@@ -49,7 +49,8 @@ def measure_cores(cores: Sequence[int], size: int, library: str | None = None) -
 
 
 def measure_watched(cores: Sequence[int], size: int, library: str | None = None) -> CpuSpeed:
-    """Measure as `measure_cores`, and record in `busy` if other processes computed on these cores meanwhile."""
+    """Measure as `measure_cores`, and record in `busy` if other processes computed on these cores during the
+    measurement."""
     begin, before, own_before = time.perf_counter(), cpu.busy_seconds(cores), time.process_time()
     speed = measure_cores(cores, size, library)
     seconds, after = time.perf_counter() - begin, cpu.busy_seconds(cores)

@@ -31,7 +31,7 @@ BATCHED_TOKENS = {"cpu": 8192, "gpu": 32_768}
 # Runs of each load: REPEATS, and up to MAX_REPEATS until the two fastest agree within this share. The fastest counts,
 # since other work on the machine only ever slows a run down.
 REPEATS, MAX_REPEATS, AGREE = 3, 6, 0.05
-# A measurement that takes DOUBT times what was expected is repeated before it is believed, up to ANEW times.
+# A measurement that takes DOUBT times the expected time is repeated before it is believed, up to ANEW times.
 DOUBT, ANEW = 1.5, 2
 PREFILL_OUTPUT = 2  # tokens; the first one is timed
 QUANTISED = ("int4", "int8", "q4_0", "q8_0")  # quantised while loading
@@ -81,7 +81,7 @@ def subjects(gpu: GpuSpec) -> tuple[Subject, ...]:
     """Models to measure on a device: a tiny one for the time of the host, and two that differ in the bytes of a layer.
 
     "thin" has many narrow layers, "wide" few wide ones; "wide" is also measured quantised. A step of both is long
-    beside a kernel launch, and their weights are far larger than caches.
+    compared with a kernel launch, and their weights are far larger than caches.
     """
     smallest = CACHES * last_cache_bytes() if gpu.kind == "cpu" else 0
     nbytes = min(max(STREAM_S * gpu.bandwidth_Bps, smallest), gpu.memory_bytes / 16)
@@ -131,7 +131,7 @@ def measure_loads(
     """Measure the loads that the engine has room for; `report` gets each result, `advance` is called after every run of
     MAX_REPEATS for each of `loads`.
 
-    The loads take turns, so that a disturbance of a second or two affects one run of each and not all runs of one.
+    The loads take turns, so that a disturbance of a second or two affects a run of each and not all runs of one load.
     """
     plan = llm.plan
     seconds_of(llm, WARM_UP, -1)
@@ -216,7 +216,7 @@ def _random_prompts(load: CalibrationLoad, vocab: int, seed: int) -> list[dict[s
 
 
 def runtime_bytes(llm: LLM, before: Host) -> int:
-    """Bytes that the engine takes beside weights, KV cache and activations.
+    """Bytes that the engine takes besides weights, KV cache and activations.
 
     On a CPU this is from the memory of this process, on a GPU from the driver's free memory now and `before`.
     """

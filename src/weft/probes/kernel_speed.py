@@ -1,7 +1,7 @@
 """Speed of Weft's own kernels on this machine's cores; the library is called as the ranks call it.
 
-The parts of decode and prefill are measured one by one: products with weights of 16, 8 and 4 bits that come from
-memory, for a few tokens and for many, attention over a cache and over a prompt, and the operations on rows in between.
+The parts of decode and prefill are measured separately: products with weights of 16, 8 and 4 bits that come from
+memory, for a few tokens and for many; attention over a cache and over a prompt; and the operations on rows in between.
 """
 
 from __future__ import annotations

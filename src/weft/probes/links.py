@@ -83,7 +83,7 @@ class ProbeFault(msgspec.Struct, frozen=True):
 def measure_links(
     host: Host, examiner: str = EXAMINER, start_s: float = START_S, task_s: float = TASK_S
 ) -> tuple[tuple[GpuSpeed, ...], tuple[PairSpeed, ...]]:
-    """Measure every GPU and every two, except those that faults prevent. Raises ConfigError if none can begin."""
+    """Measure every GPU and every pair, except where faults prevent it. Raises ConfigError if none can begin."""
     measurement = _Measurement(host)
     for _ in range(MAX_FAULTS):
         fault = None

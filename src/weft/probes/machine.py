@@ -22,8 +22,8 @@ from weft.probes.stored_speeds import PairSpeed, Speeds
 # is slower in everything. Source: bandwidthTest and nvbandwidth on A100 to H200 and RTX cards, an estimate.
 COPY_SHARE = 0.8
 PCIE_SHARE = 0.85
-# 16-bit matrix operations in the time of one of 32 bits, by instruction set; the best one counts. A CPU with none of
-# these converts, and multiplies in 32 bits. Source: the makers' manuals, operations per cycle; the figure of
+# 16-bit matrix operations in the time of a 32-bit operation, by instruction set; the best one counts. A CPU with none
+# of these converts, and multiplies in 32 bits. Source: the makers' manuals, operations per cycle; the figure of
 # avx512_bf16 is measured on two cores of Zen 5.
 BF16_OVER_FP32 = {"amx_bf16": 16.0, "avx512_bf16": 2.0, "bf16": 2.0}
 FP16_OVER_FP32 = {"avx512_fp16": 2.0}
@@ -55,9 +55,9 @@ def host_cluster(host: Host, speeds: Speeds) -> Cluster:
 
 
 def add_cpu(cluster: Cluster, host: Host, speeds: Speeds) -> Cluster:
-    """The cluster with the host's CPU beside its GPUs."""
+    """The cluster with the host's CPU next to its GPUs."""
     assert speeds.cpu is not None, "a CPU is measured before it is planned for"
-    return cluster.beside(with_calibration(cpu_spec(host, speeds.cpu), speeds))
+    return cluster.with_cpu(with_calibration(cpu_spec(host, speeds.cpu), speeds))
 
 
 def probe_cpu(*, refresh: bool = False) -> GpuSpec:
@@ -71,7 +71,7 @@ def gpu_node(host: Host, speeds: Speeds) -> Node:
     """Node of the GPUs with their observed links.
 
     NVLink counts only if it is there, PCIe is as wide as the slot, and peer-to-peer counts only if it works between all
-    GPUs, because a library uses one way of summing for all of them.
+    GPUs. A library uses the same way of summing for all of them.
     """
     gpus = host.gpus
     measured = [speeds.pair(gpus[pair.first].uuid, gpus[pair.second].uuid) for pair in host.pairs]

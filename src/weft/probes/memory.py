@@ -17,7 +17,7 @@ def process_tree(pid: int, root: Path = Path("/proc")) -> list[int]:
                 # The process name in brackets may hold anything.
                 parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             except (OSError, ValueError, IndexError):
-                continue  # the process has ended meanwhile
+                continue  # the process has ended in between
             children[parent].append(int(folder.name))
     tree, remaining = [], [pid]
     while remaining:
@@ -28,7 +28,7 @@ def process_tree(pid: int, root: Path = Path("/proc")) -> list[int]:
 
 
 def pss_bytes(pid: int, root: Path = Path("/proc")) -> int:
-    """PSS of a process and its descendants, in bytes. Raises WeftError if the kernel does not report that of `pid`."""
+    """PSS of a process and its descendants, in bytes. Raises WeftError if the kernel does not report it for `pid`."""
     total = 0
     for process in process_tree(pid, root):
         try:

@@ -147,7 +147,7 @@ def cpu_speed_of(host: Host, *, refresh: bool = False) -> CpuSpeed:
     if speeds.cpu and not refresh and not is_outdated(speeds.cpu):
         return speeds.cpu
     measured = measure_cpu(host)
-    # Loaded again: another process may have stored other figures meanwhile.
+    # Loaded again: another process may have stored other figures during the measurement.
     store_speeds(host, msgspec.structs.replace(load_speeds(host), cpu=measured))
     return measured
 
@@ -155,9 +155,9 @@ def cpu_speed_of(host: Host, *, refresh: bool = False) -> CpuSpeed:
 def is_outdated(speed: CpuSpeed) -> bool:
     """Return True if a measurement now would be better: without other processes, or with the kernels that run now.
 
-    The library of kernels is one of three: a path, whose name must be that of the measured library; None without a
-    compiler, for which the measurement must have had none either; "" if it is not built yet, for which a measurement
-    with the kernels of an older library is better than none.
+    The library of kernels is one of three: a path, whose name must be the measured library's; None without a compiler,
+    if the measurement had none either; "" if it is not built yet. In the last case a measurement with the kernels of an
+    older library is better than none.
     """
     if speed.busy and not is_busy():
         return True
@@ -183,7 +183,7 @@ def measure_cpu(host: Host) -> CpuSpeed:
         try:
             return msgspec.structs.replace(_measure_in_child(host, built), library=name)
         except OSError as error:
-            logger.warning("the CPU kernels do not run (%s); delete %s, and they are built anew", error, built)
+            logger.warning("the CPU kernels do not run (%s); delete %s, and they are built again", error, built)
     try:
         return msgspec.structs.replace(_measure_in_child(host, None), library=name)
     except OSError as error:

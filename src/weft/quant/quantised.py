@@ -17,12 +17,11 @@ SCALE_DTYPES = {"mxfp4": torch.uint8} | dict.fromkeys(("fp8", "nf4", "fp4", "sig
 class QuantisedWeight:
     """A quantised matrix [rows, cols], stored row by row, or a stack of them [experts, rows, cols].
 
-    One matrix: `values` is [rows, cols * bits / 8] uint8. With 4 bits, the first half of each UNIT columns are the
-    low nibbles of UNIT / 2 bytes, the second half the high ones. `scales` is [rows, groups] float16; uint8 for MXFP4,
-    float32 for FP8, tables and signed numbers.
-    `lowest` is as many minima (float16) or zero points (uint8), or None for other schemes. In nested schemes, `scales`
-    is [rows, groups * 2] and `lowest` [rows, groups * 12] uint8: 6-bit numbers as GGUF packs them. The first group
-    lacks `lacking` columns. `dtype` is that of activations.
+    One matrix: `values` is [rows, cols * bits / 8] uint8. With 4 bits, the first half of each UNIT columns are the low
+    nibbles of UNIT / 2 bytes, the second half the high ones. `scales` is [rows, groups] float16; uint8 for MXFP4,
+    float32 for FP8, tables and signed numbers. `lowest` is as many minima (float16) or zero points (uint8), or None for
+    other schemes. In nested schemes, `scales` is [rows, groups * 2] and `lowest` [rows, groups * 12] uint8: 6-bit
+    numbers as GGUF packs them. The first group lacks `lacking` columns. `dtype` is the activations'.
     """
 
     type: str

@@ -51,7 +51,7 @@ def answer_on_ray(job: Job, rows: Rows, keep: Keep, attempts: AttemptsOf) -> Non
     resources, engines = call_watched(count, head_address(ray), JOIN_S)
     context = data.DataContext.get_current()
     context.enable_progress_bars = False  # the job has one
-    context.wait_for_min_actors_s = config.start_timeout  # by default Ray Data waits for ever
+    context.wait_for_min_actors_s = config.start_timeout  # by default Ray Data waits without limit
     blocks = [ray.put(table) for table in _tables(arrow, rows)]
     answers = data.from_arrow_refs(blocks).map_batches(
         RowAnswerer,

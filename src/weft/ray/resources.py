@@ -51,7 +51,7 @@ def actor_resources(config: EngineConfig, gpus: float) -> dict[str, float]:
 
 
 def on_cpus(config: EngineConfig, gpus: float) -> bool:
-    """Return True if the ranks run on CPUs, in a cluster with so many GPUs."""
+    """Return True if the ranks run on CPUs, in a cluster with `gpus` GPUs."""
     return config.device == "cpu" or not gpus
 
 
@@ -94,7 +94,7 @@ def check_seats(ray: Any, config: EngineConfig) -> int:
 
 
 def check_room(ray: Any, wanted: dict[str, float]) -> int:
-    """Number of actors that the nodes have room for. Raises PlanError if there is none: it would wait for ever."""
+    """Number of actors that the nodes have room for. Raises PlanError if there is none: Ray would wait without end."""
     room, present = 0, []
     kinds = {"CPU": wanted["num_cpus"], "GPU": wanted["num_gpus"]}
     for node in ray.nodes():

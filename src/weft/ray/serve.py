@@ -55,7 +55,7 @@ def build(arguments: Mapping[str, Any]) -> Any:
     if options.api_key or options.admin_key:
         raise ConfigError(
             "api_key and admin_key would be kept in the Ray cluster's state; leave them out, and set VLLM_API_KEY in "
-            "the replicas' environment: that of ray start on each node",
+            "the replicas' environment, that is, of ray start on each node",
             code="key-in-cluster",
         )
     config = actor_config(engine_config(wanted.model, wanted.engine))
@@ -66,7 +66,7 @@ def build(arguments: Mapping[str, Any]) -> Any:
 
 
 def deployment_options(wanted: ServeArguments, config: EngineConfig) -> dict[str, Any]:
-    """Options of the deployment: those that were given, over those that suit an engine."""
+    """Options of the deployment: the given options, over options that suit an engine."""
     ray: Any = import_module("ray")
     gpus = ray.cluster_resources().get("GPU", 0) if ray.is_initialized() else 0
     options: dict[str, Any] = {

@@ -75,7 +75,8 @@ class Isolated:
         return BlockingCaller(self)
 
     async def call(self, data: bytes) -> bytes:
-        """Return the function's result. Raises the RequestError that it raises, or that of a broken limit."""
+        """Return the function's result. Raises the RequestError that it raises, or the RequestError of a broken
+        limit."""
         if len(data) > MOST_BYTES:
             raise self.broken(f"it has {len(data):,} bytes; the limit is {MOST_BYTES:,}")
         outcome = await Call(self, data)
@@ -87,7 +88,7 @@ class Isolated:
             del outcome  # an error keeps the frames that it passes: in a circle, the job would stay until a collection
 
     def close(self) -> None:
-        """End the workers, and the process that forks them if nobody else uses it. A later call starts them again."""
+        """End the workers, and the process that forks them if it has no other user. A later call starts them again."""
         for pool in self._pools:
             pool.close()
         if "caller" in vars(self):

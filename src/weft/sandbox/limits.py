@@ -18,9 +18,9 @@ FILES = 64  # descriptors of a child, which opens none but what its libraries re
 class Limits(msgspec.Struct, frozen=True):
     """Limits of a child on one job.
 
-    `memory` is in bytes of address space, beyond that of the process which it is forked from. `wall_s` ends what does
-    not use the CPU either. `stack` is in bytes; a job that passes in a smaller stack passes in a larger one too.
-    `nice` is added to the priority's number.
+    `memory` is in bytes of address space, beyond that of the process from which it is forked. `wall_s` ends what does
+    not use the CPU either. `stack` is in bytes; a job that passes in a smaller stack passes in a larger one too. `nice`
+    is added to the priority's number.
     """
 
     cpu_s: int
@@ -42,7 +42,7 @@ def confine(limits: Limits) -> None:
 
 
 def grant_cpu(seconds: int) -> None:
-    """Have the system end this process once it has used so many seconds of CPU time more."""
+    """Have the system end this process once it has used this many seconds of CPU time more."""
     used = math.ceil(time.process_time())
     _lower(resource.RLIMIT_CPU, used + seconds)
 

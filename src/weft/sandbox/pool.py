@@ -230,7 +230,7 @@ class Pool:
         self._deal_out_soon()
 
     def _put_back(self, jobs: Iterable[Pending]) -> None:
-        """Let jobs wait again, before those that came later."""
+        """Let jobs wait again, before jobs that came later."""
         for job in reversed([*jobs]):
             self._waiting[job.large].appendleft(job)
 
@@ -295,7 +295,7 @@ class Pool:
         return worker
 
     def _look(self) -> None:
-        """Take jobs from workers whose first job is slow, and kill those whose job has had its time."""
+        """Take jobs from workers whose first job is slow, and kill workers whose job has had its time."""
         self._watch = None
         now = self.loop.time()
         for worker in [worker for worker in self._workers if worker.jobs]:

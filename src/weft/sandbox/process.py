@@ -1,7 +1,7 @@
 """Process that forks workers: `python -m weft.sandbox.process CONTROL LIFELINE`, started by `sandbox.zygote`.
 
-It has imported and prepared what the workers share, so that one starts in milliseconds: another takes the place of
-one that a job has killed before anybody notices. It runs no thread and no job itself.
+It has imported and prepared what the workers share, so that a worker starts in milliseconds: another takes the place of
+a worker that a job has killed before this is noticeable. It runs no thread and no job itself.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def run_worker(files: list[int], handler: Handler, limits: Limits) -> NoReturn:
 
 
 def answer_all(end: socket.socket, handler: Handler, jobs: Iterable[Job]) -> bool:
-    """Answer jobs, each before the next one begins: the parent takes the first without an answer for the one that runs.
+    """Answer jobs, each before the next one begins: the parent takes the first without an answer as the running one.
 
     Return False after one that may have left the process unfit for more.
     """
@@ -118,7 +118,7 @@ def answer(handler: Handler, job: Job) -> FromWorker:
 def main(control: int, lifeline: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent's to answer
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no caller waits for workers
     for descriptor in (control, lifeline):
         os.set_inheritable(descriptor, False)
     die_with(lifeline)

@@ -144,7 +144,7 @@ def spawn_worker(registration: Registration) -> WorkerEnds:
 
 
 def close_unused() -> None:
-    """End this process's zygote if nobody uses it."""
+    """End this process's zygote if it is unused."""
     with _starting:
         if _current is not None and not _current.is_used():
             _end_current()

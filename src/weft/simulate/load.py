@@ -36,7 +36,8 @@ class RequestDistribution(msgspec.Struct, frozen=True, kw_only=True):
     """Distribution of requests' lengths, in tokens.
 
     Lengths come from two distributions, or from `rows` of a trace, which give both lengths together. Each prompt begins
-    with one of `prefixes` shared prefixes of `prefix_len` tokens. Prompt and output together are cut to `most` tokens.
+    with one prefix of `prefixes` shared prefixes of `prefix_len` tokens. Prompt and output together are cut to `most`
+    tokens.
     """
 
     input_len: Lengths

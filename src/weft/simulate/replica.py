@@ -26,8 +26,8 @@ from weft.simulate.tally import RequestTimes, Tally
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Step times and scheduler limits of one replica, or of one engine of several attention groups.
 
-    `predictors` has an entry per attention group. The limits are those of each group. `stages` steps are in flight at
-    once, and with `lookahead` one more. `num_blocks` KV blocks are kept as `kv` says.
+    `predictors` has an entry per attention group. The limits are each group's. `stages` steps are in flight at once,
+    and with `lookahead` one more. `num_blocks` KV blocks are kept as `kv` says.
     """
 
     predictors: tuple[StepPredictor, ...]
@@ -88,7 +88,7 @@ class Stretch:
 class SimulatedReplica:
     """One simulated replica, or engine of several attention groups. Times are seconds of the virtual clock.
 
-    Groups take every step together, each of which lasts as long as that of the slowest group.
+    Groups take every step together, each of which lasts as long as the slowest group's.
 
     `due`: time at which `wake` must be called next, infinity while the replica is idle.
     """
@@ -270,7 +270,7 @@ class SimulatedReplica:
             times.last_s = now if self._depth == 1 else times.last_s + took_s
         tally.count_tokens_evenly(stretch.start_s, now, tokens)
         tally.count_stretch(now, stretch.rounds, len(running), stretch.first_s, stretch.growth_s)
-        # The steps in flight now are those of before, a few tokens later.
+        # The steps in flight now are the earlier steps, a few tokens later.
         self._flights = deque((result, result_s + took_s) for result, result_s in self._flights)
         self._last_result_s += took_s
         return [self._unfinished.pop(id) for id in ended]
@@ -303,7 +303,7 @@ def _create_scheduler(spec: ReplicaSpec, prefix_caching: bool) -> Scheduler:
 
 
 def _sampled(plan: StepPlan, keys: list[int]) -> StepResult:
-    """Result of one group's step; `keys`, by slot, get those of the requests that it admits."""
+    """Result of one group's step; `keys`, by slot, get the keys of the requests that it admits."""
     for admission in plan.admitted:
         keys[admission.slot] = admission.key
     tokens = [keys[slot] for slot, samples in zip(plan.slots, plan.samples, strict=True) if samples]

@@ -50,8 +50,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Results of a run.
 
     Rates are per second. Rates and counts cover the whole deployment, except the counts `requests` to `too_long`, which
-    cover the `sampled` replicas that were simulated. Latencies are those of completed requests, and None if there are
-    none; `distributions` holds their percentiles by field name.
+    cover the `sampled` replicas that were simulated. Latencies are the completed requests', and None if there are none;
+    `distributions` holds their percentiles by field name.
 
     `goodput_rate`: requests per second that meet the objective's limits. `kv_utilisation`, `running` (requests at once)
     and `busy` are means over the window and the replicas.
@@ -103,8 +103,8 @@ def create_report(
 ) -> Report:
     """Create the report of a run.
 
-    `replicas` and `gpus` are those of the whole deployment, of which the run may have simulated a sample. `blocks`:
-    mean number of KV blocks of a replica. `price`: dollars per GPU and hour.
+    `replicas` and `gpus` are the numbers of the whole deployment, of which the run may have simulated a sample.
+    `blocks`: mean number of KV blocks of a replica. `price`: dollars per GPU and hour.
     """
     tally, scale = result.tally, replicas / result.replicas
     window_s = tally.end_s - tally.begin_s

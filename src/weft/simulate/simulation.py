@@ -25,7 +25,7 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
 
     `preemptions`, `prefix_queries` and `prefix_hits` cover the window and all simulated replicas together. `events`:
     steps, stretches (runs of steps with the same batch, simulated as one event) and arrivals of the whole run. `steps`:
-    scheduler steps of the whole run, including those within stretches.
+    scheduler steps of the whole run, including steps within stretches.
     """
 
     tally: Tally
@@ -50,8 +50,8 @@ def simulate(
     enough: Callable[[Tally], bool] = lambda tally: False,
     on_time: Callable[[float], object] = lambda now: None,
 ) -> SimulationResult:
-    """Simulate one replica per spec, idle at time 0, beside `unsimulated` replicas of which only the
-    number of requests is tracked, for the policy.
+    """Simulate one replica per spec, idle at time 0, and, for the policy, `unsimulated` replicas of which only the
+    number of requests is tracked.
 
     Requests that arrive from `warmup_s` to `end_s` are measured. Arrivals continue until the last measured request has
     ended. With an infinite `end_s` the run ends when a finite source is exhausted and its requests have ended.

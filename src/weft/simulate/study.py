@@ -158,7 +158,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EarlyStop:
-    """Condition to end a run: so many requests missed a percentile's limit that it cannot be met any more.
+    """Condition to end a run: more requests missed a percentile's limit than it allows, so it cannot be met any more.
 
     `requests`: expected number of requests of the whole run.
     """

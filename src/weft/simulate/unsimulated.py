@@ -13,8 +13,8 @@ class UnsimulatedReplicas:
     """Replicas of which only the number of requests is known.
 
     They are equal to the simulated replicas. For each end of requests in a simulated replica, requests end here as
-    well: in as many replicas as there are for one simulated replica, each with the same number of requests, and at
-    times that are spread a little. The policy thus sees the same numbers everywhere, and a simulated replica gets its
+    well, at times that are spread a little. They end in as many replicas as there are for one simulated replica, each
+    with the same number of requests. The policy thus sees the same numbers everywhere, and a simulated replica gets its
     next request as soon after an end as it would among all replicas. In a large deployment that is at once.
     """
 

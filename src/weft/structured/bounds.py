@@ -29,7 +29,7 @@ REACHED = 200_000  # lists and objects in the targets of references, all togethe
 LARK_PARTS = re.compile(
     r"""
       //[^\n]*+ | \#[^\n]*+                      # comments
-    | "(?:[^"\\\n]|\\.)*+"?                      # texts, also those of JSON
+    | "(?:[^"\\\n]|\\.)*+"?                      # texts, also in JSON
     | /(?:[^/\\\n]|\\.)++/?                      # expressions
     | (?P<rule>(?:^|(?<=\n))[ \t]*+[!?]*+(?P<head>[A-Za-z_][A-Za-z0-9_]*+)[^:"/\n|]*+:)
     | (?P<name>[A-Za-z_][A-Za-z0-9_]*+)
@@ -77,7 +77,8 @@ def check_lark(grammar: str, param: str) -> None:
 
 
 def _keywords(schema: Any, param: str) -> Iterator[tuple[str, Any]]:
-    """Yield all keys and values of a schema, however deep. Raises RequestError for one that is nested too deeply."""
+    """Yield all keys and values of a schema, however deep. Raises RequestError for a schema that is nested too
+    deeply."""
     pending = [(schema, 0)]
     while pending:
         part, depth = pending.pop()
@@ -104,7 +105,7 @@ def _check_multiple(value: Any, param: str) -> None:
 
 
 def _references(schema: Any, param: str) -> dict[str, list[str]]:
-    """The targets of references of a schema, each with those that it refers to; the whole is "#".
+    """The targets of references of a schema, each with the targets that it refers to; the whole is "#".
 
     Raises RequestError if that takes too many steps.
     """
@@ -161,7 +162,7 @@ def _check_chain(graph: Mapping[str, Sequence[str]], what: str, param: str) -> N
 def longest_chain(graph: Mapping[str, Iterable[str]]) -> int:
     """Number of nodes on the longest way through a graph; nodes that reach each other all count."""
     lengths: dict[str, int] = {}
-    for component in _components(graph):  # each after those that it leads to
+    for component in _components(graph):  # each after the sets that it leads to
         members = set(component)
         beyond = (lengths[target] for node in component for target in graph.get(node, ()) if target not in members)
         length = len(component) + max(beyond, default=0)
@@ -170,7 +171,7 @@ def longest_chain(graph: Mapping[str, Iterable[str]]) -> int:
 
 
 def _components(graph: Mapping[str, Iterable[str]]) -> Iterator[list[str]]:
-    """Yield sets of nodes that reach each other, each after those that it leads to (Tarjan's algorithm)."""
+    """Yield sets of nodes that reach each other, each after the sets that it leads to (Tarjan's algorithm)."""
     numbers: dict[str, int] = {}
     lowest: dict[str, int] = {}
     stack: list[str] = []

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 THREADS = 2
-NICE = 5  # added to their priority's number: the core's loop has steps to plan meanwhile
-# Compiled grammars are kept. The size of one is the memory by which the process has grown meanwhile, and not nothing.
+NICE = 5  # added to their priority's number: the core's loop has steps to plan at the same time
+# Compiled grammars are kept. A grammar's size is the memory by which the process grew during its compilation, and at
+# least a minimum.
 KEPT_BYTES = 256 << 20
 MIN_BYTES, BYTES_PER_CHARACTER = 64 << 10, 64
 ROW_ITEMS = 5000  # states of a parse that are open at once: about four for each optional property of an object

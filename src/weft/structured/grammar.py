@@ -81,7 +81,7 @@ def read_schema(given: Any) -> Any:
 
 
 def choice(texts: Sequence[str]) -> str:
-    """Lark for one of several texts."""
+    """Lark for a choice of texts."""
     if not texts or not all(texts):
         raise RequestError("choice needs at least one text, and none of them empty", param=PARAM, code="empty-choice")
     return " | ".join(map(quoted, texts))

@@ -1,4 +1,4 @@
-"""MaskMaker: computes masks of allowed tokens, and keeps those that other answers are likely to need."""
+"""MaskMaker: computes masks of allowed tokens, and keeps masks that other answers are likely to need."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def _bound_counts(schema: Schema) -> None:
 
 
 def _bound_numbers(schema: Schema) -> None:
-    """Write bounds that the library can keep: those of draft 4 in the form of later ones, large ones smaller."""
+    """Write bounds that the library can keep: draft 4's in the form of later drafts, large ones smaller."""
     for exclusive, plain in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
         if isinstance(flag := schema.get(exclusive), bool):
             del schema[exclusive]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from urllib.parse import quote, unquote
 
-# Characters that an address may hold as they are, beside letters and digits (RFC 3986).
+# Characters that an address may hold as they are, besides letters and digits (RFC 3986).
 ADDRESS = "-._~:/?#@!$&'()*+,;="
 LONE_PERCENT = re.compile(r"%(?![0-9a-fA-F]{2})")
 

@@ -1,8 +1,8 @@
-"""SchemaState: where an answer stands in a JSON schema, as a key that answers with other texts before share.
+"""SchemaState: the position of an answer in a JSON schema, as a cache key: equal keys have equal token masks.
 
-In most schemas the tokens that may follow depend on little of the text before: on the open objects with their names,
-on the open lists, and on the length of the string that has begun, not on what strings and numbers before it say.
-Two answers with the same key have the same mask. A schema in which more matters has no keys.
+In most schemas the tokens that may follow depend on little of the text before: on the open objects with their names, on
+the open lists, and on the length of the string that has begun. They do not depend on earlier strings and numbers. A
+schema in which more matters has no keys.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STRINGS = {"minLength", "maxLength", "pattern", "format"}
 LISTS = {"items", "prefixItems", "minItems", "maxItems"}
 OBJECTS = {"properties", "required", "additionalProperties"}
 KNOWN = {"type", "enum", "const"} | ANNOTATIONS | FILES | NUMBERS | STRINGS | LISTS | OBJECTS
-BESIDE_OTHERS = ANNOTATIONS | FILES  # what may stand beside `$ref` and `anyOf`
+BESIDE_OTHERS = ANNOTATIONS | FILES  # keywords that are allowed next to `$ref` and `anyOf`
 BEGINNINGS = {"string": '"', "object": "{", "array": "[", "number": "0", "integer": "0", "boolean": "t", "null": "n"}
 ENDED = b"."  # the text of a state after a name or a value
 MAX_SCHEMAS = 2000  # schemas within one, references not followed
@@ -163,7 +163,7 @@ class SchemaState:
         self._open: list[_Object | _List] = []
         self._text = b""  # since the last bracket, comma, colon, or quotation mark; ENDED stands for what has ended
         self._in_string = False
-        self._string: Schema | None = None  # that of the string that has begun, unless it is a name
+        self._string: Schema | None = None  # the length of the string that has begun, unless it is a name
         self._lost = False
 
     def key(self) -> Hashable | None:
@@ -191,7 +191,7 @@ class SchemaState:
             for at in range(len(text)):
                 self._take(text[at : at + 1])
         except (IndexError, AttributeError, TypeError):
-            self._lost = True  # the text is no JSON, such as that of an end token
+            self._lost = True  # the text is no JSON, such as an end token's
 
     def _take(self, char: bytes) -> None:
         if self._in_string:

@@ -37,12 +37,12 @@ def answering(answers: Answers) -> Iterator[None]:
 
 
 def problem_of_schema(schema: Mapping[str, Any]) -> str:
-    """Why a schema by itself cannot be compiled, with the place; "" if it can, or if nobody knows yet."""
+    """Why a schema by itself cannot be compiled, with the place; "" if it can, or if this is not known yet."""
     return _answer(Question(json.dumps(schema), whole=False))
 
 
 def problem_of_lark(grammar: str) -> str:
-    """Why a grammar in Lark cannot be compiled; "" if it can, or if nobody knows yet."""
+    """Why a grammar in Lark cannot be compiled; "" if it can, or if this is not known yet."""
     return _answer(Question(grammar, whole=False, lark=True))
 
 

@@ -18,7 +18,7 @@ Encode = Callable[[str], Sequence[int]]
 
 
 class Vocabulary(msgspec.Struct):
-    """The bytes of every token of a model, the special ones, and those that end an answer."""
+    """The bytes of every token of a model, the special ones, and the ids that end an answer."""
 
     tokens: list[bytes]
     special: list[int]
@@ -41,7 +41,7 @@ class _Wrapped:
 
 
 def list_vocabulary(tokenizer: Tokenizer, vocab: int, eos: Sequence[int]) -> Vocabulary:
-    """The vocabulary of a model with `vocab` embedding rows, whose answers end with one of `eos`."""
+    """The vocabulary of a model with `vocab` embedding rows, whose answers end with an id in `eos`."""
     special = tokenizer.special_ids
     ends = sorted({*eos, *tokenizer.end_ids})
     return Vocabulary(

@@ -1,7 +1,7 @@
 """Budget: time and characters that one rendering of a chat template may still use.
 
 A template comes with a checkpoint, from a stranger. Each construct that multiplies work or text charges the budget
-first, and what it makes is charged as well. The process that renders has limits beside these.
+first, and what it makes is charged as well. The process that renders has further limits.
 """
 
 from __future__ import annotations

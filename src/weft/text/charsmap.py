@@ -20,7 +20,8 @@ HAS_LEAF = 1 << 8
 
 
 def check_charsmap(data: bytes) -> int:
-    """The most characters that a map puts in the place of one. Raises ValueError for a map that is damaged."""
+    """The most characters that a map puts in the place of one character. Raises ValueError for a map that is
+    damaged."""
     import numpy as np  # imported here: few vocabularies have a map
 
     if len(data) > MAX_BYTES:

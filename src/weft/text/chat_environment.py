@@ -37,7 +37,7 @@ WIDE_FIELD = re.compile(rf"\{{[^{{}}]*:[^{{}}]*(?:\{{|\d{{{WIDE},}})")
 TIME_FORMAT = 200  # characters of a format of the date; each may become a width
 
 # Attributes that the sandbox lets templates read of exactly these types, whatever they hold. It must still see the
-# methods that make texts of formats, and those that change a dict.
+# methods that make texts of formats, and the methods that change a dict.
 SAFE_ATTRIBUTES: Mapping[type, frozenset[str]] = {
     dict: frozenset({"get", "items", "keys", "values"}),
     str: frozenset(name for name in dir(str) if not name.startswith("_")) - {"format", "format_map"},
@@ -80,7 +80,7 @@ class Bounds(NodeTransformer):
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
         if len(node.ops) == 1 and any(isinstance(part, nodes.Const) for part in (node.expr, node.ops[0].expr)):
-            return node  # no parts of a value are compared with those of a constant
+            return node  # no parts of a value are compared with a constant's
         node.expr = self._charged(node.expr)
         for operand in node.ops:
             operand.expr = self._charged(operand.expr)

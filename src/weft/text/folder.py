@@ -28,7 +28,7 @@ log = logging.getLogger("weft.text.folder")
 
 PATTERNS = "tokenizer.json, tiktoken.model, tokenizer.model, vocab.json, *.tiktoken, *.gguf"
 KIMI_FILE = "tiktoken.model"
-MERGES = "merges.txt"  # beside vocab.json, in GPT-2's form
+MERGES = "merges.txt"  # next to vocab.json, in GPT-2's form
 # A folder of further templates by name, and the name of that for requests with tools, as Transformers has them.
 TEMPLATES, TOOL_USE = "additional_chat_templates", "tool_use"
 MAX_WARNINGS = 10  # about tokens that are left out
@@ -37,7 +37,7 @@ TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def read_folder(path: Path) -> tuple[Tokenizer, TokenizerSettings]:
-    """Read the vocabulary in the file or directory `path`, and the settings in the files beside it."""
+    """Read the vocabulary in the file or directory `path`, and the settings in the files next to it."""
     folder = path if path.is_dir() else path.parent
     file = _vocabulary_file(path)
     hf_tokenizer, settings = _vocabulary(file)
@@ -93,7 +93,7 @@ def _vocabulary(file: Path) -> tuple[Tokenizer, TokenizerSettings]:
 
 
 def _read_gpt2(file: Path) -> Tokenizer:
-    """A byte-level BPE of GPT-2's form: ids in vocab.json, merges in the file beside it, best first."""
+    """A byte-level BPE of GPT-2's form: ids in vocab.json, merges in the file next to it, best first."""
     names, ranked = (_read_vocabulary_file(path) for path in (file, file.parent / MERGES))
     try:
         vocabulary = msgspec.json.decode(names, type=dict[str, int])
@@ -147,14 +147,14 @@ def _add_tokens(hf_tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
     tokens = _listed_tokens(config)
     missing = sorted(tokens.keys() - hf_tokenizer.get_added_tokens_decoder().keys())
     limits.check_vocabulary(len(missing))
-    # One call for all: each call makes the library's automaton of all added tokens anew.
+    # One call for all: each call builds the library's automaton of all added tokens again.
     hf_tokenizer.add_tokens(list(_addable_tokens(hf_tokenizer, {id: tokens[id] for id in missing})))
     extra = config.get("additional_special_tokens") or config.get("extra_special_tokens")
     _make_special(hf_tokenizer, map(_token_text, extra if isinstance(extra, list) else ()))
 
 
 def _addable_tokens(hf_tokenizer: Tokenizer, tokens: Mapping[int, object]) -> Iterator[AddedToken]:
-    """Tokens of added_tokens_decoder, without those whose ids the vocabulary's ids contradict."""
+    """Tokens of added_tokens_decoder, without tokens whose ids the vocabulary's ids contradict."""
     added: dict[str, int] = {}
     next_id, left_out = vocab_size(hf_tokenizer), 0
     for id, token in tokens.items():
@@ -193,7 +193,7 @@ def _listed_names(config: Mapping[str, Any]) -> dict[int, str]:
 
 
 def _make_special(hf_tokenizer: Tokenizer, texts: Iterable[str | None]) -> None:
-    """Make those of some tokens special that the vocabulary has."""
+    """Make some tokens special, as far as the vocabulary has them."""
     present = [text for text in dict.fromkeys(texts) if text is not None and hf_tokenizer.token_to_id(text) is not None]
     hf_tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in present])
 

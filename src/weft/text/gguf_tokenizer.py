@@ -74,7 +74,7 @@ def _create_byte_level(header: Gguf, tokens: Sequence[str], types: Sequence[int]
 
 
 def _merges(header: Gguf, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
-    """The file's merges. Raises ModelError for one that does not merge two tokens into a third."""
+    """The file's merges. Raises ModelError for a merge that does not merge two tokens into a third."""
     merges = []
     for text in map(str, header.array(PREFIX + "merges")):
         parts = text.split(" ")

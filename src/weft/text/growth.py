@@ -59,7 +59,7 @@ def steps_of(content: Mapping[str, Any], part: str) -> Iterator[Mapping[str, Any
 
 
 def _factor(step: Mapping[str, Any]) -> float:
-    """The most characters that a step makes of one. Unicode's own forms count as 1: they do not add up."""
+    """The most characters that a step makes of one character. Unicode's own forms count as 1: they do not add up."""
     kind = str(step.get("type"))
     if kind == "FixedLength" and step.get("length") == 0:
         raise ValueError("its pre_tokenizer cuts texts into pieces of 0 characters")

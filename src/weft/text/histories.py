@@ -228,7 +228,7 @@ def _short_id(id: str) -> str:
 
 
 def _find_owners(calls: Sequence[Mapping[str, Any]], results: Sequence[Message]) -> list[int]:
-    """Index of the call of each result: the one of its id, else the one in its place."""
+    """Index of the call of each result: the call with its id, else the call in its place."""
     places = {str(call["id"]): place for place, call in enumerate(calls) if call.get("id")}
     last = len(calls) - 1
     return [places.get(str(result.get("tool_call_id")), min(place, last)) for place, result in enumerate(results)]

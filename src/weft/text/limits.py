@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class RequestLimits:
     """All limits on one request, far above what clients send.
 
-    All of them apply over HTTP. In the offline `LLM`, whose caller owns the process, only those of templates apply.
-    Sizes are bytes if the name says so, else characters or numbers of items. Times are seconds.
+    All of them apply over HTTP. In the offline `LLM`, whose caller owns the process, only the limits of templates
+    apply. Sizes are bytes if the name says so, else characters or numbers of items. Times are seconds.
     """
 
     # A body. `body_bytes` is raised for models with a long context.

@@ -25,7 +25,7 @@ def derive_merges(ranks: Mapping[Text, float]) -> list[tuple[Text, Text]]:
         parts = _last_parts(token, ranks) if _may_be_merged(token, ranks) else ()
         if len(parts) == 2 and parts[0] in ranks and parts[1] in ranks:
             merges.append((rank, parts[0], parts[1]))
-    # Llama ranks all runs of spaces the same: the leftmost merge is the one that extends the longest run.
+    # Llama ranks all runs of spaces the same: the leftmost merge extends the longest run.
     merges.sort(key=lambda merge: (merge[0], -len(merge[1]), -len(merge[2])))
     return [(left, right) for _, left, right in merges]
 

@@ -134,7 +134,7 @@ def _text(content: object, name: str) -> str:
 def result_text(content: object) -> str:
     """Return a tool's result as text: parts that are none are named, and what has no parts becomes JSON.
 
-    A result is never refused: the conversation would hold it for ever.
+    A result is never refused: the conversation would keep it.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -144,7 +144,7 @@ def result_text(content: object) -> str:
 
 
 def _part_text(part: Mapping[str, Any]) -> str:
-    """The text of a part: its own, that of a document, or those within a search result."""
+    """The text of a part: its own, a document's, or the texts within a search result."""
     if isinstance(text := part.get("text"), str):
         return text
     source, inner = part.get("source"), part.get("content")

@@ -64,7 +64,7 @@ def _scratch_file() -> IO[bytes]:
 def _without_panics() -> Iterator[None]:
     """Keep what Rust writes to standard error about a panic from it; all else is written there at the end.
 
-    The descriptor of the whole process is redirected meanwhile, so this is for the start.
+    The descriptor of the whole process is redirected until then, so this is for the start.
     """
     with _redirecting, _scratch_file() as kept:
         sys.stderr.flush()

@@ -21,7 +21,8 @@ _BEFORE = "a"  # any text before a token that is not the first
 
 
 def _each_byte(error: UnicodeError) -> tuple[str, int]:
-    """Replace every invalid byte by one U+FFFD, as SentencePiece does; Unicode replaces each run of them by one."""
+    """Replace every invalid byte by one U+FFFD, as SentencePiece does; Unicode replaces each run of them by a single
+    one."""
     assert isinstance(error, UnicodeDecodeError)
     return "\ufffd" * (error.end - error.start), error.end
 
@@ -32,8 +33,8 @@ codecs.register_error("weft-each-byte", _each_byte)
 class Pieces:
     """The text or the bytes that each token of `hf_tokenizer` adds, according to the vocabulary's own decoder.
 
-    `special`: ids that `skip_special_tokens` omits. `byte_fallback`: some tokens stand for single bytes, beside others
-    that stand for text. Raises ModelError for a decoder of an unknown kind.
+    `special`: ids that `skip_special_tokens` omits. `byte_fallback`: some tokens stand for single bytes, others for
+    text. Raises ModelError for a decoder of an unknown kind.
     """
 
     def __init__(self, hf_tokenizer: Tokenizer) -> None:
@@ -136,7 +137,7 @@ class Detokenizer:
         return self._utf8.decode(b"", final=True)
 
     def _has_bytes(self) -> bool:
-        """Return True if bytes wait for those that complete their character."""
+        """Return True if bytes wait for the rest of their character."""
         return bool(self._utf8.getstate()[0])
 
     def _decoder(self) -> codecs.IncrementalDecoder:

@@ -1,6 +1,6 @@
 """Pre-tokenizers of byte-level vocabularies: cut a text into words before merging, by their names in GGUF.
 
-The patterns belong to the models: each must be the one that the vocabulary's merges were learned with.
+The patterns belong to the models: each must be the pattern that the vocabulary's merges were learned with.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GPT4O = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
-# Letters of DeepSeek V2, those of alphabets with capitals: runs of code points.
+# Letters of DeepSeek V2, from alphabets with capitals: runs of code points.
 _CASED = (
     "41-5a 61-7a b5 c0-d6 d8-f6 f8-1ba 1bc-1bf 1c4-293 295-2af 370-373 376-377 37b-37d 37f 386 388-38a 38c "
     "38e-3a1 3a3-3f5 3f7-481 48a-52f 531-556 10a0-10c5 13a0-13f5 13f8-13fd 1c90-1cba 1cbd-1cbf 1d00-1d2b "

@@ -48,7 +48,7 @@ def probe_mark(file: Path) -> Path | None:
 
 
 def has_passed(mark: Path) -> bool:
-    """Return True if a mark is there, and nobody else can have left it."""
+    """Return True if a mark is there that no other user can have left."""
     return mark.exists() and distrust_reason(mark) is None
 
 

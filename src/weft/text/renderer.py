@@ -48,7 +48,7 @@ class Renderer:
     ) -> str:
         """Return a conversation as text. Calls that the template does not show have the `form`.
 
-        `unfinished`: the text ends with that of the last message. Raises RequestError.
+        `unfinished`: the text ends with the last message's. Raises RequestError.
         """
         checked = normalize_messages(messages, developer=self._developer)
         variables = {**self._defaults, **variables}

@@ -1,4 +1,4 @@
-"""TokenizerSettings: a model's settings for its tokens, beside the vocabulary itself."""
+"""TokenizerSettings: a model's settings for its tokens, without the vocabulary itself."""
 
 from __future__ import annotations
 

@@ -71,8 +71,8 @@ class StopAutomaton:
 class StopStrings:
     """Finds the first stop string of `automaton` in a streamed text.
 
-    The stop string that ends first wins; of several that end together, the one that begins first. `match` is that
-    string. Text that may be the beginning of a stop string is held back, unless `keep` keeps stop strings in the text.
+    The stop string that ends first wins; of several that end together, the first to begin. `match` is that string. Text
+    that may be the beginning of a stop string is held back, unless `keep` keeps stop strings in the text.
     """
 
     def __init__(self, automaton: StopAutomaton, *, keep: bool) -> None:

@@ -38,7 +38,7 @@ RAW = "{{- messages[-1].content }}"
 class ChatTemplate:
     """A chat template; `special_tokens` ("bos_token": "<s>") are names that its `source` may use.
 
-    `tool_source` is the template of conversations with tools; None if `source` is that of all.
+    `tool_source` is the template of conversations with tools; None if `source` is for all conversations.
 
     Only a sandboxed process may `render` it (`text.rendering`). It can neither reach Python nor change its arguments,
     and `LIMITS` bound its time and the length of its texts as far as Python can. Without a source every `render` raises
@@ -167,7 +167,7 @@ class ChatML(ChatTemplate):
 
 
 def _chatml_text(messages: Sequence[Message]) -> str | None:
-    """The text of messages in ChatML; None for one without content, which is no text."""
+    """The text of messages in ChatML; None for a message without content, which is no text."""
     if any(message["content"] is None for message in messages):
         return None
     return "".join(f"{CHATML_START}{message['role']}\n{message['content']}{CHATML_END}\n" for message in messages)

@@ -37,7 +37,7 @@ SHALLOW_FILTERS = frozenset(
 SHALLOW_TESTS = frozenset({"defined", "undefined", "none", "mapping", "iterable", "sequence", "string", "number"})
 # Methods that look for a text from the end, by a quadratic search.
 BACKWARD_METHODS = frozenset({"rfind", "rindex", "rsplit", "rpartition"})
-BACKWARD_WORK = 2**32  # characters of the text times those of the other
+BACKWARD_WORK = 2**32  # characters of the text times characters of the other
 DIGITS = 4300  # of a text that becomes a number, as Python allows for decimal ones
 ENCODINGS = frozenset({"utf-8", "ascii", "iso8859-1", "utf-16", "utf-32"})  # all of them in linear time
 
@@ -45,7 +45,7 @@ Plain = Callable[..., Any]
 
 
 def limited_filters(filters: Mapping[str, Any], form: Plain) -> dict[str, Any]:
-    """The filters within the budget; `form` is that of the filter format."""
+    """The filters within the budget; `form` is the filter format's."""
     own = {"tojson": to_json, "join": _join, "replace": _replace, "string": _string, "format": form, "int": _int}
     limited: dict[str, Any] = {**filters, **own, "sum": _sum_of_numbers(filters["sum"])}
     for name in WIDTH_FILTERS:

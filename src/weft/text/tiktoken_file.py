@@ -19,9 +19,9 @@ from weft.text.merges import derive_merges
 from weft.text.pretokenizers import KIMI, QWEN, PreTokenizerSpec
 from weft.text.settings import TokenizerSettings
 
-# Special tokens that Qwen's own tokenizer appends to those of the file, in this order.
+# Special tokens that Qwen's own tokenizer appends to the file's, in this order.
 QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{n}|>" for n in range(205)))
-RESERVED = 256  # special tokens of Kimi-K2 after those of the file, most of them without a name
+RESERVED = 256  # special tokens of Kimi-K2 after the file's, most of them without a name
 RANK_DIGITS, RANKS = 10, 1 << 31  # ids are that large at most
 NUM_ENDS = 3  # the first of them end a completion
 
@@ -43,7 +43,7 @@ def read_kimi(path: Path) -> tuple[Tokenizer, TokenizerSettings]:
 
 
 def reserve_tokens(hf_tokenizer: Tokenizer, names: Mapping[int, str]) -> None:
-    """Add Kimi-K2's special tokens: those with `names`, by their ids, and reserved ones between and after them.
+    """Add Kimi-K2's special tokens: tokens with `names`, by their ids, and reserved ones between and after them.
 
     Source: tokenization_kimi.py in the repository moonshotai/Kimi-K2-Instruct on the Hugging Face hub.
     """

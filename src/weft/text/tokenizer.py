@@ -17,8 +17,8 @@ from weft.text.panics import convert_panic, loading
 from weft.text.pieces import Detokenizer, Pieces
 from weft.text.settings import TokenizerSettings
 
-# The library's batch calls release the interpreter's lock, so that a server can call them in a thread beside its event
-# loop. Without this setting they also start a thread per core, even for a batch of one.
+# The library's batch calls release the interpreter's lock, so that a server can call them in a thread next to its event
+# loop. Without this setting they also start a thread per core, even for a batch of one text.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # Tokens of gpt-oss's harmony format.
@@ -78,7 +78,7 @@ class Tokenizer:
     def _post_processed_ending(self) -> list[int]:
         """Ids that the vocabulary's post-processor adds behind a text, if the settings leave that to it.
 
-        Settings that speak of BOS alone, as those of Qwen3-Embedding do, say nothing of the end.
+        Settings that speak of BOS alone, as Qwen3-Embedding's do, say nothing of the end.
         """
         if self._settings.add_eos is not None:
             return []
@@ -86,7 +86,7 @@ class Tokenizer:
         return [id for id in encoding.ids if id != self.bos_id]
 
     def _end_ids(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Ids that end a completion, given those that the tokenizer's files name.
+        """Ids that end a completion, given the ids that the tokenizer's files name.
 
         In the harmony format a call of a tool ends a reply too, and the end of a message does not.
         """
@@ -100,7 +100,7 @@ class Tokenizer:
         """Token ids of a text.
 
         `add_special_tokens` adds BOS and EOS if the model wants them, but never a second BOS before a text that begins
-        with one, as rendered chat templates do. Raises RequestError for a text that is not valid Unicode.
+        with BOS, as rendered chat templates do. Raises RequestError for a text that is not valid Unicode.
         """
         post_process = add_special_tokens and self._has_post_processor
         try:

@@ -35,7 +35,7 @@ class _File(msgspec.Struct):
 
 
 def read_tokenizer_json(file: Path) -> Tokenizer:
-    """Read the tokenizer in a file. Raises ModelError for one that is damaged, or beyond any published one."""
+    """Read the tokenizer in a file. Raises ModelError if it is damaged, or beyond any published tokenizer."""
     data = read_model_file(file, limits.TOKENIZER_BYTES, code="cannot-read-tokenizer")
     try:
         content = msgspec.json.decode(data, type=_File)

@@ -63,7 +63,7 @@ def _row_chunks(info: Packed, rows: Span, device: torch.device) -> Iterator[tupl
 
 
 def _read_numbers(info: Packed, source: str, rows: Span, cols: Span) -> torch.Tensor:
-    """Bits of the numbers: [rows, cols] uint8, on the CPU. Raises ModelError for one that is no number."""
+    """Bits of the numbers: [rows, cols] uint8, on the CPU. Raises ModelError for a value that is no number."""
     width, (first, last) = info.dims[1], _file_rows(info, rows)
     data = map_bytes(info.values, first * width, (last - first) * width)
     numbers = data.view(last - first, width)[:: info.step, cols.start : cols.stop]

@@ -67,7 +67,7 @@ class WeightSource(Protocol):
 
 
 def parameter_groups(plan: Plan, place: Place) -> list[list[str]]:
-    """Names of a rank's parameters, those of a layer together."""
+    """Names of a rank's parameters, each layer's together."""
     groups = groupby(rank_parameters(plan.shape, place), key=lambda parameter: parameter[2])
     return [[name for name, _, _ in group] for _, group in groups]
 
@@ -82,8 +82,8 @@ def allocate_parameters(
 ) -> dict[str, torch.Tensor | QuantisedWeight]:
     """Allocate the parameters of a rank, by name, without values.
 
-    Matrices of products are allocated on the device `matrices` if it is given. Only those in `names` are allocated, if
-    given.
+    Matrices of products are allocated on the device `matrices` if it is given. Only the parameters in `names` are
+    allocated, if given.
     """
     shape, dtype = plan.shape, getattr(torch, plan.dtype)
     targets: dict[str, torch.Tensor | QuantisedWeight] = {}
@@ -131,8 +131,8 @@ def load_weights(
 
     Targets are allocated already, on any one device and of any float dtype or scheme. Parameters that the checkpoint
     does not hold in the target's scheme are made by `rounding`, in several threads, with the `importance` of the
-    parameter's columns if it is known. `report_read` gets the bytes of the files that are read so far, and those of all
-    targets. `source` is the plan's checkpoint if it is open already. Raises ModelError.
+    parameter's columns if it is known. `report_read` gets the bytes of the files that are read so far, and the bytes of
+    all targets. `source` is the plan's checkpoint if it is open already. Raises ModelError.
     """
     if plan.load_format == "sharded_state":
         read_shard(plan, place.rank, targets, report_read)
@@ -218,8 +218,8 @@ def check_fill(fill: Fill) -> None:
 def reader_threads(device: torch.device) -> Iterator[ThreadPoolExecutor]:
     """Threads that read weights of a rank on `device`, one per core.
 
-    Each thread takes whole tensors: no barrier after every small step, and several reads in flight. Torch uses one
-    core for the caller meanwhile, as for each of these threads.
+    Each thread takes whole tensors: no barrier after every small step, and several reads in flight. Torch uses one more
+    core for the caller, as for each of these threads.
     """
     threads = torch.get_num_threads()
     with ThreadPoolExecutor(threads, "weft-load", initializer=_begin_reading, initargs=(device,)) as pool:

@@ -56,7 +56,7 @@ class Mxfp4Weights(StoredWeights):
 
 
 def _read_rows(info: Packed, part: TensorInfo, rows: Span) -> torch.Tensor:
-    """Bytes of some of a matrix's rows in one of its tensors: [rows, bytes] uint8."""
+    """Bytes of some rows of a matrix in its tensor `part`: [rows, bytes] uint8."""
     width = part.nbytes // part.dims[0]
     first, last = rows.start * info.step, rows.stop * info.step
     data = map_bytes(part, first * width, (last - first) * width)

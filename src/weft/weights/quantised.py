@@ -16,7 +16,7 @@ from weft.quant.rounding import Rounding, round_into
 from weft.weights.blocks import MXFP4_NAN, block_numbers, zero_point
 from weft.weights.finite import check_finite
 
-# Elements that are read before they are rounded: on a CPU as many as a core's cache has room for; on a GPU as many as
+# Elements that are read before they are rounded. A CPU takes as many as a core's cache has room for, a GPU as many as
 # there is memory for in each thread that reads, since fewer launches are faster.
 BAND, GPU_BAND = 1 << 19, 1 << 24
 
@@ -28,7 +28,7 @@ def unpack_blocks(data: torch.Tensor, type: str, first: int, into: QuantisedWeig
 
     `data` [rows, bytes] uint8 has whole blocks of `type` in each row, of which the columns from `first` on are taken.
     Scales and minima that the blocks hold as products of two numbers are rounded to float16: by 1 / 4096 of their value
-    at most, or 3e-8 below 6e-5. Raises ModelError for one that is beyond float16.
+    at most, or 3e-8 below 6e-5. Raises ModelError for a number beyond float16.
     """
     q, scale, lowest = block_numbers(data, type)
     q = q.view(len(data), -1)[:, first : first + into.shape[1]]
@@ -61,8 +61,8 @@ def _spread(part: torch.Tensor, type: str, first: int, into: QuantisedWeight) ->
 def split_blocks(blocks: torch.Tensor, into: QuantisedWeight) -> None:
     """Copy blocks [rows, groups, bytes] uint8 whose type is the scheme of `into`.
 
-    The result is that of `unpack_blocks`, and so are the errors. Nothing has to be computed, which takes a twentieth of
-    the time.
+    The result and the errors are as in `unpack_blocks`. Nothing has to be computed, which takes a twentieth of the
+    time.
     """
     if into.scheme.lowest == "nested":
         _split_nested(blocks, into)

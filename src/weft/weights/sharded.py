@@ -47,7 +47,7 @@ def tensor_parts(targets: Targets) -> Iterator[tuple[str, torch.Tensor]]:
 def read_shard(plan: Plan, rank: int, targets: Targets, report: Callable[[int, int], None] | None) -> None:
     """Fill parameters of a rank from its file. `report` gets the bytes that are read so far, and all bytes.
 
-    Raises ModelError for a file that is damaged, PlanError for one of another layout.
+    Raises ModelError for a file that is damaged, PlanError for a file of another layout.
     """
     state, tensors = read_rank(Path(plan.checkpoint), rank)
     check_shards(plan, state)
@@ -80,7 +80,7 @@ def _check_part(info: TensorInfo | None, name: str, part: torch.Tensor, path: Pa
 
 
 class ShardFile:
-    """The file of a rank while it is written; the order of its tensors is that of `outline`."""
+    """The file of a rank while it is written; the order of its tensors is `outline`'s."""
 
     def __init__(self, file: BinaryIO, outline: Targets, state: str) -> None:
         entries = {name: (DTYPES[part.dtype], part.shape, part.nbytes) for name, part in tensor_parts(outline)}

@@ -177,7 +177,7 @@ def _copy_rows(values: torch.Tensor, into: torch.Tensor, interleaved: int) -> No
 
 
 def view_bytes(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """View bytes as numbers of `dtype`, or as those of a copy if the bytes are not aligned for the dtype."""
+    """View bytes as numbers of `dtype`, or view a copy if the bytes are not aligned for the dtype."""
     aligned = data.data_ptr() % dtype.itemsize == 0
     return (data if aligned else data.clone()).view(dtype)
 

@@ -28,7 +28,7 @@ ReportCaptured = Callable[[int, int], None]
 
 CAPTURE_S = 2.0  # time of the captures that a start waits for; the others come between later steps
 # Rows of a graph per row of a step, at most, if weights are quantised. Products with few rows of such weights take as
-# long as reading them, those with 256 rows several times as long: then a step without a graph is faster.
+# long as reading them, products with 256 rows several times as long: then a step without a graph is faster.
 MOST_PADDING = 2.0
 
 
@@ -61,8 +61,8 @@ class CapturedGraph:
 class Graphs:
     """Graphs of `forward` for batches of one token per row. A step replays the smallest captured graph that has room.
 
-    `rows` is the largest batch, `width` the number of columns of a block table, `groups` that of KV groups,
-    `attention_groups` that of the groups that exchange tokens in `forward`: all of them pad to the same graph.
+    `rows` is the largest batch, `width` the number of columns of a block table, `groups` the number of KV groups.
+    `attention_groups` is the number of groups that exchange tokens in `forward`: all of them pad to the same graph.
     `incoming` is the width and dtype of the hidden states from the stage before, None on the first stage. A step runs
     without a graph if all that have room have more than `padding` times its rows. With `alone` no other rank takes part
     in `forward`. `clock` gives seconds.
@@ -112,8 +112,8 @@ class Graphs:
     ) -> None:
         """Capture the first size of `capture_order`, and then others for CAPTURE_S seconds by the time of the first.
 
-        All ranks capture the same sizes at the same time: `slowest` turns the seconds of this rank into those of the
-        slowest one, the same bits on each. `report` is called after each capture.
+        All ranks capture the same sizes at the same time: `slowest` turns the seconds of this rank into the slowest
+        rank's, the same bits on each. `report` is called after each capture.
         """
         began = self._clock()
         self._capture_largest()
@@ -130,7 +130,7 @@ class Graphs:
         report(len(self._captured), goal)
 
     def capture_next(self) -> int:
-        """Capture the next size of `capture_order` that has no graph yet; return the number of those that are left."""
+        """Capture the next size of `capture_order` that has no graph yet; return how many are left."""
         if not self._captured:
             self._capture_largest()
         elif self.uncaptured:
@@ -315,7 +315,7 @@ class CudaGraphs:
         return graph.replay
 
     def forget_pool(self) -> None:
-        """Have later graphs share a new pool: those of now have been dropped."""
+        """Have later graphs share a new pool: the present graphs have been dropped."""
         self._pool = None
 
 

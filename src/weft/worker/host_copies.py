@@ -1,4 +1,4 @@
-"""Host copies of a GPU's tensors, whose memory is given back meanwhile."""
+"""Host copies of a GPU's tensors, whose device memory is freed while the copies exist."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class HostCopies:
     def restore(self) -> None:
         """Allocate the tensors' memory again, and begin to copy the values back; later kernels find them there."""
         for tensor, places in self._places():
-            # The copies before are under way meanwhile.
+            # The earlier copies are under way at the same time.
             tensor.untyped_storage().resize_(sum(map(len, places)))
             for place, part in zip(places, storage_bytes(tensor).split(list(map(len, places))), strict=True):
                 part.copy_(place, non_blocking=True)

@@ -1,10 +1,10 @@
 """Importance of a matrix's columns: the size of the numbers they are multiplied with, for rounding to 4 bits.
 
-An error in a weight is an error in the product as large as the number that the weight is multiplied with; and in a
+An error in a weight is an error in the product as large as the number that the weight is multiplied with. In a
 transformer a few columns meet numbers that are a hundred times as large as their neighbours'. The choice of these
 columns is a property of the model, hardly of the text: tokens drawn at random show it. So the model runs one short step
-before its weights are rounded, with the weights of the checkpoint, each matrix read when its turn comes; weighted least
-squares do the rest (quant/rounding.py). docs/benchmarks.md says what it brings.
+before its weights are rounded, with the weights of the checkpoint, each matrix read when its turn comes. Weighted least
+squares do the rest (quant/rounding.py). docs/benchmarks.md has the gain.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def measure_importance(
 ) -> dict[str, torch.Tensor]:
     """Measure the importance [cols] float32 of this rank's matrices that are to be rounded to 4 bits, by parameter.
 
-    The importance of a column is the mean square of the numbers that it is multiplied with, relative to its group.
-    The result is empty if no matrix is rounded. All ranks of the plan call this before they load, since they run a step
-    together. It fills those of `targets` that are no matrices. Raises ModelError.
+    The importance of a column is the mean square of the numbers that it is multiplied with, relative to its group. The
+    result is empty if no matrix is rounded. All ranks of the plan call this before they load, since they run a step
+    together. It fills the tensors in `targets` that are no matrices. Raises ModelError.
     """
     if plan.load_format in ("dummy", "sharded_state"):
         return {}

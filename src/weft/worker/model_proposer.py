@@ -1,4 +1,4 @@
-"""The draft model beside the output rank: a `Proposer` that has a model runner of its own."""
+"""The draft model on the output rank: a `Proposer` that has a model runner of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weft.worker.sampler import SampleBatch, SampledTokens, Sampler
 class SlotText:
     """Text of the request in a slot, as the draft model knows it.
 
-    The draft has the KV of the first `computed` tokens. Other requests may use that of the first `shared_blocks`
+    The draft has the KV of the first `computed` tokens. Other requests may use the KV of the first `shared_blocks`
     blocks.
     """
 
@@ -57,12 +57,12 @@ class DraftRow:
 class ModelProposer:
     """Proposes the tokens of a draft model, which `runner` runs.
 
-    It shares the large model's `slots` and blocks: a token's KV lies in the same block of both caches, so one block
+    It shares the large model's `slots` and blocks: a token's KV lies in the same block of both caches. So one block
     table serves both, and a cached prefix is reused by both, as far as the draft has computed it. `sampler` is the
     large model's as well.
 
     The draft computes a text when draft tokens are wanted for it, with everything that it has missed since the last
-    time: in one step no more tokens than a step may have, texts that miss the least first.
+    time. In one step it computes no more tokens than a step may have, texts that miss the least first.
     """
 
     def __init__(self, runner: ModelRunner, slots: RequestSlots, sampler: Sampler) -> None:
@@ -150,7 +150,7 @@ class ModelProposer:
         """
         rows, left, slots = [], self._runner.plan.max_num_batched_tokens, self._slots
         for slot in sorted(wanted, key=self._missing):
-            # Again: a text that begins alike may have been taken into this step meanwhile.
+            # Again: a text that begins alike may have been taken into this step since.
             missing = self._missing(slot)
             text, capacity = self._texts[slot], slots.capacity(slot)
             length = len(text.tokens)
@@ -220,7 +220,7 @@ class ModelProposer:
 
 
 def prepare_samples(rows: list[DraftRow], sampling: list[DraftRow], sampler: Sampler) -> SampleBatch:
-    """Prepare the tokens to sample after those of `rows` that are in `sampling`."""
+    """Prepare the tokens to sample after the rows of `rows` that are in `sampling`."""
     ends = np.cumsum([len(row.tokens) for row in rows])
     picks = [end - 1 for row, end in zip(rows, ends, strict=True) if row.drafts]
     return sampler.prepare_batch(picks, [row.slot for row in sampling], [row.end for row in sampling])

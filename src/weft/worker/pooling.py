@@ -73,8 +73,8 @@ def pool_prompts(
 def _ending_prompts(
     step: StepPlan, prompts: Mapping[int, PooledPrompt]
 ) -> tuple[dict[int, int], dict[int, tuple[int, tuple[int, ...]]]]:
-    """The index in the step of each ending prompt's last token: by slot for the prompts whose states are wanted, and
-    with the token ids for those whose logits are."""
+    """The index in the step of each ending prompt's last token: by slot for prompts whose states are wanted, and with
+    the token ids for prompts whose logits are wanted."""
     states: dict[int, int] = {}
     scored: dict[int, tuple[int, tuple[int, ...]]] = {}
     end = 0

@@ -1,4 +1,4 @@
-"""Proposer: the protocol of what proposes draft tokens beside the output rank's model, such as a draft model."""
+"""Proposer: the protocol of a proposer of draft tokens on the output rank, such as a draft model."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ def largest_steps(plan: Plan) -> list[tuple[list[int], SamplingParams]]:
     rows, tokens = step_limits(plan)
     return [
         ([tokens // rows + (row < tokens % rows) for row in range(rows)], DEMANDING),
-        # The logits of a prompt that is scored are more than those of few requests, beside all else of a full step.
+        # The logits of a prompt that is scored are larger than the logits of few requests, on top of the rest of a full
+        # step.
         ([min(tokens, plan.max_model_len)], SCORING),
     ]
 

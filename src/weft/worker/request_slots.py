@@ -41,7 +41,7 @@ class RequestSlots:
     `tables` [KV groups, slots, blocks per sequence] int32 are the block tables, on the host; a copy on the device gets
     the new blocks of each step. `lengths` [slots] int32 are the numbers of blocks in them. `last` [slots] int64 on the
     device is the token that each slot sampled last. `prompt_logprobs` has the requests that want logprobs of their
-    prompt, `pooled` those that want its hidden state or logits instead of an answer.
+    prompt, `pooled` the requests that want its hidden state or logits instead of an answer.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class RequestSlots:
         positions = np.arange(row_starts[-1]) + np.repeat(starts - row_starts[:-1], counts)
         token_slots = np.repeat(row_slots, counts)
         block, offset = np.divmod(positions, self.block_size)
-        # Contiguous by group, which indexing leaves open: C++ finds a group's slots after those of the one before.
+        # Contiguous by group, which indexing leaves open: C++ finds a group's slots after the previous group's.
         kv_slots = np.ascontiguousarray(self.tables[:, token_slots, block] * np.int64(self.block_size) + offset)
         tokens = np.array(step.tokens, dtype=np.int64)
         tokens = np.where(tokens == UNKNOWN, ~token_slots, tokens)

@@ -59,7 +59,7 @@ class ModelRunner:
 
     Call `load`, `measure` and `allocate`, then for each step `fill_batch`, `forward` and, on the last stage, `logits`,
     all from one thread. `weight_bytes` are the bytes of the weights, `activation_bytes` the most that a step takes
-    beside them, `graph_bytes` those that all graphs keep.
+    besides the weights, `graph_bytes` the memory that all graphs keep.
     """
 
     def __init__(self, plan: Plan, rank: int, links: Links) -> None:
@@ -117,8 +117,8 @@ class ModelRunner:
     def _agree_on_captures(self) -> bool:
         """Return True if this rank, and all ranks that take part in its steps, can capture them as CUDA graphs.
 
-        A graph holds the exchanges of its step: a rank that captures beside one that does not would wait for it for
-        ever. Ranks can differ if their GPUs do, since kernels that a GPU cannot run are replaced by torch's.
+        A graph holds the exchanges of its step: a rank that captures would wait without end for a rank that does not.
+        Ranks can differ if their GPUs do, since kernels that a GPU cannot run are replaced by torch's.
         """
         if not self.plan.graphs or self.device.type != "cuda":
             return False
@@ -141,7 +141,7 @@ class ModelRunner:
         return None if self.model.capturable else "The experts of this layout cannot be captured"
 
     def _fill_ropes(self) -> None:
-        """Compute the angles of a GPU; those of a CPU are computed when the length of its KV cache is known."""
+        """Compute the angles of a GPU; a CPU's are computed when the length of its KV cache is known."""
         if self.device.type != "cpu":
             # Before memory is measured, with all that a step needs.
             self.model.fill_ropes(self.plan.max_model_len, self.plan.max_model_len, self.device)
@@ -171,12 +171,12 @@ class ModelRunner:
             rehearse(counts, params)
         synchronize_device(self.device)
         self.activation_bytes = torch.cuda.max_memory_allocated(self.device) - before
-        # Prompts that are read in chunks have a longer context than those of the rehearsal.
+        # Prompts that are read in chunks have a longer context than the prompts of the rehearsal.
         longest = max(max(counts) for counts, _ in steps)
         further_bytes = self._expanded_bytes(plan.max_model_len) - self._expanded_bytes(longest)
         self.activation_bytes += max(0, further_bytes)  # fewer heads are expanded at once over a longer context
         if self.captures or self._steps_with_cpu:
-            # Graphs have memory of their own: that of the largest, and what the driver takes for each.
+            # Graphs have memory of their own: as much as the largest needs, and what the driver takes for each.
             sizes = graph_sizes(rows)
             torch.cuda.reset_peak_memory_stats(self.device)
             with self._exchange_as_in_graphs():
@@ -238,7 +238,8 @@ class ModelRunner:
             self.graphs = self._create_graphs()
             self.graphs.capture_at_start(self._slowest, report_captured)
         if not self.plan.on_cpu:
-            # The largest steps again, beside the KV cache: the allocator keeps their memory, and later steps find it.
+            # The largest steps again, together with the KV cache: the allocator keeps their memory, and later steps
+            # find it.
             for counts, params in rehearsal.largest_steps(self.plan):
                 rehearse(counts, params, num_blocks)
 

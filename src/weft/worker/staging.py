@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-ALIGNMENT = 16  # bytes: Triton compiles anew for a tensor that begins anywhere else
+ALIGNMENT = 16  # bytes: Triton compiles another kernel for a tensor that begins anywhere else
 BUFFERS = 3  # one that is filled, and two steps in flight; with more of them `put` waits for the oldest copy
 
 

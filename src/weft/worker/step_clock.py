@@ -22,8 +22,8 @@ class Marks(NamedTuple):
 
     - `now_s`, `delayed_s`: seconds since some moment before the rank's start, see RankReport for the latter;
     - `steps`, `busy_s`: its steps, and seconds in them;
-    - `exchange_s`: seconds of `busy_s` in exchanges with other ranks, and `waited_s` those of them in which other ranks
-      had not come yet. A GPU's clock leaves both 0.
+    - `exchange_s`: seconds of `busy_s` in exchanges with other ranks, and `waited_s` the part of them in which other
+      ranks had not come yet. A GPU's clock leaves both 0.
     """
 
     now_s: float
@@ -65,7 +65,8 @@ class StepClock(ABC):
         """Seconds so far."""
 
     def exchanges_s(self) -> tuple[float, float]:
-        """Seconds so far in exchanges with other ranks, and those of them that waited; 0 where they are not known."""
+        """Seconds so far in exchanges with other ranks, and the seconds of waiting among them; 0 where they are not
+        known."""
         return 0.0, 0.0
 
     @abstractmethod

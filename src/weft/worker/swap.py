@@ -1,7 +1,7 @@
 """Weights of another checkpoint, on their way into the model of a rank.
 
 They are read, converted and rounded in the host's memory. The model takes them only when every rank has all of its own
-there, and what is left then is to copy them: an engine has one checkpoint's weights, whatever a file or a rank does.
+there, and what is left then is to copy them. So an engine has one checkpoint's weights, whatever a file or a rank does.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class SwappedModel(Protocol):
 
 
 class SwapRefusedError(WeftError):
-    """Weights that a rank cannot take, while those that it has stay as they are."""
+    """Weights that a rank cannot take; its present weights stay as they are."""
 
 
 class WeightSwap:
     """The weights of rank `rank` by `plan`, whose checkpoint is another than the model's.
 
     All ranks `check`, then `stage`, then `move_into` their models, each if all ranks have done what comes before. The
-    host's memory has room for all weights of its ranks a second time. A GPU needs, beside its model, what one step of
-    64 tokens takes if importance is measured, and one band of a matrix at a time if it rounds: as many rows as have
-    512 Ki numbers, but a whole head, which is 10 MB for a matrix of 28,672 columns in bfloat16.
+    host's memory has room for all weights of its ranks a second time. A GPU needs, besides its model, the memory of one
+    step of 64 tokens if importance is measured. If it rounds, it also needs one band of a matrix at a time: as many
+    rows as have 512 Ki numbers, but a whole head. For a matrix of 28,672 columns in bfloat16 this is 10 MB.
     """
 
     def __init__(self, plan: Plan, rank: int, links: Links, device: torch.device, rounding: Rounding) -> None:
@@ -100,8 +100,8 @@ class WeightSwap:
             raise SwapRefusedError(reason, code="weights-not-replaceable")
 
     def move_into(self, model: SwappedModel) -> None:
-        """Give a model the staged weights, in the memory that it has. A GPU allocates nothing for Weft's
-        own kernels, and a few bands for those of humming-kernels, which repack them there."""
+        """Give a model the staged weights, in the memory that it has. A GPU allocates nothing for Weft's own kernels,
+        and a few bands for humming-kernels, which repack the weights there."""
         while self._staged:
             model.replace(*self._staged.popitem())
         model.kernels.matrices.refresh_biases()

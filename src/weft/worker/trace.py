@@ -1,7 +1,7 @@
 """Trace: torch's profiler over the steps of a rank, written as a file that chrome://tracing and Perfetto open.
 
-Beside the profiler's events the file has Weft's own: the parts of each step, and the phases of the layers that C++
-computes in one call, which the profiler sees as nothing.
+Besides the profiler's events the file has Weft's own: the parts of each step, and the phases of the layers that C++
+computes in one call, which the profiler does not see.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from weft.errors import error_reason
 logger = logging.getLogger("weft")
 
 CATEGORY = "weft"  # category of Weft's own events
-ROW = 1 << 30  # thread numbers of Weft's own rows begin here: those of the system are smaller
+ROW = 1 << 30  # thread numbers of Weft's own rows begin here: the system's are smaller
 
 # Torch traces a process at most once at a time; with two profilers it crashes. Ranks may be threads of one process.
 _joining = threading.Condition()
@@ -42,8 +42,8 @@ _writers: list[threading.Thread] = []  # of traces that have ended
 class Trace:
     """A trace of this process in the file `path`, which exists once all of its `users` have left.
 
-    `engine` tells the ranks of one engine, which may be threads of one process, from those of others; `number` counts
-    the traces of the engine.
+    `engine` tells the ranks of one engine, which may be threads of one process, from other engines' ranks; `number`
+    counts the traces of the engine.
     """
 
     def __init__(self, path: str, engine: int, number: int) -> None:
@@ -126,7 +126,7 @@ def pack_trace(exported: Path, packed: Path, spans: list[dict[str, Any]]) -> Non
 class RankTrace:
     """One rank's part in a trace: `left` steps are still to come.
 
-    `path` is that of the file for the rank that has begun it, else "".
+    `path` is the path of the file for the rank that has begun it, else "".
     """
 
     def __init__(

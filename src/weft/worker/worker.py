@@ -113,7 +113,7 @@ class Worker:
 
     @property
     def runners(self) -> list[ModelRunner]:
-        """This rank's runners: the proposer's own after that of the model."""
+        """This rank's runners: the proposer's own after the model's."""
         return [self.runner, *(self.proposer.runners if self.proposer else ())]
 
     @torch.inference_mode()
@@ -156,7 +156,7 @@ class Worker:
         return GraphsLeft(sum(runner.uncaptured for runner in self.runners))
 
     def prepare_swap(self, command: PrepareSwap) -> Done | Refused:
-        """Make the weights of another checkpoint ready, or say why that cannot be; those of the model stay."""
+        """Make the weights of another checkpoint ready, or say why that cannot be; the model's weights stay."""
         try:
             self.runner.prepare_swap(command)
         except SwapRefusedError as error:
@@ -173,8 +173,8 @@ class Worker:
     def profile(self, steps: int, directory: str) -> str:
         """End the trace that runs, if any. If `steps` is above 0, trace as many steps.
 
-        Returns the path of the new trace, or else of the one that has ended, which a thread writes; "" if another rank
-        of this process traces, or if none can begin.
+        Returns the path of the new trace, or else of the ended one, which a thread writes; "" if another rank of this
+        process traces, or if none can begin.
         """
         ended = self._end_trace()
         if not steps:

@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3, and Kimi-K2: latent attention, and shared beside routed experts after the first, dense layers."""
+"""DeepSeek V2 and V3, and Kimi-K2: latent attention; dense layers first, then layers with shared and routed experts."""
 
 from __future__ import annotations
 

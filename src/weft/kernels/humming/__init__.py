@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def create_matrices(device: torch.device, shape: AttentionShape, *, races: bool) -> HummingMatrices:
-    """Products beside the other Triton kernels. With `races`, the library multiplies the shapes for which it is the
+    """Products besides the other Triton kernels. With `races`, the library multiplies the shapes for which it is the
     faster one."""
     from weft.kernels.humming.matrices import HummingMatrices
     from weft.kernels.humming.race import ProductRaces
@@ -35,7 +35,7 @@ def create_matrices(device: torch.device, shape: AttentionShape, *, races: bool)
 
 
 def create_matrix(weight: QuantisedWeight, bias: torch.Tensor | None = None, *, rows: int = 1024) -> HummingMatrix:
-    """The library's product with a weight [out, in] for up to `rows` rows of x, to be measured beside Weft's own of the
+    """The library's product with a weight [out, in] for up to `rows` rows of x, to be compared with Weft's own of the
     same weight. Nothing is compared.
 
     Raises UnusableError if the library cannot be imported or does not take the weight.

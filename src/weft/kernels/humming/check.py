@@ -1,5 +1,5 @@
 """Comparison of the library's products with what the weights stand for, before the first request: its kernels are
-compiled for this card on this machine, and nobody has seen their numbers here."""
+compiled for this card on this machine, where their results have never been checked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BAND_BYTES = 64 << 20  # of W in float32 at once
 SEED = 20
 COLUMNS = 64  # of the result that are judged together: as many rows of W lie together in the library's layout
 ROUNDING = 2.0**-8  # of the result, to the dtype of activations
-# The most by which the library's result may differ, of the norm of such columns, beside its own rounding. It rounds
+# The most by which the library's result may differ, of the norm of such columns, besides its own rounding. It rounds
 # weights, scales and minima to 16 bits one after the other, each by 2^-9 at most: about half a percent in all, experts
 # twice that. One wrong column of COLUMNS makes 17 percent.
 TOLERANCE = 0.03

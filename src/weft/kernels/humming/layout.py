@@ -1,7 +1,7 @@
 """Quantised weights as humming-kernels takes them, before it repacks them for its kernels.
 
 Numbers lie along a row in the order of their columns, the first in the lowest bits of a word. Zero points do so along a
-column of the matrix. Scales have the dtype of activations, except those of MXFP4.
+column of the matrix. Scales have the dtype of activations, except MXFP4's.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def standard_tensors(weight: QuantisedWeight, bias: torch.Tensor | None) -> dict
 def hold_minima(tensors: dict[str, torch.Tensor], weight: QuantisedWeight) -> None:
     """Write w = scale * q + minimum as scale * (q - zero), with zero = -minimum / scale.
 
-    All columns of a group whose scale is 0, or as good as 0 beside the minimum, are the minimum: there the scale
+    All columns of a group whose scale is 0, or negligible compared with the minimum, are the minimum: there the scale
     becomes the minimum, each q 0 and zero -1.
     """
     assert weight.lowest is not None

@@ -1,7 +1,7 @@
 """The library humming-kernels as far as it is called: its functional form, not its layer, which allocates on whatever
 device is current.
 
-Names, layouts and arguments are those of version `plan.products.VERSION`, from its sources (PyPI: humming-kernels).
+Names, layouts and arguments are as in version `plan.products.VERSION`, from its sources (PyPI: humming-kernels).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Library(NamedTuple):
 
     `weight_schema(**fields)` says what a weight holds. `layer_config(n, k, weight_schema=, num_experts=, has_bias=,
     pad_n_to_multiple=, pad_k_to_multiple=, torch_dtype=, device=)` is what kernels are compiled for, and
-    `transform(config, tensors)` gives the tensors that these read, `transform_bias(bias)` one of them.
-    `tile(config, rows, gemm_type=, device=)` is the choice of a tile for so many rows.
-    `forward(config, inputs, weight, ...)` multiplies.
+    `transform(config, tensors)` gives the tensors that these read, `transform_bias(bias)` one of them. `tile(config,
+    rows, gemm_type=, device=)` is the choice of a tile for this many rows. `forward(config, inputs, weight, ...)`
+    multiplies.
     """
 
     weight_schema: Callable[..., Any]

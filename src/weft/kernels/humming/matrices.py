@@ -97,7 +97,7 @@ class HummingMatrices(TritonMatrices):
     def against_replacing(self, name: str, weight: torch.Tensor | QuantisedWeight) -> str | None:
         by_library = isinstance(self._products.get(name), HummingMatrix | RepackedWeight)
         reason = obstacle(weight) if by_library and isinstance(weight, QuantisedWeight) else None
-        return reason and f"humming-kernels cannot take {name}: {reason}; start anew with --product-backend own"
+        return reason and f"humming-kernels cannot take {name}: {reason}; restart with --product-backend own"
 
     def refresh_biases(self) -> None:
         for product in self._with_biases:

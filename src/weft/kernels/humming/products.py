@@ -40,7 +40,7 @@ class Tiles:
     configs: str
 
     def place(self, rows: int) -> int:
-        """Index of the tile for so many rows."""
+        """Index of the tile for `rows` rows."""
         return min(bisect_left(self.limits, rows), len(self.limits) - 1)
 
     def firsts(self, most: int) -> list[int]:
@@ -48,7 +48,7 @@ class Tiles:
         return [above + 1 for above in (0, *self.limits[:-1]) if above < most]
 
     def height(self, rows: int) -> int:
-        """Rows of the tile for so many rows of x."""
+        """Rows of the tile for `rows` rows of x."""
         return self.heights[self.place(rows)]
 
 
@@ -99,7 +99,7 @@ class RepackedWeight:
         """Take the values of another weight, of the same dims and scheme, on the same device or the host; some rows of
         one matrix at a time.
 
-        Raises UnusableError for one that the library cannot hold, see `obstacle`.
+        Raises UnusableError for a weight that the library cannot hold, see `obstacle`.
         """
         assert isinstance(weight, QuantisedWeight)
         if not self.experts:
@@ -266,7 +266,7 @@ class HummingMatrix:
 class HummingExperts:
     """`ExpertProducts` by the library, of the experts from number `first` on.
 
-    The rows of `gate_up` are those of the gate and then those of the up projection.
+    The rows of `gate_up` are the gate's and then the up projection's.
     """
 
     spec: Experts
@@ -295,7 +295,7 @@ class HummingExperts:
         return sum_parts(parts, chosen, shares, self.first, self.down.experts)
 
     def _multiply(self, weight: RepackedWeight, x: torch.Tensor, blocks: RoutedBlocks, choices: int) -> torch.Tensor:
-        """Multiply the rows of all blocks with their experts' matrices; row r of the result is that of row r // choices
+        """Multiply the rows of all blocks with their experts' matrices; row r of the result belongs to row r // choices
         of x. Rows that are in no block are not written."""
         return weight.multiply(
             x,

@@ -20,8 +20,8 @@ def load_entries(dtype: torch.dtype, *, fixed_order: bool = False, head_dim: int
 
 
 def needs_narrow(head_dim: int) -> bool:
-    """Return True if sums in a fixed order need a library for 256-bit vectors: those of AMX's tiles depend on the
-    number of tokens, and of CPUs with wider vectors the order is shown for those that multiply bf16 only."""
+    """Return True if sums in a fixed order need a library for 256-bit vectors. The order of sums in AMX's tiles depends
+    on the number of tokens; on CPUs with wider vectors it is only shown to be fixed if they multiply bf16 only."""
     features = cpu_features()
     if WIDE_VECTORS not in features:
         return False

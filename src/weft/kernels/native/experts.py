@@ -22,7 +22,7 @@ class NativeStack:
     """Packed matrices of all experts of a rank, one after the other in each of `tensors`.
 
     `order` [rows] are the rows of a matrix in the order in which they are packed; None: as they are. The descriptor is
-    that of the first matrix. `bias` [experts, rows] is a copy of `own_bias` in that order, if there is one.
+    the first matrix's. `bias` [experts, rows] is a copy of `own_bias` in that order, if there is one.
     """
 
     entries: Entries
@@ -119,9 +119,9 @@ def pack_stack(entries: Entries, stack: ExpertStack, order: torch.Tensor | None 
 
 
 def pack_gate_up(entries: Entries, stack: ExpertStack) -> NativeStack:
-    """Pack matrices whose rows are those of the gate and then those of the up projection: panels of both in turns."""
+    """Pack matrices whose rows are the gate's and then the up projection's: panels of both in turns."""
     width = stack.weight.select(0, 0).shape[0] // 2
-    # Incomplete panels repeat the last row, whose products nobody reads.
+    # Incomplete panels repeat the last row, whose products are not read.
     rows = torch.arange(-(-width // PANEL) * PANEL).clamp(max=width - 1).view(-1, PANEL)
     return pack_stack(entries, stack, torch.stack((rows, rows + width), dim=1).flatten())
 

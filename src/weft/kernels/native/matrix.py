@@ -20,7 +20,7 @@ _pages = PagePool()  # of the packed weights of this process
 
 @dataclass(frozen=True)
 class NativeMatrix:
-    """A packed weight W: x [T, cols] -> x W^T + bias [T, rows]. `dtype` is that of activations; if `wide`, results are
+    """A packed weight W: x [T, cols] -> x W^T + bias [T, rows]. `dtype` is the activations'; if `wide`, results are
     float32. The descriptor points into `tensors`, which hold W, and into `bias`."""
 
     entries: Entries
@@ -80,7 +80,7 @@ def allocate_packed(
     entries: Entries, weight: torch.Tensor | QuantisedWeight, stacked: Sequence[int] = ()
 ) -> tuple[torch.Tensor, ...]:
     """Memory for a packed weight [rows, cols], or for as many as the dims `stacked` say: its numbers and, if it is
-    quantised, its scales, and its minima or zero points if the scheme has them."""
+    quantised, its scales. If the scheme has minima or zero points, they are included."""
     panels = -(-weight.shape[0] // PANEL)
     if isinstance(weight, torch.Tensor):
         return (_allocate((*stacked, panels * entries.panel_size(weight.shape[1])), weight.dtype),)

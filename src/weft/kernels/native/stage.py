@@ -50,7 +50,7 @@ class NativeStage:
             keep_absorbed(self._layers)
         self._caches: Sequence[KVCache] | None = None
         self._workspace = torch.empty(0, dtype=torch.uint8)
-        self._capacity = 0, 0  # tokens, and those that go through the experts
+        self._capacity = 0, 0  # tokens, and routed tokens
         self._part = torch.empty(0)
         self._error: BaseException | None = None
         self._shared = describe_shared(comm) if shares_memory(comm) else None
@@ -107,10 +107,10 @@ class NativeStage:
         self._phases = PhaseBuffer(len(self._layers), log) if log else None
 
     def forget_caches(self) -> None:
-        self._caches = None  # the next call sets the addresses anew
+        self._caches = None  # the next call sets the addresses again
 
     def _grow_workspace(self, tokens: int, routed: int) -> None:
-        """Have room for a step of `tokens`, of which `routed`, with those of other groups, go through the experts."""
+        """Have room for a step of `tokens`, of which `routed`, with tokens of other groups, go through the experts."""
         had, room = self._capacity, (max(tokens, self._capacity[0]), max(routed, self._capacity[1]))
         if room == had:
             return
@@ -161,7 +161,7 @@ class PhaseBuffer:
 
 
 class StageExchange:
-    """The exchange of tokens in the steps of a stage, as C++ reads it. `tokens` are those of all ranks in the last
+    """The exchange of tokens in the steps of a stage, as C++ reads it. `tokens` are the tokens of all ranks in the last
     step."""
 
     def __init__(self, ranks: ExchangeRanks) -> None:

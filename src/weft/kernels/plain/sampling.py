@@ -76,7 +76,7 @@ def _likeliest(logits: torch.Tensor, count: int) -> torch.Tensor:
     `topk` alone breaks ties in any order, and bf16 logits are full of them: the first id here is argmax's.
     """
     last = logits.shape[1] - 1
-    # The bits of a float, read as an integer, sort like the float once those of negatives are inverted; the id fills
+    # The bits of a float, read as an integer, sort like the float once the bits of negatives are inverted; the id fills
     # the bits below. Adding 0 makes -0 and 0 the same.
     bits = (logits + 0.0).view(torch.int32)
     turn = (bits >> 31).bitwise_and_(0x7FFFFFFF)

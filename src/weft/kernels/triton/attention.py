@@ -115,7 +115,8 @@ def _mix(
 
 @triton.jit
 def _shrink(result, logs, sinks, heads, mine, SINKS: tl.constexpr):
-    """Results [ROWS, HEAD] with the sinks of their `heads`; `logs` to base 2 are those of the sums of their weights."""
+    """Results [ROWS, HEAD] with the sinks of their `heads`; `logs` to base 2 are the logarithms of the sums of their
+    weights."""
     if SINKS:
         sink = tl.load(sinks + heads, mine, other=0.0).to(tl.float32)
         result = result * tl.sigmoid(logs * LN_2 - sink)[:, None]

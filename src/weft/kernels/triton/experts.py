@@ -32,8 +32,8 @@ FLOAT_TILES = {16: (64, 2, 4), 32: (64, 2, 4), 64: (64, 2, 4), 128: (128, 2, 8)}
 MIN_ROWS = 32  # rows of a matrix per program, if whole tiles' programs would be fewer than the processors
 # Blocks that go through all rows of the matrices before the next ones: their tokens stay in the second cache.
 TOGETHER = 16
-# Tokens up to which shared experts are computed beside the routed ones; for more, products of their own have larger
-# tiles. Not yet measured.
+# Tokens up to which shared experts are computed together with the routed ones; for more, products of their own have
+# larger tiles. Not yet measured.
 MAX_SHARED_TOKENS = 64
 
 
@@ -148,7 +148,7 @@ class SharedRows(NamedTuple):
 class TritonExperts:
     """`ExpertProducts` in Triton, of the experts from number `first` on. Work is spread over `processors`.
 
-    The rows of `gate_up` are those of the gate and then those of the up projection.
+    The rows of `gate_up` are the gate's and then the up projection's.
     """
 
     spec: Experts
@@ -242,12 +242,12 @@ class TritonExperts:
         gated: bool,
         shared: SharedRows | None = None,
     ) -> None:
-        """Multiply the rows of all blocks with their experts' matrices; row r of the result is that of row r // choices
+        """Multiply the rows of all blocks with their experts' matrices; row r of the result belongs to row r // choices
         of x, activated if `gated`. Programs after these multiply the `shared` rows likewise."""
         spec, weight, count = self.spec, stack.weight, len(blocks.owners)
         tokens, taken_rows, taken_units, warps = self._tile(stack, len(out))
         programs = count * triton.cdiv(stack.rows, taken_rows)
-        beside = shared or SharedRows(x, weight, out)
+        extra = shared or SharedRows(x, weight, out)
         if shared:
             programs += triton.cdiv(len(shared.x), tokens) * triton.cdiv(shared.weight.rows, taken_rows)
         _multiply_experts[(programs,)](
@@ -265,17 +265,17 @@ class TritonExperts:
             weight.units,
             weight.groups,
             weight.lacking,
-            beside.x,
-            beside.weight.words,
-            beside.weight.scales,
-            beside.weight.lowest,
-            beside.out,
-            len(beside.x),
-            beside.weight.rows,
-            beside.weight.cols,
-            beside.weight.units,
-            beside.weight.groups,
-            beside.weight.lacking,
+            extra.x,
+            extra.weight.words,
+            extra.weight.scales,
+            extra.weight.lowest,
+            extra.out,
+            len(extra.x),
+            extra.weight.rows,
+            extra.weight.cols,
+            extra.weight.units,
+            extra.weight.groups,
+            extra.weight.lacking,
             float(spec.gain),
             math.inf if spec.limit is None else float(spec.limit),
             float(spec.up_offset),
@@ -294,7 +294,7 @@ class TritonExperts:
 
 @dataclass(frozen=True, kw_only=True)
 class TritonMixture:
-    """`MixtureProducts` in Triton: routed experts, and those that see every token, in the same launches."""
+    """`MixtureProducts` in Triton: routed experts, and the experts that see every token, in the same launches."""
 
     experts: TritonExperts
     shared: tuple[PackedWeight, PackedWeight]  # of the gate and up projection, and of the down projection

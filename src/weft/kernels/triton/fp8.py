@@ -1,6 +1,6 @@
 """Products with FP8 weights on GPUs that have FP8 units: many rows of x are rounded to FP8 as well.
 
-Few rows of x are multiplied as they are (`products.py`): the time of such a product is that of reading the weights.
+Few rows of x are multiplied as they are (`products.py`): such a product takes as long as reading the weights.
 """
 
 from __future__ import annotations

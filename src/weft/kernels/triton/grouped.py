@@ -46,8 +46,8 @@ def activate(gate_up: torch.Tensor, spec: Experts) -> torch.Tensor:
 
 
 class RoutedBlocks(NamedTuple):
-    """`SortedRows` as other libraries take them: `members` [blocks * size] int32, after the last row of a block the
-    number of all rows; `owners` [blocks] int32; `count` [1] int32, the rows of the blocks that have an owner, padding
+    """`SortedRows` as other libraries take them. `members` [blocks * size] int32 have the number of all rows after the
+    last row of a block; `owners` [blocks] int32; `count` [1] int32, the rows of the blocks that have an owner, padding
     included. These blocks come first."""
 
     members: torch.Tensor

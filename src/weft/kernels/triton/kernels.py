@@ -150,7 +150,7 @@ class TritonSampling:
 
 
 class TritonTokenSampler:
-    """The Triton implementation of `TokenSampler`. The GPU keeps the settings, and gets those of a slot when they
+    """The Triton implementation of `TokenSampler`. The GPU keeps the settings, and gets a slot's settings when they
     change."""
 
     def __init__(self, slots: int, device: torch.device) -> None:

@@ -22,7 +22,7 @@ from weft.kernels.warm import KernelLaunch, first_of_variants
 
 HEADS = 16  # query heads of a program that decodes
 QUERIES = 32  # queries of a program of a row of several tokens, tokens times heads
-QUERY_BYTES = 1 << 10  # bytes of the widest query of which so many fit beside the latents; of wider ones half as many
+QUERY_BYTES = 1 << 10  # bytes of the widest query for which this many fit next to the latents; else half
 PROGRAMS = 2  # per multiprocessor, until which contexts are split
 TILE_BYTES = 32 << 10  # bytes of the latents that a program works on at once
 WIDE_HEADS, WIDE_TILE = 64, 64  # queries and latents of a program that multiplies by warp groups
@@ -42,7 +42,7 @@ def _load_queries(q, places, kept, width, WIDTH: tl.constexpr):
 
 @triton.jit
 def _load_rows(rows, places, exists, width: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
-    """Rows [M, WIDTH] of `width` columns at `places` [M]; if MASKED, zeros for those that do not exist."""
+    """Rows [M, WIDTH] of `width` columns at `places` [M]; if MASKED, zeros for rows that do not exist."""
     columns = tl.arange(0, WIDTH)
     at = rows + places[:, None] + columns[None, :]
     if MASKED:
@@ -317,8 +317,8 @@ def splits_of(programs: int, wanted: int) -> int:
 
 
 class LatentTiles(NamedTuple):
-    """Sizes of a program: the columns of the two parts of a latent, the `queries` of a program, tokens times heads, the
-    latents of a tile, the tiles that are on their way at once, and its warps."""
+    """Sizes of a program: the columns of the two parts of a latent, the `queries` of a program (tokens times heads),
+    the latents of a tile, the tiles that are loaded ahead, and its warps."""
 
     low: int
     high: int
@@ -334,8 +334,8 @@ class LatentTiles(NamedTuple):
 
 
 class LatentSizes(NamedTuple):
-    """Sizes on a device: of programs that decode, of those of rows of several tokens, and of those that decode many
-    heads by warp groups, if the device has these instructions."""
+    """Sizes on a device: of programs that decode, of programs for rows of several tokens, and of programs that decode
+    many heads by warp groups, if the device has these instructions."""
 
     decode: LatentTiles
     prefill: LatentTiles
@@ -579,7 +579,7 @@ class TritonLatents:
         absorbed = replace(shape, kv_heads=1, head_dim=dims.rank + dims.rope_dim, latent=None)
 
         def attend(q: torch.Tensor, cache: KVCache, batch: Batch) -> torch.Tensor:
-            # Laid out as those of `LatentProducts.absorb`: the rotated part has stayed among the expanded queries.
+            # Laid out as in `LatentProducts.absorb`: the rotated part has stayed among the expanded queries.
             whole = q.new_zeros(*q.shape[:2], dims.nope_dim + dims.rope_dim)
             parts = AbsorbedQueries(q[..., : dims.rank].contiguous(), whole[..., dims.nope_dim :])
             return self.attend(parts, KVCache.of_latents(cache.keys, dims.rank), batch, shape.scale)
@@ -593,7 +593,7 @@ class TritonLatents:
         variants = first_of_variants(variant, shape.rows)
         decodes = [attention_inputs.decode_inputs(absorbed, device, [1] * rows) for rows in variants]
         prompts = [attention_inputs.prompt_inputs(absorbed, device, [2], [2])] * (shape.length > 1)
-        # Triton compiles anew if a row's length is no multiple of 16.
+        # Triton compiles another kernel if a row's length is no multiple of 16.
         expanded = first_of_variants(lambda heads: heads * (dims.nope_dim + dims.value_dim) % 16, shape.q_heads)
         return [
             [partial(attend, *inputs) for inputs in decodes],

@@ -170,8 +170,8 @@ class TritonRouter:
         return self.weight.shape, self.weight.dtype, self.bias is None
 
     def launches(self, most: int, specs: Iterable[Experts]) -> list[KernelLaunch]:
-        """Calls that launch each variant of the kernels that multiply up to `most` rows of x, and of those that choose
-        as one of `specs` does it."""
+        """Calls that launch each variant of the kernels that multiply up to `most` rows of x, and of the kernels that
+        choose for one of `specs`."""
         count, cols = self.weight.shape
 
         def variant(tokens: int) -> tuple[int, bool]:
@@ -267,7 +267,7 @@ class TritonRouter:
 
 
 def create_router(weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None) -> TritonRouter:
-    """The product with a router's weight [experts, cols], whose dtype is that of activations."""
+    """The product with a router's weight [experts, cols], whose dtype is the activations'."""
     weight = dense_weight(weight)
     through = torch.zeros(PROGRAMS, dtype=torch.int32, device=weight.device)
     return TritonRouter(weight=weight, bias=bias, through=through)

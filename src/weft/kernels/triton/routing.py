@@ -28,7 +28,7 @@ UNAVAILABLE = tl.constexpr(-(2**31))  # below the place of every score
 
 
 @triton.jit
-def _place(value):
+def _order_bits(value):
     """Integers in the order of floats, of which none is a NaN."""
     bits = value.to(tl.int32, bitcast=True)
     return bits ^ (bits >> 31 & 0x7FFFFFFF)
@@ -36,7 +36,7 @@ def _place(value):
 
 @triton.jit
 def _weigh(score, SIGMOID: tl.constexpr):
-    """Weights [TOKENS, EXPERTS] of the experts with these scores, -inf of those that do not exist."""
+    """Weights [TOKENS, EXPERTS] of the experts with these scores, -inf for experts that do not exist."""
     if SIGMOID:
         weight = 1.0 / (1.0 + tl.exp(-score))
     else:
@@ -57,7 +57,7 @@ def _in_best_groups(
         first = tl.arange(0, SIZE_BLOCK)[None, None, :] == tl.argmax(grouped, 2)[:, :, None]
         total += tl.max(tl.where(first, float("-inf"), grouped), 2)
     group = tl.arange(0, GROUP_BLOCK)[None, :]
-    place = tl.where(group < GROUPS, _place(total), UNAVAILABLE)
+    place = tl.where(group < GROUPS, _order_bits(total), UNAVAILABLE)
     for _ in tl.static_range(TOP_GROUPS):
         place = tl.where(group == tl.argmax(place, 1)[:, None], UNAVAILABLE, place)
     taken = (group < GROUPS) & (place == UNAVAILABLE)
@@ -88,8 +88,8 @@ def choose_and_store(
     PADDED: tl.constexpr, NOBODY: tl.constexpr, MIN_SUM: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, SIZE_BLOCK: tl.constexpr, CHOICES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Choose the experts of the tokens [TOKENS] int64, those that are `mine`, by their scores [TOKENS, GROUP_BLOCK *
-    SIZE_BLOCK]; write numbers and shares. `expert` and `exists` are those of `expert_columns`."""
+    """Choose the experts of the tokens [TOKENS] int64 that are `mine`, by their scores [TOKENS, GROUP_BLOCK *
+    SIZE_BLOCK]; write numbers and shares. `expert` and `exists` are as in `expert_columns`."""
     index, choice = tl.arange(0, GROUP_BLOCK * SIZE_BLOCK)[None, :], tl.arange(0, CHOICES)[None, :]
     score = tl.where(exists[None, :] & (score == score), score, float("-inf"))
     weight, value = score, score
@@ -100,7 +100,7 @@ def choose_and_store(
             value += tl.load(correction + expert, exists, other=0.0)[None, :]
         value = tl.where(exists[None, :] & (value == value), value, float("-inf"))
     # Experts that were chosen stay apart from one of value -inf.
-    place = tl.where(exists[None, :], _place(value), UNAVAILABLE)
+    place = tl.where(exists[None, :], _order_bits(value), UNAVAILABLE)
     if GROUPS > 1:
         best_groups = _in_best_groups(value, TOKENS, GROUPS, TOP_GROUPS, GROUP_BEST, GROUP_BLOCK, SIZE_BLOCK)
         place = tl.where(best_groups, place, UNAVAILABLE)
@@ -158,13 +158,13 @@ class Choice(NamedTuple):
 
     @classmethod
     def empty(cls, tokens: int, spec: Experts, device: torch.device) -> Choice:
-        """Memory for the choices of so many tokens."""
+        """Memory for the choices of `tokens` tokens."""
         chosen = torch.empty(tokens, spec.top_k, dtype=torch.int64, device=device)
         return cls(chosen, torch.empty(tokens, spec.top_k, dtype=torch.float32, device=device))
 
 
 def choice_constants(spec: Experts, *, padded: bool, corrected: bool) -> dict[str, bool | int | float]:
-    """Constants of `choose_and_store` for a model; `padded` if the batch may have rows that choose nobody, `corrected`
+    """Constants of `choose_and_store` for a model; `padded` if the batch may have rows that choose NOBODY, `corrected`
     if there is a correction."""
     return {
         "TOP_K": spec.top_k,
@@ -206,7 +206,7 @@ def choose_experts(
 
 
 class SortedRows(NamedTuple):
-    """Rows of tokens in the order of experts: row token * top_k + k is that of choice k of a token.
+    """Rows of tokens in the order of experts: row token * top_k + k is choice k of a token.
 
     A block of rows belongs to one expert. `members` [blocks, size] int32 are the numbers of its rows, NOBODY after the
     last one. `owners` [blocks] int32 are the experts of the blocks, counted from the rank's first one, NOBODY for
@@ -266,7 +266,8 @@ def _count_pairs(
 def _add_counts(
     counts, routed, programs, count, BINS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr
 ):  # fmt: skip
-    """Replace each program's counts by those of the programs before it. The sums of all come after the last ones."""
+    """Replace each program's counts by the counts of the programs before it. The sums of all come after the last
+    ones."""
     expert = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int32)
     for begin in range(0, programs, AT_ONCE):
@@ -286,7 +287,7 @@ def _place_pairs(
     SIZE: tl.constexpr, REACH: tl.constexpr, PAIRS: tl.constexpr, COUNTED: tl.constexpr, BINS: tl.constexpr,
     TILE: tl.constexpr, NOBODY: tl.constexpr,
 ):  # fmt: skip
-    # BINS of the COUNTED ones are those of this rank's experts.
+    # BINS of the COUNTED counters are for this rank's experts.
     program, programs, bins = tl.program_id(0), tl.num_programs(0), tl.arange(0, BINS)
     total = tl.load(counts + programs * COUNTED + bins, bins < count, other=0)
     block_counts = (total + SIZE - 1) // SIZE
@@ -386,7 +387,7 @@ def _sum(
     for k in tl.static_range(TOP_K):
         row = token * TOP_K + k
         own = tl.load(numbers + row) - first
-        # Nobody has written the parts of other experts.
+        # No kernel has written the parts of other experts.
         stop = tl.where((own >= 0) & (own < count), width, 0)
         part = tl.load(parts + row * width + columns, columns < stop, other=0.0)
         total += tl.where(columns < stop, part.to(tl.float32) * tl.load(shares + row), 0.0)

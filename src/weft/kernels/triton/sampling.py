@@ -28,7 +28,7 @@ HIGHEST_PLACE = tl.constexpr(2**31 - 1)  # the place of NaN, which greedy sampli
 
 
 @triton.jit
-def _place(x):
+def _order_bits(x):
     """Integers that are ordered as the float32 numbers x are: int32, the same for -0 and 0."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.where(x == x, bits ^ ((bits >> 31) & HIGHEST_PLACE), HIGHEST_PLACE)
@@ -83,7 +83,7 @@ def _survey(
     temperature = tl.load(settings + tl.load(slots + row) * 4).to(tl.float32)
     block = first + tl.arange(0, BLOCKS)
     x = _tile(logits + row * stride, block, vocab, BLOCK)
-    top = tl.max(_place(x), 1)
+    top = tl.max(_order_bits(x), 1)
     total = tl.sum(_weights(x, _number(top)[:, None], temperature), 1)
     tl.store(tops + row * blocks + block, top, block < blocks)
     tl.store(sums + row * blocks + block, total, block < blocks)
@@ -117,7 +117,7 @@ def _tally(
         top = tl.max(tl.load(tops + block, index < count, other=LOWEST_PLACE), 0)
         if top >= pivot:
             x = _tile(logits, block, vocab, BLOCK)
-            place = _place(x)
+            place = _order_bits(x)
             counts = place >= pivot
             if MASS:
                 total += tl.sum(tl.where(counts, _weights(x, best, temperature), 0.0)).to(tl.float64)
@@ -147,7 +147,7 @@ def _last(
     The range of places is halved in each pass, so 32 passes are enough for any logits. Both ends move to places of
     actual logits, which takes fewer passes: bfloat16 has half as many bits.
     """
-    high = _place(best)
+    high = _order_bits(best)
     while low < high:
         pivot = _middle(low, high)
         total, above, below = _tally(logits, vocab, tops, listed, count, pivot, best, temperature, MASS, BLOCK, BLOCKS)
@@ -188,7 +188,7 @@ def _filter(
     limited = (top_k > 0) & (top_k < vocab)
     filtered = limited | (log_min_p > float("-inf")) | (top_p < 1)
     if (temperature > 0) & filtered & _finite(best):
-        low = _place(best + temperature * log_min_p)
+        low = _order_bits(best + temperature * log_min_p)
         if limited:
             low = _last_top(top, top_k, low)
         count = _list(top, low, listed, ALL)
@@ -197,7 +197,7 @@ def _filter(
         if top_p < 1:
             total, _, _ = _tally(logits, vocab, tops, listed, count, low, best, temperature, True, BLOCK, BLOCKS)
             # A whole vocabulary of tokens that unlikely would be half of the weight that top-p leaves out.
-            low = tl.maximum(low, _place(best + temperature * tl.log((1 - top_p) / 2 / vocab).to(tl.float32)))
+            low = tl.maximum(low, _order_bits(best + temperature * tl.log((1 - top_p) / 2 / vocab).to(tl.float32)))
             count = _list(top, low, listed, ALL)
             goal = total * top_p
             low = _last(logits, vocab, tops, listed, count, low, goal, best, temperature, True, BLOCK, BLOCKS)
@@ -209,7 +209,7 @@ def _filter(
             block = tl.load(listed + index, index < count, other=vocab)
             peak = tl.load(tops + block, index < count, other=LOWEST_PLACE)
             x = _tile(logits, block, vocab, BLOCK)
-            kept = tl.where(_place(x) >= low, _weights(x, _number(peak)[:, None], temperature), 0.0)
+            kept = tl.where(_order_bits(x) >= low, _weights(x, _number(peak)[:, None], temperature), 0.0)
             tl.store(sums + block, tl.sum(kept, 1), index < count)
 
 
@@ -234,7 +234,7 @@ def _draw(
         won = tl.argmax(tl.where(block < blocks, total.to(tl.float64) / _times(stream, block), -1.0), 0)
     token = won * BLOCK + member
     x = tl.load(logits + row * stride + token, token < vocab, other=float("-inf")).to(tl.float32)
-    place = _place(x)
+    place = _order_bits(x)
     best_member = tl.argmax(place, 0)
     if temperature > 0:
         kept = (token < vocab) & (x >= tl.load(floors + row))
@@ -268,7 +268,7 @@ def survey(
     logits: torch.Tensor, slots: torch.Tensor, settings: torch.Tensor, *, filtered: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Place of the greatest logit of each block, [R, B] int32; sum of its weights, [R, B] float32; lowest logit that
-    each row's filters keep, [R] float32. Arguments are those of `sample_tokens`."""
+    each row's filters keep, [R] float32. Arguments are as in `sample_tokens`."""
     rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
     tops = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)

@@ -112,5 +112,5 @@ def fill_batch(staged: StagedStep, batch: Batch) -> None:
 
 
 def _group_stride(tensors: Sequence[torch.Tensor]) -> int:
-    """Elements from the tensor of one KV group to that of the next."""
+    """Elements from the tensor of one KV group to the tensor of the next."""
     return int(tensors[1].storage_offset() - tensors[0].storage_offset()) if len(tensors) > 1 else 0

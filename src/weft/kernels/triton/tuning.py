@@ -30,7 +30,7 @@ class Tuning:
         return ", ".join(f"{name} {value}" for name, value in vars(self).items() if value)
 
 
-# Splits even out contexts of different length, and cost a pass over their results. Time beyond that of reading the
+# Splits even out contexts of different length, and cost a pass over their results. Time beyond the time to read the
 # bytes, computed for 2, 4, 8, 32 programs, 8 KV heads, contexts of 100 to 2,048 and an H200 (docs/negative-results.md):
 # 16 rows 56, 46, 53, 193 %; 64 rows 21, 17, 14, 19 %; 256 rows 5, 5, 5, 4 %.
 DECODE = Tuning(tile=64, warps=4, stages=3, programs=4)
@@ -58,13 +58,13 @@ PREFILL_CANDIDATES = (
 
 @dataclass(frozen=True)
 class Tunings:
-    """Sizes for a device: those of prefill, and those of decode by the numbers of rows that were measured."""
+    """Sizes for a device: for prefill, and for decode by the numbers of rows that were measured."""
 
     decode: dict[int, Tuning]
     prefill: Tuning
 
     def for_rows(self, rows: int) -> Tuning:
-        """Sizes for a decode step of `rows` rows: those of the nearest number of rows that was measured."""
+        """Sizes for a decode step of `rows` rows: from the nearest number of rows that was measured."""
         return self.decode[min(self.decode, key=lambda measured: max(measured, rows) / min(measured, rows))]
 
 

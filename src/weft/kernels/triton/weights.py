@@ -16,8 +16,8 @@ from weft.quant.quantised import QuantisedWeight
 
 @triton.jit
 def _number(words, scale, offset, at: tl.constexpr, mask, BITS: tl.constexpr, KIND: tl.constexpr):
-    """Number q at index `at` of each word, as scale * (q + 16 or, with 8 bits, 256) + offset: the bits of q become the
-    upper ones of a mantissa, which takes fewer instructions than a conversion."""
+    """Number q at index `at` of each word, as scale * (q + 16 or, with 8 bits, 256) + offset. The bits of q become the
+    upper bits of a mantissa, which takes fewer instructions than a conversion."""
     one: tl.constexpr = 0x41800000 if BITS == 4 else 0x43800000
     moved = _moved(words, at * BITS, 23 - BITS)
     return (((moved & mask) | one).to(tl.float32, bitcast=True) * scale + offset).to(KIND)
@@ -28,7 +28,7 @@ def _mxfp4_numbers(words, scale, at: tl.constexpr, KIND: tl.constexpr):
     """Numbers at the indices `at` and `at` + 4 of each word of MXFP4, times scale * 2^-14.
 
     Both become float16 at once, 2^14 times too small: some are subnormal, which are exact in float16, while a flag of
-    the compiler could flush those of float32.
+    the compiler could flush subnormal float32 numbers.
     """
     magnitudes = _moved(words, at * 4, 9) & 0x0E000E00
     both = magnitudes | _moved(words, at * 4, 12) & -0x7FFF8000
@@ -72,7 +72,7 @@ def _moved(words, low: tl.constexpr, high: tl.constexpr):
 @triton.jit
 def _byte(pairs, at, inside):
     """Bytes at the indices `at`, of which an int16 holds two: Triton lays tiles out for their narrowest numbers, and
-    those of 8 bits spoil the layout of x."""
+    8-bit numbers spoil the layout of x."""
     both = tl.load(pairs + at // 2, inside, other=0).to(tl.int32)
     return both >> (at % 2 * 8).to(tl.int32) & 255
 
@@ -95,7 +95,7 @@ def _scales_and_offsets(
     scales, lowest, at, inside, unit, BITS: tl.constexpr, LOWEST: tl.constexpr
 ):  # fmt: skip
     """Scales and offsets of parts of units, float32 both, for the functions that make numbers of words. `at` are the
-    indices of their groups, `unit` those of the units among all of a row."""
+    indices of their groups, `unit` the indices of the units among all units of a row."""
     added: tl.constexpr = 16 if BITS == 4 else 256
     if LOWEST == "mxfp4":
         # 2^(byte - 127 + 14).
@@ -194,11 +194,11 @@ def load_weights(
 class PackedWeight:
     """A weight [rows, cols] on a GPU, as the kernels read it; a stack of them is one weight with the rows of all.
 
-    `words` [rows, cols * bits / 32] int32 are a quantised weight's numbers; those of 4 bits are in the order of their
+    `words` [rows, cols * bits / 32] int32 are a quantised weight's numbers; 4-bit numbers are in the order of their
     columns (`nibbles_in_order`), as x has them. Without a `scheme` they are the weight itself. `scales` and `lowest`
-    are those of `QuantisedWeight`, except that two bytes are one int16, and `lowest` is the table [16] float32 of a
-    scheme that has one. They are unused (any tensor) if the scheme has none. The first group
-    lacks `lacking` units. `dtype` is that of activations.
+    are as in `QuantisedWeight`, except that two bytes are one int16, and `lowest` is the table [16] float32 of a scheme
+    that has one. They are unused (any tensor) if the scheme has none. The first group lacks `lacking` units. `dtype` is
+    the activations'.
     """
 
     words: torch.Tensor

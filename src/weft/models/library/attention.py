@@ -21,8 +21,8 @@ class Step:
     """The step that a rank's layers run: its batch and the KV caches.
 
     Keys and queries are rotated by the model itself. The kernels store keys in an order of their own while they rotate
-    them, so they rotate by the angle of position 0, which is none: `stored` has the batch of each KV group with all
-    positions 0, and `angles` [1, head_dim] the cosine and the sine.
+    them, so they rotate by the angle of position 0, which changes nothing. For this, `stored` has the batch of each KV
+    group with all positions 0, and `angles` [1, head_dim] the cosine and the sine.
     """
 
     angles: torch.Tensor
@@ -44,8 +44,8 @@ def no_rotation(head_dim: int, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class PagedLayer:
-    """Attention of one layer, the `number`th of this rank. `heads` are those of the whole model, of which the rank has
-    those of its place."""
+    """Attention of one layer, the `number`th of this rank. `heads` are the heads of the whole model, of which the rank
+    has its place's share."""
 
     step: Step
     number: int

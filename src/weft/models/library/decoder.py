@@ -218,7 +218,7 @@ class LibraryDecoder:
     def hidden(self, incoming: torch.Tensor | None, caches: Sequence[KVCache], batch: Batch) -> torch.Tensor:
         """Run this stage's layers on the T tokens of a step: [T, hidden], on the last stage behind the final norm.
 
-        Arguments as those of `DecoderModel.hidden`.
+        Arguments as in `DecoderModel.hidden`.
         """
         self._step.begin(batch, caches)
         states = incoming if self._embed is None else self._embed(batch)

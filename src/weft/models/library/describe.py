@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def describe(text: str) -> LibraryReport:
-    """The report on the model of a config.json. Raises ClassError for one that cannot be run this way."""
+    """The report on the model of a config.json. Raises ClassError for a model that cannot be run this way."""
     config = read_config(text)
     check_config(config)
     check_class(cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]))
@@ -137,7 +137,7 @@ def check_config(config: PreTrainedConfig) -> None:
         if getattr(config, key, None):
             raise ClassError(f"it has {what} ({key}), which Weft does not run through Transformers' class")
     if config.is_encoder_decoder:
-        raise ClassError("it has an encoder beside its decoder")
+        raise ClassError("it has an encoder besides its decoder")
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in ("full_attention", "sliding_attention"):
             raise ClassError(f"it has layers of {kind}, a state or a mask that Weft's cache does not hold")
@@ -255,7 +255,7 @@ def can_merge(group: Sequence[str], layers: LayerTable) -> bool:
 def tensors_outside_layers(model: PreTrainedModel, outer: Collection[str]) -> Iterator[tuple[LibraryTensor, bool]]:
     """Yield each tensor outside the layers whose name is not in `outer`, and True if it comes after the layers.
 
-    The order is that of Transformers' plan for pipelines; a tensor that it does not place comes before the layers.
+    The order is as in Transformers' plan for pipelines; a tensor that it does not place comes before the layers.
     """
     layers_name, _ = layer_list(model)
     stages = list(getattr(model.config, "base_model_pp_plan", None) or {})
@@ -309,13 +309,13 @@ def planned_style(path: str, plan: Mapping[str, str]) -> str:
 
 
 def head_tensors(tensors: tuple[LibraryTensor, ...], joined: Collection[str], head_dim: int) -> Iterator[str]:
-    """Yield a reason not to cut a layer if a tensor has values for each head beside projections that are cut."""
+    """Yield a reason not to cut a layer if a tensor has values for each head next to projections that are cut."""
     linear = {tensor.name.rpartition(".")[0]: tensor for tensor in tensors if tensor.linear}
     cut = {path.rpartition(".")[0] for path, tensor in linear.items() if tensor.cut == "rows" and path not in joined}
     for tensor in tensors:
         path = tensor.name.rpartition(".")[0]
-        beside = {path, path.rpartition(".")[0]} & cut
-        if beside and path not in linear and tensor.dims not in ((head_dim,), (1,)):
+        extra = {path, path.rpartition(".")[0]} & cut
+        if extra and path not in linear and tensor.dims not in ((head_dim,), (1,)):
             yield f"{tensor.name} has values for each head, which its plan for tensor parallelism leaves whole"
 
 

@@ -91,7 +91,7 @@ def decode_race(shape: AttentionShape, device: torch.device, contexts: list[int]
 
 
 def prefill_race(shape: AttentionShape, device: torch.device, title: str) -> Race:
-    """Race of one of PROMPTS, cut to the longest allowed context, over PREFILL_CANDIDATES."""
+    """Race of a case of PROMPTS, cut to the longest allowed context, over PREFILL_CANDIDATES."""
     counts, contexts = ([min(length, shape.length) for length in lengths] for lengths in PROMPTS[title])
 
     def attend(tuning: Tuning, q: torch.Tensor, cache: KVCache, batch: Batch) -> torch.Tensor:
