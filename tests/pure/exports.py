@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tests.conftest import GOLDEN
 from tests.pure.commands import weft
 from weft import __version__
 from weft.client.vllm import vllm_arguments
@@ -89,9 +90,18 @@ def golden_name(target: str, plan: str) -> str:
     return f"emit/{target}/{plan}.txt"
 
 
+def is_written(target: str, plan: str) -> bool:
+    """Look in the golden text of a case, which a test of its own compares: each process of the tests asks while it
+    collects them, and making all plans takes seconds."""
+    golden = GOLDEN / golden_name(target, plan)
+    if not golden.exists():
+        return known(target, plan)[0] == 0
+    return not golden.read_text(encoding="utf-8").startswith("exit status ")
+
+
 def plans(target: str) -> list[str]:
     """Plans that are written for a target."""
-    return [plan for it, plan in CASES if it == target and known(target, plan)[0] == 0]
+    return [plan for it, plan in CASES if it == target and is_written(target, plan)]
 
 
 # A program that only says how it was called; on the GPUs that $FAILS names it fails.

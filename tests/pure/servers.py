@@ -19,7 +19,7 @@ from weft.serving.admission import ConnectionLimits
 from weft.serving.options import ServeOptions
 from weft.serving.server import ServingServer
 
-PATIENCE_S = 10.0  # for what must happen some time
+PATIENCE_S = 60.0  # for what must happen some time
 POLL_S = 0.002
 
 

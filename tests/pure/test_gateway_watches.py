@@ -267,7 +267,7 @@ def test_guard_of_a_stop_sees_signals_beside_the_look_at_hangup(factory: Callabl
             with look_at_hangup(checks):
                 after = wakeup_descriptor()
                 os.kill(os.getpid(), signal.SIGHUP)
-                await asyncio.wait_for(looked.wait(), 2)
+                await asyncio.wait_for(looked.wait(), PATIENCE_S)
         return before, after
 
     with asyncio.Runner(loop_factory=factory) as runner:

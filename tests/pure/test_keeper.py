@@ -26,7 +26,7 @@ from weft.hosting.set_plan import ModelPlan
 from weft.logs import request_id
 from weft.serving.errors import HttpError
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 class FakeMember:

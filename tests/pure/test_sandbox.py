@@ -221,7 +221,7 @@ async def test_a_call_without_descriptors_left_is_refused_at_once() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
     try:
         with pytest.raises(SandboxBusyError):
-            await asyncio.wait_for(finish(function.call(job("hi"))), 5)
+            await asyncio.wait_for(finish(function.call(job("hi"))), 60)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert await finish(function.call(job("hi"))) == b"hi"

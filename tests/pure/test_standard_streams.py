@@ -93,7 +93,7 @@ class Node:
 
     async def end(self) -> None:
         self.send("shutdown")
-        await asyncio.wait_for(self.task, 10)
+        await asyncio.wait_for(self.task, 60)
         assert all(model.closed for model in self.models)
 
 
@@ -220,7 +220,7 @@ async def test_the_end_of_the_input_is_the_end() -> None:
     node.send("generate", id="long", messages=[])
     await node.event("token")
     node.send_line(None)
-    await asyncio.wait_for(node.task, 10)
+    await asyncio.wait_for(node.task, 60)
     assert node.models[0].closed
 
 

@@ -96,7 +96,7 @@ async def test_requests_are_waited_for_until_they_end() -> None:
     assert not waiting.done()
     for answer in world.service.streams:
         answer.cut_off()
-    await asyncio.wait_for(waiting, 10)
+    await asyncio.wait_for(waiting, 60)
     refused(await asked, 503, code="shutting_down")
 
 
@@ -110,7 +110,7 @@ async def test_a_thread_that_cannot_end_is_not_waited_for(
     asked = asyncio.create_task(world.complete())
     while not world.engine.open:
         await asyncio.sleep(0)
-    await asyncio.wait_for(stopping.drain(world.service, time.monotonic() + limit_s), 10)
+    await asyncio.wait_for(stopping.drain(world.service, time.monotonic() + limit_s), 60)
     assert world.service.streams and bool(logged(caplog, "engine-stalled")) == told
     asked.cancel()
     await asyncio.gather(asked, return_exceptions=True)
@@ -122,7 +122,7 @@ async def test_an_engine_that_starts_again_is_not_waited_for() -> None:
     while not world.engine.open:
         await asyncio.sleep(0)
     world.engine.failure = DEAD
-    await asyncio.wait_for(stopping.drain(world.service, time.monotonic() + 60), 10)
+    await asyncio.wait_for(stopping.drain(world.service, time.monotonic() + 60), 60)
     assert world.service.streams
     asked.cancel()
     await asyncio.gather(asked, return_exceptions=True)

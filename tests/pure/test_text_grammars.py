@@ -88,14 +88,14 @@ def test_a_grammar_grows_with_its_schema_only(family: Any) -> None:
 
 
 def test_more_than_the_limit_is_refused_at_once() -> None:
-    begun = time.monotonic()
+    begun = time.thread_time()
     wide = {"type": "object", "properties": {f"key{at}": {"const": "x" * 600 + str(at)} for at in range(1000)}}
     assert problem(GEMMA, wide).code == "grammar-too-large"
     names = [{"allOf": [{"$ref": f"#/$defs/d{at + 1}"}] * 2} for at in range(40)]
     defs = {f"d{at}": part for at, part in enumerate([*names, {"type": "string"}])}
     with pytest.raises(RequestError):
         size(GEMMA, one({"$ref": "#/$defs/d0"}, **{"$defs": defs}))
-    assert time.monotonic() - begun < 5
+    assert time.thread_time() - begun < 5
 
 
 def test_an_argument_carries_only_the_definitions_it_reaches() -> None:
