@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from weft._version import __version__
 
 if TYPE_CHECKING:
-    from weft.client.async_llm import AsyncLLM
-    from weft.client.outputs import CompletionOutput, EmbeddingOutput, RequestOutput
-    from weft.core.params import SamplingParams, StructuredOutputsParams
-    from weft.llm import LLM
+    from weft.engine.client.async_llm import AsyncLLM
+    from weft.engine.core.params import SamplingParams, StructuredOutputsParams
+    from weft.engine.frontend.outputs import CompletionOutput, EmbeddingOutput, RequestOutput
+    from weft.engine.llm import LLM
 
 __all__ = [
     "LLM",
@@ -32,13 +32,13 @@ __all__ = [
 
 # The module of each public name. It is imported on first use, so that `import weft` costs nothing.
 _HOMES = {
-    "LLM": "weft.llm",
-    "AsyncLLM": "weft.client.async_llm",
-    "SamplingParams": "weft.core.params",
-    "StructuredOutputsParams": "weft.core.params",
-    "RequestOutput": "weft.client.outputs",
-    "CompletionOutput": "weft.client.outputs",
-    "EmbeddingOutput": "weft.client.outputs",
+    "LLM": "weft.engine.llm",
+    "AsyncLLM": "weft.engine.client.async_llm",
+    "SamplingParams": "weft.engine.core.params",
+    "StructuredOutputsParams": "weft.engine.core.params",
+    "RequestOutput": "weft.engine.frontend.outputs",
+    "CompletionOutput": "weft.engine.frontend.outputs",
+    "EmbeddingOutput": "weft.engine.frontend.outputs",
 }
 
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
+from weft.checkpoint.quantised.schemes import QUANTIZATIONS
 from weft.errors import ConfigError
-from weft.formats.schemes import QUANTIZATIONS
 
 PRODUCT_BACKENDS = ("auto", "own", "humming")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are synonyms

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from weft.kernels.base import AttentionShape, KVCache
-from weft.kernels.batch import Batch
-from weft.kernels.staged import StagedStep
+from weft.ranks.kernels.base import AttentionShape, KVCache
+from weft.ranks.kernels.batch import Batch
+from weft.ranks.kernels.staged import StagedStep
 
 
 def shaped(

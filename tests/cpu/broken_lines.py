@@ -6,7 +6,7 @@ import os
 import sys
 import time
 
-from weft.executors.launch import Parent
+from weft.engine.processes.launch import Parent
 
 if __name__ == "__main__":
     parent = Parent(int(sys.argv[1]), None)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tests.cpu.fake_cuda import CUDA, OnCard, card
-from weft.comm import threads
+from weft.ranks.comm import threads
 
 Waiting = threads.ThreadGroup
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.cpu.fake_cuda import card, installed
-from weft.comm import Links
 from weft.plan.plan import Plan
-from weft.worker.worker import Worker
+from weft.ranks.comm import Links
+from weft.ranks.worker.worker import Worker
 
 HERE = "tests.cpu.card_worker:CardWorker"
 

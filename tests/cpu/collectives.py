@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from weft.comm import Group
+from weft.ranks.comm import Group
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 MAX_RANKS = 4

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from collectives import Case, check_case
 from fake_worker import FakeWorker
 
-from weft.architectures.place import Place
-from weft.comm import Group, StageLink, gloo
-from weft.comm.distributed import DistributedGroup
-from weft.comm.gloo import GlooGroup
-from weft.core.step import StepPlan, StepResult
-from weft.hardware import links
+from weft.checkpoint.architectures.place import Place
+from weft.engine.core.step import StepPlan, StepResult
+from weft.machine.hardware import links
 from weft.plan.memory import Capacity
+from weft.ranks.comm import Group, StageLink, gloo
+from weft.ranks.comm.distributed import DistributedGroup
+from weft.ranks.comm.gloo import GlooGroup
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

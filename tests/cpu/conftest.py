@@ -13,9 +13,10 @@ import torch
 
 from tests.cpu.kept_forks import end_kept_server, lend_server
 from tests.cpu.shared_threads import threads_share_memory
-from weft.executors import forks, processes
-from weft.executors.forks import MIN_FORKS, pool
-from weft.hardware import host
+from weft.engine.executors import processes
+from weft.engine.processes import forks
+from weft.engine.processes.forks import MIN_FORKS, pool
+from weft.machine.hardware import host
 from weft.plan import memory
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):

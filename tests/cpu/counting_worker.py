@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from fake_worker import SHAPE, FakeWorker
 
-from weft.core.step import StepPlan, StepResult
+from weft.engine.core.step import StepPlan, StepResult
 
 COUNTING = "counting_worker:CountingWorker"
 STEP_S = 0.005  # so that requests run long enough for something to happen to them

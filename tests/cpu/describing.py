@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from weft.formats.library import LibraryReport
-from weft.models.library.build import ClassError
-from weft.models.library.describe import describe
+from weft.checkpoint.config.library import LibraryReport
+from weft.ranks.models.library.build import ClassError
+from weft.ranks.models.library.describe import describe
 
 
 def ask_here(config: str) -> LibraryReport:

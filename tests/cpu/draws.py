@@ -8,14 +8,14 @@ import numpy as np
 import torch
 
 from tests.cpu.kernels import native, triton_kernels
-from weft.core.params import SamplingParams
-from weft.kernels.plain import PlainSampling
-from weft.kernels.plain.filters import weigh
-from weft.kernels.random import block_sums, exponentials, seeds
-from weft.kernels.sampling import Sampling, SlotSettings
-from weft.kernels.streams import SAMPLING_BLOCK
-from weft.worker.sample_arrays import SampleArrays
-from weft.worker.sampler import sampling_settings
+from weft.engine.core.params import SamplingParams
+from weft.ranks.kernels.plain import PlainSampling
+from weft.ranks.kernels.plain.filters import weigh
+from weft.ranks.kernels.random import block_sums, exponentials, seeds
+from weft.ranks.kernels.sampling import Sampling, SlotSettings
+from weft.ranks.kernels.streams import SAMPLING_BLOCK
+from weft.ranks.worker.sample_arrays import SampleArrays
+from weft.ranks.worker.sampler import sampling_settings
 
 CPU = torch.device("cpu")
 MASK = 2**64 - 1

@@ -32,9 +32,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from weft.executors import inline
-from weft.hardware import host as hosts
-from weft.hardware.topology import Gpu
+from weft.engine.executors import inline
+from weft.machine.hardware import host as hosts
+from weft.machine.hardware.topology import Gpu
 
 CUDA = torch.device("cuda", 0)
 PROCESSORS = 1  # so that a decode step of one row is split and one of two is not
@@ -611,7 +611,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", card.clear_workspaces, raising=False)
     monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
     monkeypatch.setattr(GridExecutor, "__call__", launch(GridExecutor.__call__))
-    monkeypatch.setattr("weft.llm.probe_host", host_with_card)
+    monkeypatch.setattr("weft.engine.llm.probe_host", host_with_card)
     real = inline.run_rank
 
     def run(*given: Any) -> None:
@@ -619,8 +619,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
             real(*given)
 
     monkeypatch.setattr(inline, "run_rank", run)
-    monkeypatch.setattr("weft.weights.load.ThreadPoolExecutor", Readers)
-    monkeypatch.setattr("weft.worker.graphs.CAPTURE_S", 3600.0)  # Triton's interpreter takes long
+    monkeypatch.setattr("weft.ranks.weights.load.ThreadPoolExecutor", Readers)
+    monkeypatch.setattr("weft.ranks.worker.graphs.CAPTURE_S", 3600.0)  # Triton's interpreter takes long
     card.set_device(CUDA)
     with OnThisThread():
         yield card

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from tests.cpu.fake_cuda import CardError, OnCard, card, plainly
-from weft.formats.schemes import ALL_SCHEMES, Scheme
-from weft.kernels.base import HeadNorm, KVCache
-from weft.kernels.plain import create_plain_kernels
-from weft.kernels.plain.sampling import PlainTokenSampler
-from weft.quant.quantised import QuantisedWeight
-from weft.quant.rounding import round_into
-from weft.worker.sample_arrays import SampleArrays
+from weft.checkpoint.quantised.schemes import ALL_SCHEMES, Scheme
+from weft.ranks.kernels.base import HeadNorm, KVCache
+from weft.ranks.kernels.plain import create_plain_kernels
+from weft.ranks.kernels.plain.sampling import PlainTokenSampler
+from weft.ranks.quant.quantised import QuantisedWeight
+from weft.ranks.quant.rounding import round_into
+from weft.ranks.worker.sample_arrays import SampleArrays
 
 LOG2_E = 1.4426950408889634
 MAX_PROGRAMS = (2**31 - 1, 65535, 65535)  # programs, by the dims of a grid

@@ -17,15 +17,15 @@ import torch
 sys.path.append(str(Path(__file__).parents[2]))  # a rank's process knows this folder alone
 
 from tests.pure.shapes import dense_shape, with_experts
-from weft.architectures.shape import Experts
-from weft.comm import Links
-from weft.core.commands import CaptureGraph, Command, GraphsLeft, RankReport, RankStats, Reply
-from weft.core.groups import empty_plan
-from weft.core.step import LockStep, StepPlan, StepResult
+from weft.checkpoint.architectures.shape import Experts
+from weft.engine.core.commands import CaptureGraph, Command, GraphsLeft, RankReport, RankStats, Reply
+from weft.engine.core.groups import empty_plan
+from weft.engine.core.step import LockStep, StepPlan, StepResult
 from weft.errors import ModelError
 from weft.plan.memory import Capacity
 from weft.plan.places import cut_places
 from weft.plan.plan import Plan, named_devices
+from weft.ranks.comm import Links
 
 SHAPE = dense_shape(
     architecture="LlamaForCausalLM",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import psutil
 
-SERVER = "weft.executors.fork_server"
-SANDBOX = "weft.sandbox.process"
+SERVER = "weft.engine.processes.fork_server"
+SANDBOX = "weft.engine.sandbox.process"
 
 
 def family(pid: int | None = None, *, servers: bool = False) -> list[psutil.Process]:

@@ -14,7 +14,7 @@ import time
 def main(descriptor: int, deed: int) -> None:
     import torch
 
-    from weft.executors.forks import pool
+    from weft.engine.processes.forks import pool
 
     told = {
         "pid": os.getpid(),

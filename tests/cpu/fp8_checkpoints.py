@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from weft.architectures.shape import ModelShape
-from weft.formats.tensor_index import expected_tensors
+from weft.checkpoint.architectures.shape import ModelShape
+from weft.checkpoint.tensor_index import expected_tensors
 
 LARGEST = 448.0  # of E4M3
 Tensors = dict[str, torch.Tensor]

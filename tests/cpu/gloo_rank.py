@@ -9,8 +9,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from weft.comm.connect import closing_gloo
-from weft.comm.listeners import listening_sockets
+from weft.ranks.comm.connect import closing_gloo
+from weft.ranks.comm.listeners import listening_sockets
 
 WAIT = timedelta(seconds=60)
 

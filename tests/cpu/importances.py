@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.cpu.checkpoints import Recipe
-from weft.executors.inline import InlineExecutor
+from weft.engine.executors.inline import InlineExecutor
 from weft.plan.plan import Plan
-from weft.worker import importance, runner
+from weft.ranks.worker import importance, runner
 
 WIDE = Recipe("Llama", {"hidden_size": 192, "intermediate_size": 320, "head_dim": 32, "mlp_bias": True})
 INT4 = {"quantization": "int4", "dtype": "float32", "max_model_len": 128, "kv_cache_memory_bytes": 1 << 24}

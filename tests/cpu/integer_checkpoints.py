@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from weft.architectures.shape import ModelShape
-from weft.formats.tensor_index import expected_tensors
+from weft.checkpoint.architectures.shape import ModelShape
+from weft.checkpoint.tensor_index import expected_tensors
 
 Tensors = dict[str, torch.Tensor]
 NF4 = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334]

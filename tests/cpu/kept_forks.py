@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weft.executors.fork_client import ForkClient
+from weft.engine.processes.fork_client import ForkClient
 
 
 class KeptServer(ForkClient):

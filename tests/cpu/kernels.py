@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tests.cpu.attention import shaped
-from weft.kernels.base import Kernels
-from weft.kernels.native import complete_kernels, create_attention
-from weft.kernels.native.matrices import NativeMatrices
-from weft.native.build import build_library, load_library
-from weft.native.entries import Entries
-from weft.native.prebuilt import WIDE_VECTORS, cpu_features
+from weft.machine.native.build import build_library, load_library
+from weft.machine.native.entries import Entries
+from weft.machine.native.prebuilt import WIDE_VECTORS, cpu_features
+from weft.ranks.kernels.base import Kernels
+from weft.ranks.kernels.native import complete_kernels, create_attention
+from weft.ranks.kernels.native.matrices import NativeMatrices
 
 CPU = torch.device("cpu")
 
@@ -49,9 +49,9 @@ def triton_kernels(
     warp_groups: bool = False,
 ) -> Kernels:
     """The Triton kernels, as on a GPU with this number of multiprocessors, and bytes of shared memory for a program."""
-    from weft.kernels.triton.attention import TritonAttention
-    from weft.kernels.triton.kernels import TritonMatrices, TritonPointwise, TritonSampling
-    from weft.kernels.triton.latents import TritonLatents
+    from weft.ranks.kernels.triton.attention import TritonAttention
+    from weft.ranks.kernels.triton.kernels import TritonMatrices, TritonPointwise, TritonSampling
+    from weft.ranks.kernels.triton.latents import TritonLatents
 
     return Kernels(
         attention=TritonAttention(processors, shared=shared),

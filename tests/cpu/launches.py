@@ -11,7 +11,7 @@ from triton.compiler import make_backend
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from weft.kernels.triton import (
+from weft.ranks.kernels.triton import (
     attention,
     experts,
     latents,

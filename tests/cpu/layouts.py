@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
+from weft.checkpoint.checkpoint import resolve
 from weft.config import EngineConfig
-from weft.core.params import SamplingParams
-from weft.core.step import Admission, StepPlan
-from weft.core.token_ids import TokenIds
-from weft.executors.inline import InlineExecutor
-from weft.formats.checkpoint import resolve
-from weft.hardware import host
+from weft.engine.core.params import SamplingParams
+from weft.engine.core.step import Admission, StepPlan
+from weft.engine.core.token_ids import TokenIds
+from weft.engine.executors.inline import InlineExecutor
+from weft.machine.hardware import host
 from weft.plan.layout import build_plan
 from weft.plan.plan import Plan
-from weft.worker.sample_arrays import SampleArrays
-from weft.worker.sampler import SampleBatch
-from weft.worker.worker import Result, Worker
+from weft.ranks.worker.sample_arrays import SampleArrays
+from weft.ranks.worker.sampler import SampleBatch
+from weft.ranks.worker.worker import Result, Worker
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "whole": {},

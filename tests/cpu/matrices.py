@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import torch
 
-from weft.architectures.place import Span
-from weft.architectures.shape import Experts
-from weft.formats.schemes import SCHEMES
-from weft.kernels.base import ExpertStack
-from weft.quant.quantised import QuantisedWeight
-from weft.weights.quantised import quantise
+from weft.checkpoint.architectures.place import Span
+from weft.checkpoint.architectures.shape import Experts
+from weft.checkpoint.quantised.schemes import SCHEMES
+from weft.ranks.kernels.base import ExpertStack
+from weft.ranks.quant.quantised import QuantisedWeight
+from weft.ranks.weights.quantised import quantise
 
 CPU = torch.device("cpu")
 MXFP4 = "MXFP4"

@@ -12,13 +12,13 @@ import time
 
 from fake_worker import make_plan, make_step
 
-from weft.client.remote import AsyncEngine
 from weft.config import EngineConfig
-from weft.core.params import SamplingParams
-from weft.core.request import Request
-from weft.core.token_ids import TokenIds
+from weft.engine.core.params import SamplingParams
+from weft.engine.core.request import Request
+from weft.engine.core.token_ids import TokenIds
+from weft.engine.executors.processes import ProcessExecutor
+from weft.engine.replicas.remote import AsyncEngine
 from weft.errors import EngineError
-from weft.executors.processes import ProcessExecutor
 from weft.plan.plan import Plan
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.native.library import CPP_TYPES, FLAGS, SOURCES
+from weft.machine.native.library import CPP_TYPES, FLAGS, SOURCES
 
 WARNINGS = ("-Wall", "-Werror", "-Wno-psabi")  # the last: GCC on how vectors are passed, which no other code sees
 

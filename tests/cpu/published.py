@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from weft.architectures.published import ROW
-from weft.architectures.shape import ModelShape
-from weft.formats.tensor_index import expected_tensors
+from weft.checkpoint.architectures.published import ROW
+from weft.checkpoint.architectures.shape import ModelShape
+from weft.checkpoint.tensor_index import expected_tensors
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # awq/modules/linear/gemm.py: which of eight numbers comes i-th
 

@@ -12,13 +12,13 @@ import torch
 from hypothesis import strategies as st
 
 from tests.cpu.draws import MASK
-from weft.core.params import SamplingParams
-from weft.core.step import Admission
-from weft.core.token_ids import TokenIds
-from weft.kernels.sampling import mask_words
-from weft.kernels.streams import NOT_FINITE, SAMPLING_BLOCK
-from weft.native.structures import MASK_BITS
-from weft.worker.sampler import SampledTokens, Sampler
+from weft.engine.core.params import SamplingParams
+from weft.engine.core.step import Admission
+from weft.engine.core.token_ids import TokenIds
+from weft.machine.native.structures import MASK_BITS
+from weft.ranks.kernels.sampling import mask_words
+from weft.ranks.kernels.streams import NOT_FINITE, SAMPLING_BLOCK
+from weft.ranks.worker.sampler import SampledTokens, Sampler
 
 EOS = 1
 FILTERS = {

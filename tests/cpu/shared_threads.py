@@ -13,10 +13,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from weft.comm.shared import SharedMemoryGroup
-from weft.comm.threads import Threads
-from weft.executors.shared_files import open_group_files
+from weft.engine.executors.shared_files import open_group_files
 from weft.plan.wiring import GroupFiles
+from weft.ranks.comm.shared import SharedMemoryGroup
+from weft.ranks.comm.threads import Threads
 
 
 @contextmanager

@@ -15,11 +15,11 @@ import torch
 from tests.cpu.attention import shaped
 from tests.cpu.kernels import built
 from tests.cpu.programs import compiler
-from weft.kernels import create_kernels
-from weft.native import build, structures
-from weft.native.abi import check_abi, expected_abi, find_mismatch, read_abi
-from weft.native.library import SOURCES, open_library
-from weft.native.structures import CONSTANTS, STRUCTURES, LayerDescriptor, RoundingDescriptor
+from weft.machine.native import build, structures
+from weft.machine.native.abi import check_abi, expected_abi, find_mismatch, read_abi
+from weft.machine.native.library import SOURCES, open_library
+from weft.machine.native.structures import CONSTANTS, STRUCTURES, LayerDescriptor, RoundingDescriptor
+from weft.ranks.kernels import create_kernels
 
 Fields = tuple[tuple[str, type], ...]
 EPS = LayerDescriptor.eps.offset  # of the last field, after another of the same size

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.cpu.test_serve import Server
-from weft.formats.demo import fetch_demo
+from weft.checkpoint.hub.demo import fetch_demo
 
 WORDS = ("demo", "--port", "0", "--max-model-len", "2048", "--max-num-seqs", "8", "--kv-cache-memory-bytes", "128M")
 SCHEMA = {

@@ -12,10 +12,10 @@ import torch
 import transformers
 
 from tests.pure.shapes import windows
-from weft.architectures.parameters import parameter_count
-from weft.architectures.registry import ARCHITECTURES
-from weft.formats import config_json
-from weft.formats.tensor_index import expected_tensors
+from weft.checkpoint.architectures.parameters import parameter_count
+from weft.checkpoint.architectures.registry import ARCHITECTURES
+from weft.checkpoint.config import config_json
+from weft.checkpoint.tensor_index import expected_tensors
 
 SMALL = {
     "vocab_size": 320,

@@ -21,16 +21,17 @@ from tests.cpu import checkpoints, fake_flashinfer, fake_varlen
 from tests.cpu.attention import ragged, shaped
 from tests.log_events import logged
 from tests.refusals import has_values, refuses
-from weft import LLM, SamplingParams, kernels
+from weft import LLM, SamplingParams
 from weft.errors import ConfigError
-from weft.kernels import attention_inputs, contest, create_kernels, flashinfer, triton, usable, varlen
-from weft.kernels.base import AttentionShape, HeadNorm, Kernels, KVCache, PagedAttention, apply_sinks
-from weft.kernels.batch import Batch
-from weft.kernels.plain import PlainAttention, PlainPointwise, create_plain_kernels
-from weft.kernels.triton import attention, tuning
 from weft.plan import backends
-from weft.probes.on_gpu import trials
-from weft.worker import graphs, runner
+from weft.ranks import kernels
+from weft.ranks.kernels import attention_inputs, contest, create_kernels, flashinfer, triton, usable, varlen
+from weft.ranks.kernels.base import AttentionShape, HeadNorm, Kernels, KVCache, PagedAttention, apply_sinks
+from weft.ranks.kernels.batch import Batch
+from weft.ranks.kernels.plain import PlainAttention, PlainPointwise, create_plain_kernels
+from weft.ranks.kernels.triton import attention, tuning
+from weft.ranks.probes import trials
+from weft.ranks.worker import graphs, runner
 
 pytest.importorskip("triton", reason="needs triton, whose kernels do the rest")
 

@@ -9,14 +9,15 @@ import pytest
 
 from tests.cpu import tiny
 from tests.refusals import has_values
-from weft.bench.suite import one_thread
 from weft.cache import cache_dir
 from weft.cli import main
-from weft.hardware import calibration, host
-from weft.llm import LLM
-from weft.probes import engine_speed, stored_speeds
-from weft.probes.engine_speed import CalibrationLoad, Subject
-from weft.probes.synthetic import TINY, synthetic_of_size
+from weft.engine.llm import LLM
+from weft.machine.hardware import calibration, host
+from weft.probes import stored_speeds
+from weft.study.bench.suite import one_thread
+from weft.study.measure import engine_speed
+from weft.study.measure.engine_speed import CalibrationLoad, Subject
+from weft.study.measure.synthetic import TINY, synthetic_of_size
 
 SMALL = "--dtype float32 --max-model-len 512 --kv-cache-memory-bytes 16M"
 

@@ -87,8 +87,8 @@ def test_stages_as_processes(
     path: str, truth: list[list[int]], monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], devices: list[str]
 ) -> None:
     """A process for each rank: that of the GPU has a stand-in, that of the CPU has no CUDA at all."""
-    monkeypatch.setattr("weft.llm.probe_host", host_with_card)
-    monkeypatch.setattr("weft.client.local.WORKER", card_worker.HERE)
+    monkeypatch.setattr("weft.engine.llm.probe_host", host_with_card)
+    monkeypatch.setattr("weft.engine.replicas.local.WORKER", card_worker.HERE)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     with LLM(path, **{**COMMON, **how, "executor": "processes"}) as llm:
         assert llm.plan.uses_cpu and not llm.plan.on_cpu and llm.plan.graphs

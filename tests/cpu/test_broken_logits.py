@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.cpu import checkpoints
 from tests.refusals import refuses
 from weft import LLM
-from weft.core.params import SamplingParams
+from weft.engine.core.params import SamplingParams
 from weft.errors import EngineError, OutputError
 
 HURT = 7  # the token whose embedding is NaN

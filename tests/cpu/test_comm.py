@@ -21,16 +21,16 @@ from fake_worker import make_plan, make_step
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.comm import Links, Solo, connect
-from weft.comm.base import add_up
-from weft.comm.connect import Site, connect_rank
-from weft.comm.shared import SharedMemoryGroup
-from weft.comm.threads import Meeting, ThreadGroup, Threads
-from weft.executors.base import Executor
-from weft.executors.inline import InlineExecutor
-from weft.executors.processes import ProcessExecutor
+from weft.engine.executors.base import Executor
+from weft.engine.executors.inline import InlineExecutor
+from weft.engine.executors.processes import ProcessExecutor
 from weft.plan.plan import named_devices
 from weft.plan.wiring import GroupFiles, Network, SharedMemory, Wiring
+from weft.ranks.comm import Links, Solo, connect
+from weft.ranks.comm.base import add_up
+from weft.ranks.comm.connect import Site, connect_rank
+from weft.ranks.comm.shared import SharedMemoryGroup
+from weft.ranks.comm.threads import Meeting, ThreadGroup, Threads
 
 HERE = "comm_worker:CommWorker"
 WAIT_S = 60

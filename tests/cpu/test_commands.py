@@ -24,7 +24,7 @@ from tests.refusals import refuses
 from weft import LLM, AsyncLLM, SamplingParams
 from weft.errors import EngineError, RequestError
 from weft.monitor.trace_report import read_trace, report_traces
-from weft.worker.trace import finish_writing
+from weft.ranks.worker.trace import finish_writing
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.9, seed=4, max_tokens=8, ignore_eos=True, repetition_penalty=1.2)
@@ -349,7 +349,7 @@ def test_a_rank_that_cannot_trace_goes_on(path: Path, tmp_path: Path, monkeypatc
     with LLM(str(path), **ENGINE) as llm:
         want = answers(llm)
         with monkeypatch.context() as patch:
-            patch.setattr("weft.worker.trace.Trace", cannot)
+            patch.setattr("weft.ranks.worker.trace.Trace", cannot)
             assert llm.profile(2, tmp_path) == []
             assert answers(llm) == want
         for method in ("stop", "export_chrome_trace"):

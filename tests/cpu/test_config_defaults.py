@@ -12,8 +12,8 @@ import transformers
 from transformers import PretrainedConfig
 
 from tests.pure.shapes import figures
-from weft.architectures.shape import ModelShape
-from weft.formats import config_json
+from weft.checkpoint.architectures.shape import ModelShape
+from weft.checkpoint.config import config_json
 
 SIZES = {
     "vocab_size": 320,

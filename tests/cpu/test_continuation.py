@@ -10,10 +10,10 @@ import pytest
 
 from tests.cpu import tiny
 from weft import LLM, SamplingParams
-from weft.client.collector import Collector
-from weft.client.prompt import Prompt
-from weft.core import kv
-from weft.core.token_ids import TokenIds
+from weft.engine.core import kv
+from weft.engine.core.token_ids import TokenIds
+from weft.engine.frontend.collector import Collector
+from weft.engine.frontend.prompt import Prompt
 from weft.errors import RequestError
 
 PROMPTS = [list(range(65, 65 + length)) for length in (3, 17, 30)]

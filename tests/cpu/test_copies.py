@@ -7,10 +7,10 @@ import torch
 
 from tests.refusals import refuses
 from weft.errors import ConfigError
-from weft.hardware.host import Host
-from weft.hardware.topology import Gpu
-from weft.probes import links
-from weft.probes.on_gpu.copies import COPIES, wrong_bytes
+from weft.machine.hardware.host import Host
+from weft.machine.hardware.topology import Gpu
+from weft.ranks.probes.copies import COPIES, wrong_bytes
+from weft.study.measure import links
 
 CPU = torch.device("cpu")
 SENT = torch.randint(0, 256, (1000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

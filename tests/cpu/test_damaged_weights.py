@@ -15,9 +15,9 @@ from tests.cpu import fp8_checkpoints, integer_checkpoints, published
 from tests.cpu.layouts import plan_for
 from tests.cpu.test_published import CONFIG
 from tests.pure.gguf_files import write_model
+from weft.checkpoint.checkpoint import resolve
 from weft.errors import ModelError
-from weft.formats.checkpoint import resolve
-from weft.weights.load import allocate_parameters, load_weights
+from weft.ranks.weights.load import allocate_parameters, load_weights
 
 CPU = torch.device("cpu")
 Change = Callable[[torch.Tensor], torch.Tensor | None]  # None: the tensor is removed

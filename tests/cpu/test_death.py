@@ -184,7 +184,7 @@ def test_a_stopped_core_dies_with_its_parent(programs: list[Program]) -> None:
     programs[0].until("rank 0 hangs in step")
     family = programs[0].family()
     family[1].suspend()
-    assert "weft.client.process" in family[1].cmdline()
+    assert "weft.engine.replicas.process" in family[1].cmdline()
     programs[0].process.kill()
     assert left(family) == []
 

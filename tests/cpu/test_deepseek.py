@@ -18,8 +18,8 @@ from tests.cpu.test_parity import NEW, PROMPTS, greedy, reference_logits
 from tests.log_events import logged
 from tests.refusals import refuses
 from weft import LLM, SamplingParams
+from weft.checkpoint.checkpoint import resolve
 from weft.errors import ConfigError, ModelError
-from weft.formats.checkpoint import resolve
 
 PARAMS = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
 # Recipes, and fields of config.json that Transformers' classes do not read.

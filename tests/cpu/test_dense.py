@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.quant import dense
+from weft.ranks.quant import dense
 
 
 @pytest.mark.parametrize("packs", [False, dense.onednn_packs_bfloat16()])

@@ -13,14 +13,14 @@ from tests.cpu.checkpoints import VOCAB, make
 from tests.cpu.layouts import plan_for
 from tests.refusals import refuses
 from weft import LLM, SamplingParams
-from weft.architectures.library import PREFIX, LibraryModel
-from weft.client.outputs import RequestOutput
+from weft.checkpoint.architectures.library import PREFIX, LibraryModel
+from weft.checkpoint.checkpoint import resolve
 from weft.config import EngineConfig
-from weft.core import kv
+from weft.engine.core import kv
+from weft.engine.frontend.outputs import RequestOutput
 from weft.errors import ConfigError
-from weft.formats.checkpoint import resolve
-from weft.hardware import host
-from weft.hardware.cpu import probe_cpu
+from weft.machine.hardware import host
+from weft.machine.hardware.cpu import probe_cpu
 from weft.plan.backends import AttentionSpec
 from weft.plan.determinism import FEATURES, with_fixed_order
 from weft.plan.layout import build_plan

@@ -9,9 +9,9 @@ import pytest
 from fake_worker import HERE, make_plan
 
 from tests.refusals import refuses
+from weft.engine.executors.inline import InlineExecutor
 from weft.errors import ConfigError
-from weft.executors.inline import InlineExecutor
-from weft.worker.device import check_gpu_number
+from weft.ranks.worker.device import check_gpu_number
 
 PLAIN = ["8f1c5d6e-0011", "00112233-4455"]
 

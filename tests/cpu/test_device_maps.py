@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from tests.cpu.test_architectures import CASES, SMALL
 from tests.refusals import refuses
-from weft.architectures.modules import holds_weights, pipeline_units
-from weft.architectures.shape import ModelShape
+from weft.checkpoint.architectures.modules import holds_weights, pipeline_units
+from weft.checkpoint.architectures.shape import ModelShape
+from weft.checkpoint.config import config_json
 from weft.errors import ConfigError
-from weft.formats import config_json
 from weft.plan.device_map import AvailableDevices, Stages, map_to_stages
-from weft.planner.balance import ModelBytes, balance_layers, model_bytes
+from weft.planner.search.balance import ModelBytes, balance_layers, model_bytes
 
 FEW = settings(max_examples=60, deadline=None)
 # Layers are larger than embedding and head: then the room that accelerate keeps for the largest is theirs.

@@ -14,14 +14,15 @@ from fake_worker import GRAPHS, HERE, make_lock_step, make_plan, make_step, tota
 
 from tests.cpu.families import family
 from tests.refusals import refuses
-from weft.core.commands import RankReport, RankStats
-from weft.core.step import StepResult
+from weft.engine.core.commands import RankReport, RankStats
+from weft.engine.core.step import StepResult
+from weft.engine.executors import create_executor, rank_watch
+from weft.engine.executors.base import Executor
+from weft.engine.executors.inline import InlineExecutor
+from weft.engine.executors.messages import FromRank
+from weft.engine.executors.processes import ProcessExecutor
+from weft.engine.processes import launch
 from weft.errors import ConfigError, EngineError, PlanError
-from weft.executors import create_executor, launch, rank_watch
-from weft.executors.base import Executor
-from weft.executors.inline import InlineExecutor
-from weft.executors.messages import FromRank
-from weft.executors.processes import ProcessExecutor
 from weft.plan.memory import kv_blocks
 
 KINDS: dict[str, Callable[..., Executor]] = {

@@ -15,11 +15,11 @@ from tests.cpu.layouts import logits_of, plan_for
 from tests.cpu.test_parity import NEW, PROMPTS, greedy
 from tests.refusals import refuses
 from weft import LLM, SamplingParams
-from weft.architectures.shape import Experts
-from weft.core import kv
-from weft.core.commands import RankStats
+from weft.checkpoint.architectures.shape import Experts
+from weft.checkpoint.checkpoint import resolve
+from weft.engine.core import kv
+from weft.engine.core.commands import RankStats
 from weft.errors import ModelError
-from weft.formats.checkpoint import resolve
 
 EXPERTS = {"enable_expert_parallel": True}
 # Layouts of one attention group.

@@ -11,15 +11,15 @@ from msgspec.structs import replace as changed
 from tests.cpu.attention import ragged
 from tests.cpu.kernels import native
 from tests.cpu.matrices import KINDS, MXFP4, random, random_stacks
-from weft.architectures.place import Span
-from weft.architectures.shape import Experts
-from weft.comm import Solo
-from weft.kernels.base import ExpertProducts, ExpertStack, Kernels, KVCache
-from weft.kernels.batch import Batch
-from weft.kernels.experts import choose_experts
-from weft.kernels.fused import FusedLayer, FusedMixture, FusedMLP
-from weft.kernels.plain import create_plain_kernels
-from weft.quant.quantised import QuantisedWeight
+from weft.checkpoint.architectures.place import Span
+from weft.checkpoint.architectures.shape import Experts
+from weft.ranks.comm import Solo
+from weft.ranks.kernels.base import ExpertProducts, ExpertStack, Kernels, KVCache
+from weft.ranks.kernels.batch import Batch
+from weft.ranks.kernels.experts import choose_experts
+from weft.ranks.kernels.fused import FusedLayer, FusedMixture, FusedMLP
+from weft.ranks.kernels.plain import create_plain_kernels
+from weft.ranks.quant.quantised import QuantisedWeight
 
 HIDDEN = 96
 FIVE, SEVEN = Experts(count=5, top_k=2, width=64), Experts(count=7, top_k=3, width=96)

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from tests.cpu import tiny
 from tests.pure.exports import emit
-from weft.formats.lookup import look_up
+from weft.checkpoint.lookup import look_up
 
 SIZES = {
     "vocab_size": 64,

@@ -11,14 +11,14 @@ from tests.cpu.attention import ragged
 from tests.cpu.kernels import native
 from tests.cpu.matrices import CPU, MXFP4, random
 from tests.cpu.test_kernels import written
-from weft.architectures.place import Span
-from weft.formats.schemes import WIDE_SCHEMES
-from weft.hardware.cpu import probe_cpu
-from weft.kernels.base import KVCache
-from weft.kernels.native import entries
-from weft.native.prebuilt import BF16, TILES, V3, V4
+from weft.checkpoint.architectures.place import Span
+from weft.checkpoint.quantised.schemes import WIDE_SCHEMES
+from weft.machine.hardware.cpu import probe_cpu
+from weft.machine.native.prebuilt import BF16, TILES, V3, V4
 from weft.plan.determinism import FEATURES
-from weft.quant.quantised import QuantisedWeight
+from weft.ranks.kernels.base import KVCache
+from weft.ranks.kernels.native import entries
+from weft.ranks.quant.quantised import QuantisedWeight
 
 pytestmark = pytest.mark.skipif(not set(FEATURES) <= set(probe_cpu().features), reason="shown for CPUs with AVX2 only")
 BOTH = torch.float32, torch.bfloat16

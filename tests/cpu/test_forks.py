@@ -20,10 +20,10 @@ import pytest
 from tests.cpu import tiny
 from tests.cpu.families import family
 from weft import LLM, SamplingParams
-from weft.executors import fork_client, forks
-from weft.executors.fork_client import AdoptedServer, ForkClient, ForkedProcess, ForkError
-from weft.executors.fork_server import find_problem
-from weft.executors.forks import ChildProcess, ServerPool, start_process
+from weft.engine.processes import fork_client, forks
+from weft.engine.processes.fork_client import AdoptedServer, ForkClient, ForkedProcess, ForkError
+from weft.engine.processes.fork_server import find_problem
+from weft.engine.processes.forks import ChildProcess, ServerPool, start_process
 
 WAIT_S = 60
 DEEDS = ("exit", "raise", "abort", "wait")

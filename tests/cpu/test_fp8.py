@@ -18,12 +18,12 @@ from tests.cpu.layouts import LAYOUTS, logits_of, plan_for
 from tests.cpu.test_published import held
 from tests.refusals import refuses
 from weft import LLM, SamplingParams
+from weft.checkpoint.checkpoint import resolve
+from weft.checkpoint.quantised.precision import held_precision, sum_by_kind, weight_bytes
 from weft.errors import ModelError, PlanError
-from weft.formats.checkpoint import resolve
-from weft.formats.precision import held_precision, sum_by_kind, weight_bytes
 from weft.plan.plan import Plan
-from weft.quant.quantised import QuantisedWeight
-from weft.weights.load import allocate_parameters, load_weights
+from weft.ranks.quant.quantised import QuantisedWeight
+from weft.ranks.weights.load import allocate_parameters, load_weights
 
 pytestmark = pytest.mark.usefixtures("small_caches")
 CPU = torch.device("cpu")

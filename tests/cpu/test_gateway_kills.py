@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.cpu.test_serve import PATIENCE_S, Server
 from tests.pure.gateways import LiveGateway, gateway
-from weft.gateway.checks import read_models
+from weft.fleet.upstreams.checks import read_models
 
 COUNT = [{"role": "user", "content": "Count from one to twenty in words."}]
 TOKENS = 24

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from tests.cpu import checkpoints, qwen_v1
 from tests.cpu.test_gguf_models import NEW, PROMPT, tokens_of, truth_of
 from tests.pure.gguf_files import write
-from weft.formats import config_json
+from weft.checkpoint.config import config_json
 
 
 def convert(folder: Path, arch: str, tensors: Mapping[str, np.ndarray], more: Mapping[str, Any]) -> Path:

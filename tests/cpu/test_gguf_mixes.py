@@ -14,13 +14,13 @@ from tests.cpu.test_weights import SHAPE
 from tests.pure.gguf_files import write_model
 from tests.pure.shapes import repeated, with_attention, with_experts, with_ffn
 from weft import LLM, SamplingParams
-from weft.architectures.parameters import model_parameters
-from weft.architectures.registry import find_architecture
-from weft.architectures.shape import Experts, ModelShape
-from weft.formats.checkpoint import resolve
-from weft.formats.gguf_types import gguf_type
-from weft.formats.precision import held_precision, sum_by_kind
-from weft.formats.tensor_index import expected_tensors
+from weft.checkpoint.architectures.parameters import model_parameters
+from weft.checkpoint.architectures.registry import find_architecture
+from weft.checkpoint.architectures.shape import Experts, ModelShape
+from weft.checkpoint.checkpoint import resolve
+from weft.checkpoint.files.gguf_types import gguf_type
+from weft.checkpoint.quantised.precision import held_precision, sum_by_kind
+from weft.checkpoint.tensor_index import expected_tensors
 
 PROMPT = list(range(3, 60))
 # Whose rows are whole super-blocks, which layouts cut, and whose are not.

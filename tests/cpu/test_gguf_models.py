@@ -15,10 +15,10 @@ from tests.cpu import checkpoints
 from tests.pure.gguf_files import GGML, ggml_name, interleave, is_interleaved, metadata_of, stacked, write
 from tests.refusals import refuses
 from weft import LLM, SamplingParams
-from weft.architectures.shape import ModelShape
+from weft.checkpoint.architectures.shape import ModelShape
+from weft.checkpoint.checkpoint import resolve
+from weft.checkpoint.config import config_json
 from weft.errors import ModelError
-from weft.formats import config_json
-from weft.formats.checkpoint import resolve
 
 pytestmark = pytest.mark.usefixtures("small_caches")
 

@@ -16,15 +16,15 @@ from tests.cpu import checkpoints
 from tests.cpu.attention import as_staged
 from tests.cpu.fake_worker import make_plan
 from weft import LLM, SamplingParams
-from weft.comm import Links
-from weft.comm.threads import Meeting, ThreadGroup
-from weft.core.step import Admission, StepPlan
-from weft.core.token_ids import TokenIds
-from weft.kernels.batch import Batch
-from weft.kernels.plain import create_plain_kernels
-from weft.worker import graphs, runner
-from weft.worker.graphs import Capture, Graphs, Prepare, capture_order, graph_sizes
-from weft.worker.request_slots import RequestSlots
+from weft.engine.core.step import Admission, StepPlan
+from weft.engine.core.token_ids import TokenIds
+from weft.ranks.comm import Links
+from weft.ranks.comm.threads import Meeting, ThreadGroup
+from weft.ranks.kernels.batch import Batch
+from weft.ranks.kernels.plain import create_plain_kernels
+from weft.ranks.worker import graphs, runner
+from weft.ranks.worker.graphs import Capture, Graphs, Prepare, capture_order, graph_sizes
+from weft.ranks.worker.request_slots import RequestSlots
 
 pytest.importorskip("triton", reason="needs triton, whose kernels pass over rows without a context")
 

@@ -16,10 +16,10 @@ from tests.cpu.fake_cuda import Card, the_card  # noqa: F401
 from tests.cpu.test_expert_layouts import make_mixture
 from tests.cpu.test_parity import greedy
 from weft import LLM, SamplingParams
-from weft.comm import threads
-from weft.kernels.batch import Batch
-from weft.layers.exchange import DispatchExchange
-from weft.worker import graphs
+from weft.ranks.comm import threads
+from weft.ranks.kernels.batch import Batch
+from weft.ranks.layers.exchange import DispatchExchange
+from weft.ranks.worker import graphs
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
 

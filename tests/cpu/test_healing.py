@@ -101,15 +101,15 @@ def watched_health(server: Server) -> Iterator[list[tuple[int, str]]]:
     [
         ("weft.worker", signal.SIGKILL, r"rank 1 .*\bstep\b.*\bSIGKILL\b"),
         ("weft.worker", signal.SIGSEGV, r"rank 1 .*\bstep\b.*\bSIGSEGV\b"),
-        ("weft.client.process", signal.SIGSEGV, r"\bcore .*\bstep\b.*\bSIGSEGV\b"),
+        ("weft.engine.replicas.process", signal.SIGSEGV, r"\bcore .*\bstep\b.*\bSIGSEGV\b"),
         ("weft.worker", signal.SIGSTOP, r"rank 1 .*\bstep\b.*\bSIGSTOP\b"),
-        ("weft.client.process", signal.SIGSTOP, r"\bcore .*\bstep\b.*\bSIGSTOP\b"),
+        ("weft.engine.replicas.process", signal.SIGSTOP, r"\bcore .*\bstep\b.*\bSIGSTOP\b"),
     ],
     ids=["rank killed", "rank crashed", "core crashed", "rank stopped", "core stopped"],
 )
 def test_a_single_engine_starts_again(server: Server, module: str, blow: signal.Signals, cause: str) -> None:
     eventually(lambda: health(server).status_code == 200)
-    old = [*members(server, "weft.worker"), *members(server, "weft.client.process")]
+    old = [*members(server, "weft.worker"), *members(server, "weft.engine.replicas.process")]
     streamed = Asked(server.url, stream=True, tokens=480)
     assert streamed.begun.wait(30)
     whole = Asked(server.url, stream=False, tokens=480)
@@ -125,7 +125,9 @@ def test_a_single_engine_starts_again(server: Server, module: str, blow: signal.
     later.join(60)
     assert later.status == 200 and health(server).status_code == 200
     eventually(lambda: not any(member.is_running() for member in old))
-    parents = {psutil.Process(members(server, module)[0].ppid()) for module in ("weft.worker", "weft.client.process")}
+    parents = {
+        psutil.Process(members(server, module)[0].ppid()) for module in ("weft.worker", "weft.engine.replicas.process")
+    }
     assert [SERVER in parent.cmdline() for parent in parents] == [True], "one server forks all that start again"
     assert re.search(cause, next(line for line in reversed(server.lines) if "ERROR" in line))
 

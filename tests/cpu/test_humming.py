@@ -23,28 +23,28 @@ from tests.cpu.matrices import CPU, random, random_stacks
 from tests.log_events import logged
 from tests.refusals import refuses
 from weft import LLM, SamplingParams
-from weft.architectures.place import Span
-from weft.architectures.shape import Experts
-from weft.formats.schemes import ALL_SCHEMES
-from weft.kernels.base import ExpertStack
-from weft.kernels.experts import GroupedExperts, choose_experts
-from weft.kernels.plain import create_plain_kernels
-from weft.kernels.usable import UnusableError
+from weft.checkpoint.architectures.place import Span
+from weft.checkpoint.architectures.shape import Experts
+from weft.checkpoint.quantised.schemes import ALL_SCHEMES
 from weft.plan.products import LOCKS, VERSION, against_scheme, format_of
-from weft.quant.quantised import QuantisedWeight
-from weft.worker.swap import SwapRefusedError, WeightSwap
+from weft.ranks.kernels.base import ExpertStack
+from weft.ranks.kernels.experts import GroupedExperts, choose_experts
+from weft.ranks.kernels.plain import create_plain_kernels
+from weft.ranks.kernels.usable import UnusableError
+from weft.ranks.quant.quantised import QuantisedWeight
+from weft.ranks.worker.swap import SwapRefusedError, WeightSwap
 
 pytest.importorskip("triton", reason="needs triton, whose kernels do the rest")
 
-from weft.kernels import contest, humming
-from weft.kernels.capture import capture_graph
-from weft.kernels.humming import check, matrices, race
-from weft.kernels.humming import products as humming_products
-from weft.kernels.humming.layout import schema_fields
-from weft.kernels.humming.library import load_library
-from weft.kernels.humming.products import ANY_ROWS, HummingExperts, HummingMatrix, choose_tiles, repack
-from weft.kernels.triton.experts import TritonExperts
-from weft.kernels.triton.products import QuantisedMatrix
+from weft.ranks.kernels import contest, humming
+from weft.ranks.kernels.capture import capture_graph
+from weft.ranks.kernels.humming import check, matrices, race
+from weft.ranks.kernels.humming import products as humming_products
+from weft.ranks.kernels.humming.layout import schema_fields
+from weft.ranks.kernels.humming.library import load_library
+from weft.ranks.kernels.humming.products import ANY_ROWS, HummingExperts, HummingMatrix, choose_tiles, repack
+from weft.ranks.kernels.triton.experts import TritonExperts
+from weft.ranks.kernels.triton.products import QuantisedMatrix
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
 
@@ -619,7 +619,7 @@ def test_an_engine_on_a_card(card: Card, tmp_path: Path, monkeypatch: pytest.Mon
     """Steps in graphs by the library, which compiles nothing inside of a capture and waits for nothing."""
     packages = {"triton": "3.6.0", "humming-kernels": VERSION}
     host = changed(host_with_card(), packages=packages)
-    monkeypatch.setattr("weft.llm.probe_host", lambda: host)
+    monkeypatch.setattr("weft.engine.llm.probe_host", lambda: host)
     path = tiny.write(tmp_path / "tiny")
     how: dict[str, Any] = {
         "dtype": "float16",

@@ -21,15 +21,15 @@ from tests.cpu.fake_cuda import CUDA, Card, OnCard, the_card  # noqa: F401
 from tests.cpu.importances import INT4, WIDE, importance_by_rank
 from tests.cpu.layouts import plan_for
 from tests.cpu.test_quantised import measured, true_perplexity
-from weft.architectures.place import Place, Span
-from weft.architectures.shape import ModelShape
-from weft.comm import Links
-from weft.formats.checkpoint import resolve
-from weft.formats.tensor_index import expected_tensors, locate_tensors
-from weft.weights.load import allocate_parameters, open_source
-from weft.weights.stored import StoredWeights
-from weft.worker import importance
-from weft.worker.importance import TOKENS, needs_importance, random_batch, relative_importance
+from weft.checkpoint.architectures.place import Place, Span
+from weft.checkpoint.architectures.shape import ModelShape
+from weft.checkpoint.checkpoint import resolve
+from weft.checkpoint.tensor_index import expected_tensors, locate_tensors
+from weft.ranks.comm import Links
+from weft.ranks.weights.load import allocate_parameters, open_source
+from weft.ranks.weights.stored import StoredWeights
+from weft.ranks.worker import importance
+from weft.ranks.worker.importance import TOKENS, needs_importance, random_batch, relative_importance
 
 CPU = torch.device("cpu")
 

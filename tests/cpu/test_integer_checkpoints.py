@@ -18,13 +18,13 @@ from tests.cpu.test_fp8 import MIXTURE, off, stacked
 from tests.cpu.test_published import held
 from tests.refusals import refuses
 from weft import LLM, SamplingParams
+from weft.checkpoint.checkpoint import resolve
+from weft.checkpoint.config import config_json
+from weft.checkpoint.files.fields import Fields
+from weft.checkpoint.quantised.precision import held_precision, sum_by_kind, weight_bytes
 from weft.errors import ConfigError, ModelError
-from weft.formats import config_json
-from weft.formats.checkpoint import resolve
-from weft.formats.fields import Fields
-from weft.formats.precision import held_precision, sum_by_kind, weight_bytes
 from weft.plan.fills import rank_weight_bytes
-from weft.weights.load import allocate_parameters, load_weights
+from weft.ranks.weights.load import allocate_parameters, load_weights
 
 pytestmark = pytest.mark.usefixtures("small_caches")
 

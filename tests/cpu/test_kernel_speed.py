@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.cpu.kernels import built
-from weft.formats.schemes import Scheme
-from weft.hardware.cpus import HELD, bytes_of
+from weft.checkpoint.quantised.schemes import Scheme
+from weft.machine.hardware.cpus import HELD, bytes_of
 from weft.probes import kernel_speed
 from weft.probes.kernel_speed import COLS, SOME, Kernels
 

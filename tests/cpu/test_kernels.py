@@ -12,12 +12,12 @@ import torch
 from tests.cpu.attention import ragged, shaped, spoil_behind
 from tests.cpu.kernels import native
 from tests.cpu.programs import has_no_warnings, passes
-from weft.kernels import create_kernels
-from weft.kernels.base import HeadNorm, Kernels, KVCache, apply_sinks
-from weft.kernels.batch import Batch
-from weft.kernels.plain import PlainPointwise, create_plain_kernels
-from weft.native.build import build_library, load_library
-from weft.native.library import CPP_TYPES
+from weft.machine.native.build import build_library, load_library
+from weft.machine.native.library import CPP_TYPES
+from weft.ranks.kernels import create_kernels
+from weft.ranks.kernels.base import HeadNorm, Kernels, KVCache, apply_sinks
+from weft.ranks.kernels.batch import Batch
+from weft.ranks.kernels.plain import PlainPointwise, create_plain_kernels
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 

@@ -12,12 +12,12 @@ from tests.cpu.attention import ragged
 from tests.cpu.kernels import native
 from tests.cpu.latents import PUBLISHED, SMALL, attend_absorbed_by_loop, attend_as_published, random_latents
 from tests.pure.shapes import dense_shape
-from weft.architectures.place import whole
-from weft.architectures.shape import LatentAttention, ModelShape
-from weft.kernels.base import Kernels, KVCache
-from weft.kernels.latents import LatentDims, LatentNorm, attend_by_latents
-from weft.kernels.plain import create_plain_kernels
+from weft.checkpoint.architectures.place import whole
+from weft.checkpoint.architectures.shape import LatentAttention, ModelShape
 from weft.plan.memory import step_bytes
+from weft.ranks.kernels.base import Kernels, KVCache
+from weft.ranks.kernels.latents import LatentDims, LatentNorm, attend_by_latents
+from weft.ranks.kernels.plain import create_plain_kernels
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 DTYPES = [torch.float32, torch.bfloat16]

@@ -18,18 +18,18 @@ from tests.cpu import checkpoints, tiny
 from tests.cpu.attention import shaped
 from tests.cpu.launches import Launches
 from weft import LLM, SamplingParams
-from weft.architectures.place import Span
-from weft.architectures.shape import Experts, LatentAttention
-from weft.kernels import triton, warm
-from weft.kernels.base import ExpertStack, KVCache
-from weft.kernels.dense_latents import DenseLatentProducts
-from weft.kernels.latents import AbsorbedQueries, ExpandedRow, LatentDims, attend_expanded
-from weft.kernels.plain import create_plain_kernels
-from weft.kernels.triton import attention, pointwise, products, tuning
-from weft.kernels.triton.kernels import TritonMatrices
-from weft.kernels.triton.latents import TritonLatents
-from weft.quant.quantised import QuantisedWeight
-from weft.worker import graphs, runner
+from weft.checkpoint.architectures.place import Span
+from weft.checkpoint.architectures.shape import Experts, LatentAttention
+from weft.ranks.kernels import triton, warm
+from weft.ranks.kernels.base import ExpertStack, KVCache
+from weft.ranks.kernels.dense_latents import DenseLatentProducts
+from weft.ranks.kernels.latents import AbsorbedQueries, ExpandedRow, LatentDims, attend_expanded
+from weft.ranks.kernels.plain import create_plain_kernels
+from weft.ranks.kernels.triton import attention, pointwise, products, tuning
+from weft.ranks.kernels.triton.kernels import TritonMatrices
+from weft.ranks.kernels.triton.latents import TritonLatents
+from weft.ranks.quant.quantised import QuantisedWeight
+from weft.ranks.worker import graphs, runner
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
 

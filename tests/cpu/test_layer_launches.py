@@ -16,11 +16,11 @@ pytest.importorskip("triton", reason="needs triton")
 from tests.cpu import checkpoints
 from tests.cpu.fake_cuda import Card, the_card  # noqa: F401
 from weft import LLM, SamplingParams
-from weft.kernels.base import KVCache
-from weft.kernels.batch import Batch
-from weft.layers.experts import ExpertsBlock
-from weft.layers.norm import ResidualStream
-from weft.models.decoder import DecoderLayer
+from weft.ranks.kernels.base import KVCache
+from weft.ranks.kernels.batch import Batch
+from weft.ranks.layers.experts import ExpertsBlock
+from weft.ranks.layers.norm import ResidualStream
+from weft.ranks.models.decoder import DecoderLayer
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
 

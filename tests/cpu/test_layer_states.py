@@ -10,10 +10,10 @@ import torch
 
 from tests.cpu import checkpoints
 from tests.cpu.layouts import LogitsWorker, plan_for, run_prompt
-from weft.comm import Links
-from weft.kernels.batch import Batch
 from weft.plan.plan import Plan
-from weft.worker.runner import ModelRunner
+from weft.ranks.comm import Links
+from weft.ranks.kernels.batch import Batch
+from weft.ranks.worker.runner import ModelRunner
 
 PROMPT = list(range(3, 60))
 ASKED = 27  # tokens of the step whose states are read; no rehearsal has as many

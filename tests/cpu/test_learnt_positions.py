@@ -16,9 +16,9 @@ from tests.cpu.layouts import LAYOUTS, plan_for
 from tests.cpu.test_parity import NEW, PROMPTS, greedy
 from tests.refusals import refuses
 from weft import LLM, SamplingParams
+from weft.checkpoint.checkpoint import resolve
+from weft.checkpoint.quantised.precision import weight_bytes
 from weft.errors import ConfigError, ModelError
-from weft.formats.checkpoint import resolve
-from weft.formats.precision import weight_bytes
 
 pytestmark = pytest.mark.usefixtures("small_caches")
 

@@ -20,18 +20,18 @@ from tests.cpu.layouts import LAYOUTS, logits_of
 from tests.cpu.test_parity import NEW, PROMPTS, greedy
 from tests.refusals import refusal, refuses
 from weft import LLM, SamplingParams
-from weft.architectures.parameters import parameter_count
+from weft.checkpoint.architectures.parameters import parameter_count
+from weft.checkpoint.checkpoint import resolve
+from weft.checkpoint.config import library
+from weft.checkpoint.files.safetensors import read_directory
+from weft.checkpoint.lookup import look_up
 from weft.config import EngineConfig
 from weft.errors import ModelError, PlanError
-from weft.formats import library
-from weft.formats.checkpoint import resolve
-from weft.formats.lookup import look_up
-from weft.formats.safetensors import read_directory
-from weft.hardware import host
-from weft.kernels.plain import create_plain_kernels
-from weft.models.library.modules import MergedLinear, SharedProduct, kernel_norm
+from weft.machine.hardware import host
 from weft.plan.layout import build_plan
 from weft.plan.plan import Plan
+from weft.ranks.kernels.plain import create_plain_kernels
+from weft.ranks.models.library.modules import MergedLinear, SharedProduct, kernel_norm
 
 pytestmark = pytest.mark.usefixtures("small_caches")
 

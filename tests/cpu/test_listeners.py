@@ -15,8 +15,8 @@ from subprocess import PIPE
 import psutil
 import pytest
 
-from weft.comm import listeners
-from weft.comm.connect import LAZY_VARIABLE, closing_gloo
+from weft.ranks.comm import listeners
+from weft.ranks.comm.connect import LAZY_VARIABLE, closing_gloo
 
 WAIT_S = 60
 ROUNDS = 3

@@ -21,7 +21,7 @@ from tests.log_events import logged
 from tests.pure.letters import BOS, END
 from tests.refusals import refuses
 from weft import LLM, SamplingParams
-from weft.core.step import StepPlan, StepResult
+from weft.engine.core.step import StepPlan, StepResult
 from weft.errors import ConfigError, ModelError, RequestError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

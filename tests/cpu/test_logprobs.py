@@ -16,12 +16,12 @@ from tests.cpu import tiny
 from tests.cpu.draws import sampling_of
 from tests.cpu.reference_sampler import check_logprobs, grid
 from weft import LLM, SamplingParams
-from weft.core.step import Admission
-from weft.core.token_ids import TokenIds
-from weft.kernels.native.sampling import NativeSampling
-from weft.kernels.plain.sampling import score
-from weft.worker.logprobs import unpack_logprobs
-from weft.worker.request_slots import RequestSlots
+from weft.engine.core.step import Admission
+from weft.engine.core.token_ids import TokenIds
+from weft.ranks.kernels.native.sampling import NativeSampling
+from weft.ranks.kernels.plain.sampling import score
+from weft.ranks.worker.logprobs import unpack_logprobs
+from weft.ranks.worker.request_slots import RequestSlots
 
 KINDS = ["native", "torch"]
 DTYPES = [torch.bfloat16, torch.float32]

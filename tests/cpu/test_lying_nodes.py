@@ -11,12 +11,10 @@ from fake_worker import HERE, make_plan, make_step
 from test_node_ranks import WAIT_S, connected, over_nodes
 
 from tests.cpu.families import family
-from weft.core.commands import Done
-from weft.core.step import StepResult
-from weft.errors import CORE, Cause, EngineError
-from weft.executors import beats, nodes
-from weft.executors.framing import LENGTH, Channel
-from weft.executors.messages import (
+from weft.engine.core.commands import Done
+from weft.engine.core.step import StepResult
+from weft.engine.executors import nodes
+from weft.engine.executors.messages import (
     Allocated,
     Capturing,
     CommandDone,
@@ -27,7 +25,7 @@ from weft.executors.messages import (
     PhaseEntered,
     StepDone,
 )
-from weft.executors.node_messages import (
+from weft.engine.executors.node_messages import (
     Beat,
     MeetAt,
     NodeSocket,
@@ -38,7 +36,10 @@ from weft.executors.node_messages import (
     StartRanks,
     ToNode,
 )
-from weft.executors.nodes import NodesExecutor
+from weft.engine.executors.nodes import NodesExecutor
+from weft.engine.processes import beats
+from weft.engine.processes.framing import LENGTH, Channel
+from weft.errors import CORE, Cause, EngineError
 from weft.plan.memory import Capacity
 from weft.plan.wiring import Tcp
 

@@ -17,12 +17,12 @@ from tests.cpu import checkpoints
 from tests.cpu.draws import sampling_of
 from tests.cpu.reference_sampler import EOS, Row, check_logprobs, expected, grid, mask_of, row_of, sampled
 from weft import LLM, SamplingParams
-from weft.core.scheduler import Scheduler
-from weft.core.step import StepPlan
+from weft.engine.core.scheduler import Scheduler
+from weft.engine.core.step import StepPlan
 from weft.errors import OutputError
-from weft.kernels.sampling import mask_words
-from weft.kernels.streams import NOT_FINITE
-from weft.worker.sampler import Sampler
+from weft.ranks.kernels.sampling import mask_words
+from weft.ranks.kernels.streams import NOT_FINITE
+from weft.ranks.worker.sampler import Sampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 no_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")

@@ -17,8 +17,8 @@ from tests.cpu.layouts import plan_for
 from tests.cpu.test_mxfp4 import publish_mxfp4
 from tests.cpu.test_parity import greedy
 from weft import LLM, SamplingParams
-from weft.core import kv
-from weft.layers.exchange import DispatchExchange, GatherExchange
+from weft.engine.core import kv
+from weft.ranks.layers.exchange import DispatchExchange, GatherExchange
 
 pytestmark = pytest.mark.usefixtures("small_caches")
 

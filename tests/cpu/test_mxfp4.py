@@ -15,9 +15,9 @@ from tests.cpu.layouts import LAYOUTS, logits_of, plan_for
 from tests.cpu.test_parity import NEW, PROMPTS, greedy
 from tests.refusals import refuses
 from weft import LLM, SamplingParams
+from weft.checkpoint.checkpoint import resolve
+from weft.checkpoint.quantised.schemes import MXFP4_VALUES
 from weft.errors import ModelError
-from weft.formats.checkpoint import resolve
-from weft.formats.schemes import MXFP4_VALUES
 from weft.plan.fills import rank_weight_bytes
 
 KEPT = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]

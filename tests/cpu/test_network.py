@@ -18,10 +18,10 @@ from tests.cpu import tiny
 from tests.cpu.families import family
 from tests.refusals import refuses
 from weft import LLM, SamplingParams
+from weft.engine.executors import processes
+from weft.engine.executors.processes import ProcessExecutor
+from weft.engine.executors.rendezvous import check_reachable, listen
 from weft.errors import ConfigError, EngineError
-from weft.executors import processes
-from weft.executors.processes import ProcessExecutor
-from weft.executors.rendezvous import check_reachable, listen
 from weft.plan.plan import Plan
 from weft.plan.wiring import Network, Rendezvous, Tcp, Wiring
 
@@ -92,7 +92,7 @@ def test_the_tokens_of_shared_memory(model: str, layout: dict[str, Any], monkeyp
     params = [SamplingParams(temperature=0.8 * (row % 2), seed=row, max_tokens=8, ignore_eos=True) for row in range(4)]
 
     def tokens(*, network: bool) -> list[list[int]]:
-        monkeypatch.setattr("weft.client.local.create_executor", lambda *_: ProcessExecutor(network=network))
+        monkeypatch.setattr("weft.engine.replicas.local.create_executor", lambda *_: ProcessExecutor(network=network))
         with LLM(model, **COMMON, **layout) as llm:
             return [answer.outputs[0].token_ids for answer in llm.generate(prompts, params, use_tqdm=False)]
 

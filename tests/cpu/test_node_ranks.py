@@ -18,15 +18,15 @@ from fake_worker import HERE, make_plan, make_step, total
 from tests.cpu.families import command_line, family
 from tests.pure.joining import at_door, facts, free_port
 from tests.refusals import has_values
-from weft.cluster.door import JoinListener
-from weft.cluster.groups import JoinedGroup
-from weft.cluster.node import Session, run_sessions
-from weft.core.commands import RankReport, RankStats
+from weft.engine.cluster.door import JoinListener
+from weft.engine.cluster.groups import JoinedGroup
+from weft.engine.cluster.node import Session, run_sessions
+from weft.engine.core.commands import RankReport, RankStats
+from weft.engine.executors.node_messages import NodeSocket, OtherNodes, RankLost, ToNode
+from weft.engine.executors.node_ranks import NodeRanks
+from weft.engine.executors.nodes import NodesExecutor
+from weft.engine.processes.framing import Channel
 from weft.errors import Cause, EngineError, WeftError
-from weft.executors.framing import Channel
-from weft.executors.node_messages import NodeSocket, OtherNodes, RankLost, ToNode
-from weft.executors.node_ranks import NodeRanks
-from weft.executors.nodes import NodesExecutor
 from weft.plan.plan import Plan, RankDevice
 
 WAIT_S = 60
@@ -188,8 +188,8 @@ def test_a_side_that_is_silent(
     create: Callable[[], Cluster], monkeypatch: pytest.MonkeyPatch, side: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The other side ends with the cause, after its ranks have printed their stacks."""
-    monkeypatch.setattr("weft.executors.beats.BEAT_S", 0.05)
-    monkeypatch.setattr("weft.executors.beats.SILENCE_S", 3.0)
+    monkeypatch.setattr("weft.engine.processes.beats.BEAT_S", 0.05)
+    monkeypatch.setattr("weft.engine.processes.beats.SILENCE_S", 3.0)
     cluster = create()
     cluster.executor.start(over_nodes(make_plan(stages=2), 0, 1))
     if side == "node":
@@ -215,7 +215,7 @@ def test_a_side_that_is_silent(
 def test_a_node_joins_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """It does so as often as the engine starts again, and ends with the head, whose door is closed then."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    monkeypatch.setattr("weft.cluster.node.CLOSED_S", 0.0)
+    monkeypatch.setattr("weft.engine.cluster.node.CLOSED_S", 0.0)
     settings = at_door(free_port())
     there = msgspec.structs.replace(settings, node=1)
     here = facts(1, address="127.0.0.1", interface="lo")
@@ -258,10 +258,10 @@ def test_the_key_is_not_handed_on(create: Callable[[], Cluster], monkeypatch: py
 
 def test_a_silent_node_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that is stuck in sending to it neither keeps its silence from being noticed, nor stays stuck."""
-    monkeypatch.setattr("weft.executors.beats.BEAT_S", 0.02)
-    monkeypatch.setattr("weft.executors.beats.SILENCE_S", 0.2)
-    monkeypatch.setattr("weft.executors.nodes.STACKS_S", 0.0)
-    monkeypatch.setattr("weft.executors.beats.USER_TIMEOUT_MS", 0)  # the system's own, of minutes
+    monkeypatch.setattr("weft.engine.processes.beats.BEAT_S", 0.02)
+    monkeypatch.setattr("weft.engine.processes.beats.SILENCE_S", 0.2)
+    monkeypatch.setattr("weft.engine.executors.nodes.STACKS_S", 0.0)
+    monkeypatch.setattr("weft.engine.processes.beats.USER_TIMEOUT_MS", 0)  # the system's own, of minutes
     ours, theirs = connected()
     about = NodeSocket(1, "there", "127.0.0.1", ours.detach())
     executor = NodesExecutor(OtherNodes("127.0.0.1", "lo", (about,)), HERE)

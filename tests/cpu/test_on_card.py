@@ -26,29 +26,29 @@ from tests.cpu.fake_cuda import CUDA, Card, CardError, OnCard, the_card  # noqa:
 from tests.cpu.layouts import plan_for
 from tests.cpu.test_commands import with_other_weights
 from weft import LLM, SamplingParams
-from weft.client.outputs import RequestOutput
-from weft.comm import Links, threads
-from weft.core import kv
-from weft.core.step import StepPlan
-from weft.executors import captures, ranks
-from weft.kernels import contest, create_rounding
-from weft.kernels.base import AttentionShape
-from weft.kernels.batch import Batch
-from weft.kernels.capture import WORKSPACE_BYTES, release_cached_memory, synchronize_device
-from weft.kernels.triton import attention
-from weft.kernels.triton.pointwise import silu_mul
-from weft.models.decoder import DecoderModel
-from weft.quant.quantised import QuantisedWeight
-from weft.weights.load import allocate_parameters, load_weights
-from weft.weights.sharded import tensor_parts
-from weft.worker import graphs, host_copies, runner, worker
-from weft.worker import swap as swaps
-from weft.worker.device import ToHost
-from weft.worker.graphs import CudaGraphs
-from weft.worker.host_copies import SPARE_BYTES
-from weft.worker.importance import measure_importance
-from weft.worker.staging import BUFFERS, Staging
-from weft.worker.swap import WeightSwap
+from weft.engine.core import kv
+from weft.engine.core.step import StepPlan
+from weft.engine.executors import captures, ranks
+from weft.engine.frontend.outputs import RequestOutput
+from weft.ranks.comm import Links, threads
+from weft.ranks.kernels import contest, create_rounding
+from weft.ranks.kernels.base import AttentionShape
+from weft.ranks.kernels.batch import Batch
+from weft.ranks.kernels.capture import WORKSPACE_BYTES, release_cached_memory, synchronize_device
+from weft.ranks.kernels.triton import attention
+from weft.ranks.kernels.triton.pointwise import silu_mul
+from weft.ranks.models.decoder import DecoderModel
+from weft.ranks.quant.quantised import QuantisedWeight
+from weft.ranks.weights.load import allocate_parameters, load_weights
+from weft.ranks.weights.sharded import tensor_parts
+from weft.ranks.worker import graphs, host_copies, runner, worker
+from weft.ranks.worker import swap as swaps
+from weft.ranks.worker.device import ToHost
+from weft.ranks.worker.graphs import CudaGraphs
+from weft.ranks.worker.host_copies import SPARE_BYTES
+from weft.ranks.worker.importance import measure_importance
+from weft.ranks.worker.staging import BUFFERS, Staging
+from weft.ranks.worker.swap import WeightSwap
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
 

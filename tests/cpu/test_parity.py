@@ -15,9 +15,9 @@ from msgspec.structs import replace
 from tests.cpu import checkpoints
 from tests.cpu.layouts import LAYOUTS, logits_of, plan_for
 from weft import LLM, SamplingParams
-from weft.architectures.families.llama import LLAMA
-from weft.architectures.registry import ARCHITECTURES
-from weft.core import kv
+from weft.checkpoint.architectures.families.llama import LLAMA
+from weft.checkpoint.architectures.registry import ARCHITECTURES
+from weft.engine.core import kv
 
 pytestmark = pytest.mark.usefixtures("small_caches")
 

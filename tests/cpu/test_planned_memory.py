@@ -12,21 +12,21 @@ import torch
 
 from tests.cpu import checkpoints, tiny
 from tests.refusals import refuses
+from weft.checkpoint.checkpoint import resolve
 from weft.config import EngineConfig
+from weft.engine.executors.inline import InlineExecutor
 from weft.errors import PlanError
-from weft.executors.inline import InlineExecutor
-from weft.formats.checkpoint import resolve
-from weft.hardware import host
-from weft.hardware.cluster import parse_gpus
-from weft.hardware.cpu import CpuSpeed
+from weft.machine.hardware import host
+from weft.machine.hardware.cluster import parse_gpus
+from weft.machine.hardware.cpu import CpuSpeed
 from weft.plan.layout import build_plan
 from weft.plan.memory import Capacity, kv_blocks
 from weft.plan.plan import Plan
-from weft.planner.activations import activation_bytes
 from weft.planner.deployment import Workload, deploy
-from weft.planner.execution import plan_to_run
-from weft.planner.footprint import footprint
-from weft.planner.forecast import forecast_plan
+from weft.planner.execution.execution import plan_to_run
+from weft.planner.execution.forecast import forecast_plan
+from weft.planner.memory.activations import activation_bytes
+from weft.planner.memory.footprint import footprint
 from weft.planner.profiles import load_profile
 from weft.probes.stored_speeds import Speeds
 

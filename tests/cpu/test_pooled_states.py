@@ -21,10 +21,10 @@ from tests.cpu.layouts import LAYOUTS
 from tests.pure.letters import text_tools
 from tests.refusals import refuses
 from weft import LLM, AsyncLLM, SamplingParams
-from weft.core.step import StepResult
+from weft.engine.core.step import StepResult
 from weft.errors import RequestError
-from weft.worker.device import ToHost
-from weft.worker.pooling import NOT_FINITE, PooledRows
+from weft.ranks.worker.device import ToHost
+from weft.ranks.worker.pooling import NOT_FINITE, PooledRows
 
 pytestmark = pytest.mark.usefixtures("small_caches")
 

@@ -17,14 +17,14 @@ from tests.cpu.layouts import logits_of, plan_for
 from tests.cpu.published import RECIPES, Recipe
 from tests.refusals import has_values, refuses
 from weft import LLM, SamplingParams
-from weft.architectures.published import ORDERED
+from weft.checkpoint.architectures.published import ORDERED
+from weft.checkpoint.checkpoint import resolve
+from weft.checkpoint.quantised.precision import held_precision, sum_by_kind
 from weft.errors import ModelError
-from weft.formats.checkpoint import resolve
-from weft.formats.precision import held_precision, sum_by_kind
 from weft.plan.fills import rank_fills
 from weft.plan.plan import Plan
-from weft.quant.quantised import QuantisedWeight
-from weft.weights.load import allocate_parameters, fill_target, load_weights
+from weft.ranks.quant.quantised import QuantisedWeight
+from weft.ranks.weights.load import allocate_parameters, fill_target, load_weights
 
 CPU = torch.device("cpu")
 CONFIG = {

@@ -18,24 +18,24 @@ from tests.cpu.test_weights import SHAPE, UNEVEN, plan_for
 from tests.pure.gguf_files import write_model
 from tests.refusals import refuses
 from weft import LLM, SamplingParams
-from weft.architectures.place import Span
+from weft.checkpoint.architectures.place import Span
+from weft.checkpoint.checkpoint import resolve
+from weft.checkpoint.files.tensor import ENCODINGS
+from weft.checkpoint.quantised.schemes import GGUF_SCHEMES, MXFP4_VALUES, SCHEMES, UNIT, scheme_for_types
+from weft.checkpoint.tensor_index import expected_tensors
 from weft.errors import ModelError
-from weft.formats.checkpoint import resolve
-from weft.formats.schemes import GGUF_SCHEMES, MXFP4_VALUES, SCHEMES, UNIT, scheme_for_types
-from weft.formats.tensor import ENCODINGS
-from weft.formats.tensor_index import expected_tensors
-from weft.kernels.native.rounding import NativeRounding
-from weft.kernels.plain import create_plain_kernels
 from weft.plan.fills import rank_fills
 from weft.plan.plan import Plan
 from weft.plan.quantization import held_tensors
-from weft.quant.quantised import QuantisedWeight, pack_nibbles, unpack_nibbles
-from weft.quant.rounding import round_weight
-from weft.weights import stored
-from weft.weights.blocks import dequantise
-from weft.weights.load import allocate_parameters, load_weights
-from weft.weights.quantised import quantise, split_blocks, unpack_blocks
-from weft.weights.stored import StoredWeights
+from weft.ranks.kernels.native.rounding import NativeRounding
+from weft.ranks.kernels.plain import create_plain_kernels
+from weft.ranks.quant.quantised import QuantisedWeight, pack_nibbles, unpack_nibbles
+from weft.ranks.quant.rounding import round_weight
+from weft.ranks.weights import stored
+from weft.ranks.weights.blocks import dequantise
+from weft.ranks.weights.load import allocate_parameters, load_weights
+from weft.ranks.weights.quantised import quantise, split_blocks, unpack_blocks
+from weft.ranks.weights.stored import StoredWeights
 
 CPU = torch.device("cpu")
 TOKENS = 512  # of TEXT: a tenth of the smallest loss that is judged, 2 %, shows in the mean over so many

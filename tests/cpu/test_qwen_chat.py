@@ -17,8 +17,8 @@ from tests.cpu.qwen_v1 import write
 from tests.pure.vocabularies import SPECIALS, byte_level, write_tiktoken
 from tests.refusals import refuses
 from weft import LLM, SamplingParams
+from weft.engine.text.pretokenizers import QWEN
 from weft.errors import RequestError
-from weft.text.pretokenizers import QWEN
 
 VOCAB = 1024
 ENGINE: dict[str, Any] = {"dtype": "float32", "executor": "inline"}
@@ -83,8 +83,8 @@ HISTORY = [("你好", "Hello!\n"), ("def split(total):", " return 17"), ("\n\nwh
 @pytest.mark.parametrize("turns", [0, 1, 3])
 @pytest.mark.parametrize("window", [30, 90, 6144])
 def test_a_prompt_is_what_the_published_code_makes(folder: Path, query: str, turns: int, window: int) -> None:
-    from weft.text.template import ChatML
-    from weft.text.tokenizer import load_tokenizer
+    from weft.engine.templates.template import ChatML
+    from weft.engine.text.tokenizer import load_tokenizer
 
     published, history = PublishedContext(folder), HISTORY[:turns]
     template = ChatML(load_tokenizer(str(folder)), window)

@@ -13,7 +13,7 @@ import torch
 from tests.cpu import published, qwen_v1
 from tests.cpu.layouts import logits_of, plan_for
 from tests.cpu.test_published import PROMPT, held
-from weft.formats.checkpoint import resolve
+from weft.checkpoint.checkpoint import resolve
 
 CONFIG = qwen_v1.CONFIG | {
     "hidden_size": 128,

@@ -12,10 +12,10 @@ from tests.cpu.layouts import LAYOUTS, logits_of, plan_for
 from tests.cpu.qwen_v1 import Reference, write
 from tests.refusals import refuses
 from weft import LLM, SamplingParams
-from weft.core import kv
+from weft.checkpoint.checkpoint import resolve
+from weft.checkpoint.quantised.precision import weight_bytes
+from weft.engine.core import kv
 from weft.errors import ConfigError, ModelError
-from weft.formats.checkpoint import resolve
-from weft.formats.precision import weight_bytes
 
 PROMPTS = [[1, 5, 9, 33, 7], list(range(3, 60)), [1, 150], [40, 41, 42] * 9]
 NEW = 12

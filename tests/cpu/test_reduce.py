@@ -21,13 +21,13 @@ pytest.importorskip("triton", reason="needs triton")
 from tests.cpu import checkpoints
 from tests.cpu.kernels import triton_kernels
 from weft import LLM, SamplingParams
-from weft.comm.parts import TURNS, Parts
-from weft.comm.symmetric import PUBLISHED_BYTES, SymmetricGroup
-from weft.comm.threads import Meeting, ThreadGroup
-from weft.comm.trial import all_add_up
-from weft.kernels.base import Kernels
-from weft.kernels.plain import PlainPointwise, create_plain_kernels
-from weft.kernels.triton import reduce
+from weft.ranks.comm.parts import TURNS, Parts
+from weft.ranks.comm.symmetric import PUBLISHED_BYTES, SymmetricGroup
+from weft.ranks.comm.threads import Meeting, ThreadGroup
+from weft.ranks.comm.trial import all_add_up
+from weft.ranks.kernels.base import Kernels
+from weft.ranks.kernels.plain import PlainPointwise, create_plain_kernels
+from weft.ranks.kernels.triton import reduce
 
 T = TypeVar("T")
 

@@ -17,14 +17,14 @@ from fake_worker import HERE, make_plan
 from tests.cpu.families import family
 from tests.cpu.kept_forks import take_back
 from tests.refusals import refuses
-from weft.client import remote
-from weft.client.remote import AsyncEngine
 from weft.config import EngineConfig
-from weft.core.params import SamplingParams
-from weft.core.request import Output, Request
-from weft.core.token_ids import TokenIds
+from weft.engine.core.params import SamplingParams
+from weft.engine.core.request import Output, Request
+from weft.engine.core.token_ids import TokenIds
+from weft.engine.executors.processes import start_server
+from weft.engine.replicas import remote
+from weft.engine.replicas.remote import AsyncEngine
 from weft.errors import CORE, EngineError, QueueFullError, RequestError
-from weft.executors.processes import start_server
 from weft.plan.plan import Plan
 
 WAIT_S = 60

@@ -15,13 +15,13 @@ from fake_worker import make_plan
 from tests.cpu import tiny
 from tests.cpu.families import command_line, family
 from weft import LLM, SamplingParams
-from weft.client.replicas import ReplicaSet
 from weft.config import EngineConfig
-from weft.core.params import SamplingParams as Params
-from weft.core.request import Output, Request
-from weft.core.token_ids import TokenIds
-from weft.hardware import host
-from weft.planner.replicas import ReplicaPlan
+from weft.engine.core.params import SamplingParams as Params
+from weft.engine.core.request import Output, Request
+from weft.engine.core.token_ids import TokenIds
+from weft.engine.replicas.replicas import ReplicaSet
+from weft.machine.hardware import host
+from weft.planner.execution.replicas import ReplicaPlan
 
 WAIT_S = 60
 
@@ -55,14 +55,14 @@ def members(module: str) -> list[psutil.Process]:
 # tests/cpu/test_serve.py kills a rank of two replicas.
 @pytest.mark.parametrize(
     "victim",
-    [pytest.param("weft.worker", marks=pytest.mark.long), "weft.client.process"],
+    [pytest.param("weft.worker", marks=pytest.mark.long), "weft.engine.replicas.process"],
     ids=["rank", "core"],
 )
 async def test_no_caller_notices_a_death(victim: str) -> None:
     planned = [ReplicaPlan(make_plan(), host.probe_host())] * 2
     engine = await ReplicaSet.start(planned, EngineConfig(model="fine"), COUNTING)
     try:
-        assert len(members("weft.worker")) == len(members("weft.client.process")) == 2
+        assert len(members("weft.worker")) == len(members("weft.engine.replicas.process")) == 2
         requests = [
             Request(id=str(n), prompt=TokenIds.pack([n, n]), params=Params(max_tokens=30 + n % 7)) for n in range(20)
         ]
@@ -71,7 +71,7 @@ async def test_no_caller_notices_a_death(victim: str) -> None:
         members(victim)[0].kill()
         assert await asyncio.gather(*answers) == [[n + 1 + k for k in range(30 + n % 7)] for n in range(20)]
         await until(lambda: len(engine.replicas) == 2)
-        assert len(members("weft.worker")) == len(members("weft.client.process")) == 2
+        assert len(members("weft.worker")) == len(members("weft.engine.replicas.process")) == 2
         assert engine.failure is None
         assert sum(stats.generation_tokens for stats in engine.replica_stats) >= sum(30 + n % 7 for n in range(20))
     finally:

@@ -16,18 +16,18 @@ from tests.cpu.layouts import plan_for
 from tests.cpu.matrices import CPU, KINDS
 from tests.cpu.test_kernels import native
 from tests.pure.costs import cut
-from weft.architectures.place import Span
-from weft.formats.catalogue import find
-from weft.formats.schemes import ALL_SCHEMES, SCHEMES, Scheme
-from weft.kernels import create_rounding
-from weft.kernels.base import AttentionShape
-from weft.kernels.native.rounding import NativeRounding, supports_scheme
-from weft.native.structures import LOWEST_KINDS
+from weft.checkpoint.architectures.place import Span
+from weft.checkpoint.names.catalogue import find
+from weft.checkpoint.quantised.schemes import ALL_SCHEMES, SCHEMES, Scheme
+from weft.machine.native.structures import LOWEST_KINDS
 from weft.plan.fills import rank_fills
-from weft.quant.quantised import QuantisedWeight
-from weft.quant.rounding import ROUND, Rounding, round_into
-from weft.weights.load import allocate_parameters, load_weights
-from weft.weights.quantised import quantise, row_bands
+from weft.ranks.kernels import create_rounding
+from weft.ranks.kernels.base import AttentionShape
+from weft.ranks.kernels.native.rounding import NativeRounding, supports_scheme
+from weft.ranks.quant.quantised import QuantisedWeight
+from weft.ranks.quant.rounding import ROUND, Rounding, round_into
+from weft.ranks.weights.load import allocate_parameters, load_weights
+from weft.ranks.weights.quantised import quantise, row_bands
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPE = AttentionShape(
@@ -166,7 +166,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Rounding:
     pytest.importorskip("triton", reason="needs triton")
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs Triton's interpreter")
-    from weft.kernels.triton import rounding as kernel
+    from weft.ranks.kernels.triton import rounding as kernel
 
     monkeypatch.setattr(kernel, "TILE", 1 << 14)
     return kernel.round_on_gpu
@@ -249,7 +249,7 @@ def test_without_a_compiler_torch_rounds(monkeypatch: pytest.MonkeyPatch) -> Non
     def nothing(name: str) -> None:
         raise FileNotFoundError("no C++ compiler was found")
 
-    monkeypatch.setattr("weft.native.build.load_library", nothing)
+    monkeypatch.setattr("weft.machine.native.build.load_library", nothing)
     weight = weights(torch.float32)
     found, want = made_of(weight, "Q4_1", NativeRounding(torch.bfloat16)), made_of(weight, "Q4_1", round_into)
     for got, part in zip(parts(found), parts(want), strict=True):

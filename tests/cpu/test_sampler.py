@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 
 from tests.cpu.draws import MASK, chi_square
 from tests.cpu.reference_sampler import EOS, Row, check_logprobs, distribution, expected, grid, row_of, sampled
-from weft.core.params import SamplingParams
-from weft.core.step import Admission
-from weft.core.token_ids import TokenIds
-from weft.kernels import rows as kernel_rows
-from weft.kernels.plain.filters import weigh
-from weft.kernels.random import SAMPLING_BLOCK, exponentials, race, seeds
-from weft.kernels.streams import NOT_FINITE
-from weft.worker import sampler as sampler_module
-from weft.worker.sampler import Sampler
+from weft.engine.core.params import SamplingParams
+from weft.engine.core.step import Admission
+from weft.engine.core.token_ids import TokenIds
+from weft.ranks.kernels import rows as kernel_rows
+from weft.ranks.kernels.plain.filters import weigh
+from weft.ranks.kernels.random import SAMPLING_BLOCK, exponentials, race, seeds
+from weft.ranks.kernels.streams import NOT_FINITE
+from weft.ranks.worker import sampler as sampler_module
+from weft.ranks.worker.sampler import Sampler
 
 
 @pytest.fixture(autouse=True, scope="module")

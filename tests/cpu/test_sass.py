@@ -48,7 +48,7 @@ def test_the_baseline_holds_every_case_and_the_page_shows_it() -> None:
 
 
 def test_every_kernel_that_is_launched_has_a_case() -> None:
-    sources = (path.read_text() for path in (ROOT / "src/weft/kernels/triton").glob("*.py"))
+    sources = (path.read_text() for path in (ROOT / "src/weft/ranks/kernels/triton").glob("*.py"))
     launched = {name for source in sources for name in re.findall(r"\b(_\w+)\[.*\]\(", source)}
     assert launched == {case.kernel for case in CASES}
 

@@ -9,12 +9,12 @@ import torch
 
 from tests.cpu.kernels import triton_kernels
 from tests.cpu.matrices import random
-from weft.architectures.place import Span
+from weft.checkpoint.architectures.place import Span
 
 pytest.importorskip("triton", reason="needs triton")
 
-from weft.kernels.triton import fp8, products
-from weft.kernels.triton.fp8 import ScaledMatrix, has_fp8_units
+from weft.ranks.kernels.triton import fp8, products
+from weft.ranks.kernels.triton.fp8 import ScaledMatrix, has_fp8_units
 
 COLS = Span(0, 96)
 

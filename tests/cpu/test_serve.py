@@ -28,8 +28,8 @@ from tests.cpu import tiny
 from tests.cpu.families import command_line
 from tests.log_events import logged_json
 from tests.pure.letters import TEMPLATE
+from weft.checkpoint.hub import demo
 from weft.errors import ModelError
-from weft.formats import demo
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 # The tiny model makes 500 tokens in 50 ms, too few to do anything meanwhile; 64 times as many take a second.
@@ -318,7 +318,7 @@ def test_no_torch_but_in_the_ranks(server: Server) -> None:
         return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
     family = {process.pid: command_line(process) for process in server.family()}
-    cores = [pid for pid, line in family.items() if "weft.client.process" in line]
+    cores = [pid for pid, line in family.items() if "weft.engine.replicas.process" in line]
     ranks = [pid for pid, line in family.items() if "weft.worker.process" in line]
     assert len(cores) == len(ranks) == 1, family
     assert not has_torch(server.process.pid) and not has_torch(cores[0])

@@ -161,7 +161,7 @@ def test_a_dead_model_does_not_touch_the_other(several: Server, blow: signal.Sig
 def test_an_engine_that_crashes_is_started_again_by_its_own_process(several: Server) -> None:
     before = load(several, "one")
     family = psutil.Process(before["pid"]).children(recursive=True)
-    crashed = next(member for member in family if "weft.client.process" in command_line(member))
+    crashed = next(member for member in family if "weft.engine.replicas.process" in command_line(member))
     crashed.send_signal(signal.SIGSEGV)
     eventually(lambda: not crashed.is_running())
     eventually(lambda: ask(several, "one").status_code == 200)
@@ -209,7 +209,7 @@ def test_everything_ends_with_the_front(set_file: Path) -> None:
 
 def test_the_commands_of_the_page(tmp_path: Path) -> None:
     """The set file of docs/several-models.md is one."""
-    from weft.cli.set_file import read_model_set
+    from weft.cli.serve.set_file import read_model_set
 
     page = (Path(__file__).parents[2] / "docs/several-models.md").read_text()
     text = page.partition("```yaml\n")[2].partition("```")[0]

@@ -23,22 +23,23 @@ from tests.pure.gguf_files import write_model
 from tests.pure.shapes import dense_shape
 from tests.refusals import refuses
 from weft import LLM, SamplingParams
-from weft.architectures.place import Place
-from weft.cli import shard
+from weft.checkpoint.architectures.place import Place
+from weft.checkpoint.checkpoint import resolve
+from weft.checkpoint.config import library
+from weft.checkpoint.files import sharded
+from weft.checkpoint.lookup import look_up
 from weft.cli.dispatch import dispatch
-from weft.client.control import swap_command
+from weft.cli.run import shard
 from weft.config import EngineConfig
+from weft.engine.client.control import swap_command
+from weft.engine.executors.inline import InlineExecutor
 from weft.errors import ConfigError, ModelError, PlanError, RequestError
-from weft.executors.inline import InlineExecutor
-from weft.formats import library, sharded
-from weft.formats.checkpoint import resolve
-from weft.formats.lookup import look_up
-from weft.hardware.host import probe_host
+from weft.machine.hardware.host import probe_host
 from weft.plan.plan import Plan
 from weft.plan.speculation import fetch_draft
-from weft.planner.execution import plan_to_run
-from weft.weights.load import load_weights
-from weft.worker.sharding import write_shards
+from weft.planner.execution.execution import plan_to_run
+from weft.ranks.weights.load import load_weights
+from weft.ranks.worker.sharding import write_shards
 
 SIZES: dict[str, Any] = {"hidden": 256, "q_heads": 8, "kv_heads": 4, "head_dim": 64, "ffn": 512, "vocab": 96}
 LLAMA = dense_shape(architecture="LlamaForCausalLM", layers=2, max_positions=64, **SIZES)
@@ -85,8 +86,8 @@ def cut(path: Path, folder: Path, **options: Any) -> Path:
 
 def held(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, str], torch.Tensor]:
     """All that the ranks hold after they have loaded."""
-    from weft.weights import sharded as files
-    from weft.worker import runner
+    from weft.ranks.weights import sharded as files
+    from weft.ranks.worker import runner
 
     kept: dict[tuple[int, str], torch.Tensor] = {}
 
@@ -183,7 +184,7 @@ def test_files_that_are_not_as_they_were_written(folder: Path, tmp_path: Path) -
     first, second = folder / sharded.file_name(0), folder / sharded.file_name(1)
 
     def load(rank: int) -> None:
-        from weft.weights.load import allocate_parameters
+        from weft.ranks.weights.load import allocate_parameters
 
         load_weights(plan, plan.places[rank], allocate_parameters(plan, plan.places[rank], torch.device("cpu")))
 
@@ -232,7 +233,7 @@ def test_a_place_that_cannot_take_the_files(
 
 
 def test_a_failure_leaves_no_half_file(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weft.worker import sharding
+    from weft.ranks.worker import sharding
 
     def fail(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
@@ -244,7 +245,7 @@ def test_a_failure_leaves_no_half_file(model: Path, tmp_path: Path, monkeypatch:
 
 
 def test_what_is_interrupted_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weft.worker import sharding
+    from weft.ranks.worker import sharding
 
     aborted, loads = Event(), list[int]()
 

@@ -16,7 +16,7 @@ import transformers
 
 from tests.cpu.layouts import plan_for
 from weft import LLM, SamplingParams
-from weft.formats.demo import fetch_demo
+from weft.checkpoint.hub.demo import fetch_demo
 
 NEW = 32
 KEPT = Path(__file__).parents[1] / "data/smollm2_answers.json"
@@ -36,7 +36,7 @@ def gguf() -> Path:
 
 @pytest.fixture(scope="module")
 def ids(gguf: Path) -> list[list[int]]:
-    from weft.text import tokenizer
+    from weft.engine.text import tokenizer
 
     words = tokenizer.load_tokenizer(str(gguf))
     return [words.encode(prompt) for prompt in PROMPTS]

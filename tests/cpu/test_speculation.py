@@ -16,23 +16,23 @@ from msgspec.structs import replace
 from tests.cpu import checkpoints
 from tests.refusals import refuses
 from weft import LLM, SamplingParams
-from weft.comm import Links
+from weft.checkpoint.checkpoint import resolve
 from weft.config import EngineConfig
-from weft.core import kv
-from weft.core.speculation import DraftProposer
-from weft.core.speculation_gate import SpeculationGate
+from weft.engine.core import kv
+from weft.engine.core.speculation import DraftProposer
+from weft.engine.core.speculation_gate import SpeculationGate
 from weft.errors import ConfigError, PlanError
-from weft.formats.checkpoint import resolve
-from weft.hardware import host
-from weft.kernels.batch import Batch
-from weft.models.decoder import DecoderModel
+from weft.machine.hardware import host
 from weft.plan.memory import fit_length
 from weft.plan.plan import Plan, named_devices
 from weft.plan.speculation import draft_plan
-from weft.planner.execution import plan_to_run
-from weft.worker.runner import ModelRunner, Rehearse
-from weft.worker.sampler import Sampler
-from weft.worker.worker import Worker
+from weft.planner.execution.execution import plan_to_run
+from weft.ranks.comm import Links
+from weft.ranks.kernels.batch import Batch
+from weft.ranks.models.decoder import DecoderModel
+from weft.ranks.worker.runner import ModelRunner, Rehearse
+from weft.ranks.worker.sampler import Sampler
+from weft.ranks.worker.worker import Worker
 
 PROMPTS = [[1, 5, 9, 33, 7], [40, 41, 42] * 9, [1, 150], list(range(3, 40))]
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)

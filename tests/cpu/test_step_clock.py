@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from weft.comm import Links, times
-from weft.worker import step_clock
-from weft.worker.step_clock import HostClock
+from weft.ranks.comm import Links, times
+from weft.ranks.worker import step_clock
+from weft.ranks.worker.step_clock import HostClock
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,8 @@ pytest.importorskip("triton", reason="needs triton")
 from tests.cpu import checkpoints
 from tests.cpu.fake_cuda import Card, the_card  # noqa: F401
 from weft import LLM, SamplingParams
-from weft.kernels.batch import Batch
-from weft.models.decoder import DecoderModel
+from weft.ranks.kernels.batch import Batch
+from weft.ranks.models.decoder import DecoderModel
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
 

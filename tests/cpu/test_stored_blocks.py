@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.pure.gguf_files import random_blocks
-from weft.formats.tensor import ENCODINGS
-from weft.weights.blocks import BLOCKS, dequantise
+from weft.checkpoint.files.tensor import ENCODINGS
+from weft.ranks.weights.blocks import BLOCKS, dequantise
 
 
 def test_every_quantised_type_is_here() -> None:

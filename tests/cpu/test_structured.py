@@ -12,7 +12,7 @@ import pytest
 from tests.cpu import tiny
 from tests.refusals import refuses
 from weft import LLM, SamplingParams, StructuredOutputsParams
-from weft.core import kv
+from weft.engine.core import kv
 from weft.errors import RequestError
 
 SCHEMA: dict[str, Any] = {

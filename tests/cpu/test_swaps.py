@@ -17,9 +17,9 @@ from tests.cpu.test_commands import ENGINE, PROMPTS, answers, with_other_weights
 from tests.refusals import refuses
 from weft import LLM, SamplingParams
 from weft.errors import ModelError, RequestError
-from weft.hardware import host
+from weft.machine.hardware import host
 from weft.plan.plan import Plan
-from weft.worker import swap
+from weft.ranks.worker import swap
 
 INDEX = "model.safetensors.index.json"
 LAST_NORM = "model.norm.weight"  # which the last stage alone reads

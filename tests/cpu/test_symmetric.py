@@ -19,13 +19,13 @@ from trial_worker import HERE
 
 from tests.log_events import logged, logged_json
 from tests.refusals import refuses
-from weft.comm import symmetric, trial
-from weft.comm.base import add_up
-from weft.comm.distributed import DistributedGroup
-from weft.comm.symmetric import PUBLISHED_BYTES, TWO_SHOT_BYTES, SymmetricGroup
-from weft.comm.votes import Votes
+from weft.engine.executors.processes import ProcessExecutor
 from weft.errors import EngineError
-from weft.executors.processes import ProcessExecutor
+from weft.ranks.comm import symmetric, trial
+from weft.ranks.comm.base import add_up
+from weft.ranks.comm.distributed import DistributedGroup
+from weft.ranks.comm.symmetric import PUBLISHED_BYTES, TWO_SHOT_BYTES, SymmetricGroup
+from weft.ranks.comm.votes import Votes
 
 CPU, SOON = torch.device("cpu"), timedelta(seconds=0.2)
 

@@ -11,12 +11,12 @@ from tests.cpu.attention import ragged
 from tests.cpu.kernels import native
 from tests.cpu.matrices import random, random_stacks
 from tests.cpu.programs import passes
-from weft.architectures.place import Span
-from weft.architectures.shape import Experts
-from weft.comm import Solo
-from weft.kernels.base import KVCache
-from weft.kernels.fused import FusedLayer, FusedMixture, FusedMLP
-from weft.kernels.native.matrix import NativeMatrix
+from weft.checkpoint.architectures.place import Span
+from weft.checkpoint.architectures.shape import Experts
+from weft.ranks.comm import Solo
+from weft.ranks.kernels.base import KVCache
+from weft.ranks.kernels.fused import FusedLayer, FusedMixture, FusedMLP
+from weft.ranks.kernels.native.matrix import NativeMatrix
 
 
 def test_a_late_thread_is_not_waited_for_and_nothing_is_done_twice(tmp_path: Path) -> None:

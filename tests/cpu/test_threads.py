@@ -19,9 +19,9 @@ import pytest
 from tests.cpu import tiny
 from tests.refusals import refuses
 from weft import LLM, RequestOutput, SamplingParams
-from weft.core.step import StepPlan, StepResult
+from weft.engine.core.step import StepPlan, StepResult
+from weft.engine.executors.ranks import CLOSED
 from weft.errors import Cause, EngineError, RequestError
-from weft.executors.ranks import CLOSED
 
 WAIT_S = 60
 ENGINE: dict[str, Any] = {

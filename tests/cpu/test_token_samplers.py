@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from tests.cpu.draws import PARAMS, chi_square, chosen, far_apart, key_of, sampling_of
 from tests.cpu.reference_sampler import EOS, FILTERS, check_logprobs, expected, grid, row_of, sampled
-from weft.core.params import SamplingParams
-from weft.kernels.random import SAMPLING_BLOCK, race
-from weft.kernels.streams import NOT_FINITE
-from weft.worker.sample_arrays import SampleArrays
-from weft.worker.sampler import Sampler, sampling_settings
+from weft.engine.core.params import SamplingParams
+from weft.ranks.kernels.random import SAMPLING_BLOCK, race
+from weft.ranks.kernels.streams import NOT_FINITE
+from weft.ranks.worker.sample_arrays import SampleArrays
+from weft.ranks.worker.sampler import Sampler, sampling_settings
 
 # Masked logits over a low temperature are beyond float32: -inf is right, and numpy says so all the same.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")

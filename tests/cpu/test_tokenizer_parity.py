@@ -20,9 +20,9 @@ from tests.pure.vocabularies import (
     sentencepiece_model,
     write_gguf,
 )
-from weft.text.pretokenizers import PRE_TOKENIZERS
-from weft.text.template import ChatTemplate
-from weft.text.tokenizer import load_tokenizer
+from weft.engine.templates.template import ChatTemplate
+from weft.engine.text.pretokenizers import PRE_TOKENIZERS
+from weft.engine.text.tokenizer import load_tokenizer
 
 
 @pytest.fixture(autouse=True)

@@ -11,14 +11,14 @@ import torch
 from tests.cpu.attention import ragged, spoil_behind
 from tests.cpu.kernels import triton_kernels
 from tests.cpu.test_kernels import CASES, TOLERANCE, attend_by_loop, joined_is_whole
-from weft.kernels.base import HeadNorm, KVCache, apply_sinks
-from weft.kernels.batch import Batch, Lengths
-from weft.kernels.plain import create_plain_kernels
-from weft.kernels.staged import StagedStep
+from weft.ranks.kernels.base import HeadNorm, KVCache, apply_sinks
+from weft.ranks.kernels.batch import Batch, Lengths
+from weft.ranks.kernels.plain import create_plain_kernels
+from weft.ranks.kernels.staged import StagedStep
 
 pytest.importorskip("triton", reason="needs triton")
 
-from weft.worker.graphs import blank_batch
+from weft.ranks.worker.graphs import blank_batch
 
 # Triton's interpreter multiplies bfloat16 matrices wrongly: tests/gpu has that.
 DTYPES = [torch.float32, torch.float16]

@@ -21,9 +21,9 @@ LAUNCHES = """
 import sys, types
 import torch
 from scripts.programs.sass.launches import recorded
-from weft.kernels.base import KVCache
-from weft.kernels.triton import attention, pointwise, products, reduce, rounding, sampling
-from weft.kernels.triton.staged import fill_batch
+from weft.ranks.kernels.base import KVCache
+from weft.ranks.kernels.triton import attention, pointwise, products, reduce, rounding, sampling
+from weft.ranks.kernels.triton.staged import fill_batch
 
 capability = int(sys.argv[1])
 limit = 64 << 10 if capability < 80 else 99 << 10
@@ -73,8 +73,8 @@ def launch_all():
 PRODUCTS = (
     LAUNCHES
     + """
-from weft.architectures.place import Span
-from weft.quant.quantised import QuantisedWeight
+from weft.checkpoint.architectures.place import Span
+from weft.ranks.quant.quantised import QuantisedWeight
 
 dtype = getattr(torch, sys.argv[2])
 wide, cut = Span(0, 4096), Span(64, 640)
@@ -98,13 +98,13 @@ def launch_all():
 EXPERTS = (
     LAUNCHES
     + """
-from weft.architectures.place import Span
-from weft.architectures.shape import Experts
-from weft.kernels.base import ExpertStack
-from weft.kernels.triton.experts import TritonExperts, TritonMixture, TritonStack, pack_stack
-from weft.kernels.triton.router import create_router
-from weft.kernels.triton.routing import MOST_ALONE, choose_experts, sort_rows
-from weft.quant.quantised import QuantisedWeight
+from weft.checkpoint.architectures.place import Span
+from weft.checkpoint.architectures.shape import Experts
+from weft.ranks.kernels.base import ExpertStack
+from weft.ranks.kernels.triton.experts import TritonExperts, TritonMixture, TritonStack, pack_stack
+from weft.ranks.kernels.triton.router import create_router
+from weft.ranks.kernels.triton.routing import MOST_ALONE, choose_experts, sort_rows
+from weft.ranks.quant.quantised import QuantisedWeight
 
 dtype = getattr(torch, sys.argv[2])
 spec = Experts(count=32, top_k=4, width=2880, limit=7.0, gain=1.702, up_offset=1.0, bias=True)
@@ -149,8 +149,8 @@ def launch_all():
 LATENTS = (
     LAUNCHES
     + """
-from weft.kernels.latents import AbsorbedQueries, ExpandedContext, LatentNorm
-from weft.kernels.triton.latents import TritonLatents
+from weft.ranks.kernels.latents import AbsorbedQueries, ExpandedContext, LatentNorm
+from weft.ranks.kernels.triton.latents import TritonLatents
 
 dtype, ints = getattr(torch, sys.argv[2]), torch.zeros(4, 4, dtype=torch.int32)
 batch = types.SimpleNamespace(tables=ints, context=ints[0], row_starts=ints[0], rows=2, decodes=1, positions=ints[0],
@@ -267,7 +267,7 @@ def most_shared(capability: int) -> int:
 # Imports what all programs need, half of the time of most, and runs each one that it is told of in a fork.
 SERVER = """
 import json, os, sys, traceback
-import scripts.programs.sass.launches, weft.kernels.latents, weft.quant.quantised
+import scripts.programs.sass.launches, weft.ranks.kernels.latents, weft.ranks.quant.quantised
 
 for line in sys.stdin:
     program, arguments, results = json.loads(line)

@@ -10,18 +10,18 @@ from msgspec.structs import replace as changed
 
 from tests.cpu.kernels import triton_kernels
 from tests.cpu.matrices import KINDS, MXFP4, TYPICAL_KINDS, random_stacks
-from weft.architectures.place import Span
-from weft.architectures.shape import Experts
-from weft.kernels.base import ExpertProducts, ExpertStack, Kernels
-from weft.kernels.experts import choose_experts
-from weft.kernels.fused import FusedMLP
-from weft.kernels.plain import create_plain_kernels
+from weft.checkpoint.architectures.place import Span
+from weft.checkpoint.architectures.shape import Experts
 from weft.plan.backends import against_fused_experts
+from weft.ranks.kernels.base import ExpertProducts, ExpertStack, Kernels
+from weft.ranks.kernels.experts import choose_experts
+from weft.ranks.kernels.fused import FusedMLP
+from weft.ranks.kernels.plain import create_plain_kernels
 
 pytest.importorskip("triton", reason="needs triton")
 
-from weft.kernels.triton import routing
-from weft.kernels.triton.experts import TritonExperts
+from weft.ranks.kernels.triton import routing
+from weft.ranks.kernels.triton.experts import TritonExperts
 
 HIDDEN = 96
 FIVE, SEVEN = Experts(count=5, top_k=2, width=64), Experts(count=7, top_k=3, width=96)

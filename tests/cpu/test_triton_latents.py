@@ -11,14 +11,14 @@ import torch
 from tests.cpu.attention import ragged
 from tests.cpu.kernels import triton_kernels
 from tests.cpu.latents import PUBLISHED, SMALL, attend_absorbed_by_loop, attend_as_published, random_latents
-from weft.kernels.base import KVCache
-from weft.kernels.latents import ExpandedRow, LatentDims, LatentNorm, attend_by_latents, attend_expanded
-from weft.kernels.plain import create_plain_kernels
+from weft.ranks.kernels.base import KVCache
+from weft.ranks.kernels.latents import ExpandedRow, LatentDims, LatentNorm, attend_by_latents, attend_expanded
+from weft.ranks.kernels.plain import create_plain_kernels
 
 pytest.importorskip("triton", reason="needs triton")
 
-from weft.kernels.triton import latents
-from weft.kernels.triton.latents import decode_tiles, latent_sizes
+from weft.ranks.kernels.triton import latents
+from weft.ranks.kernels.triton.latents import decode_tiles, latent_sizes
 
 # Triton's interpreter multiplies bfloat16 matrices wrongly: tests/gpu has that.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}

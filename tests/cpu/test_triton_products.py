@@ -15,18 +15,18 @@ from tests.cpu import tiny
 from tests.cpu.kernels import triton_kernels
 from tests.cpu.matrices import KINDS, MXFP4, TYPICAL_KINDS, random
 from weft import LLM, SamplingParams
-from weft.architectures.place import Span
-from weft.formats.schemes import ALL_SCHEMES
-from weft.kernels.plain import create_plain_kernels
-from weft.quant.quantised import unpack_nibbles
-from weft.worker import runner
+from weft.checkpoint.architectures.place import Span
+from weft.checkpoint.quantised.schemes import ALL_SCHEMES
+from weft.ranks.kernels.plain import create_plain_kernels
+from weft.ranks.quant.quantised import unpack_nibbles
+from weft.ranks.worker import runner
 
 pytest.importorskip("triton", reason="needs triton")
 
 from triton.runtime.interpreter import GridExecutor
 
-from weft.kernels.triton import products
-from weft.kernels.triton.weights import nibbles_in_order, pack_weight
+from weft.ranks.kernels.triton import products
+from weft.ranks.kernels.triton.weights import nibbles_in_order, pack_weight
 
 # Triton's interpreter multiplies bfloat16 matrices wrongly: tests/gpu has that.
 DTYPES = [torch.float32, torch.float16]

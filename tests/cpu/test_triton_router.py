@@ -7,13 +7,13 @@ import torch
 from msgspec.structs import replace as changed
 
 from tests.cpu.kernels import triton_kernels
-from weft.architectures.shape import Experts
-from weft.kernels.experts import choose_experts
-from weft.quant.dense import RouterProduct
+from weft.checkpoint.architectures.shape import Experts
+from weft.ranks.kernels.experts import choose_experts
+from weft.ranks.quant.dense import RouterProduct
 
 pytest.importorskip("triton", reason="needs triton")
 
-from weft.kernels.triton.router import FEW, TritonRouter
+from weft.ranks.kernels.triton.router import FEW, TritonRouter
 
 QWEN = Experts(count=20, top_k=4, width=32)
 V3 = Experts(

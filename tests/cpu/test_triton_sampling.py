@@ -17,22 +17,22 @@ from tests.cpu import checkpoints
 from tests.cpu.draws import MASK, sampling_of
 from tests.cpu.reference_sampler import EOS, FILTERS, Row, grid
 from weft import LLM
-from weft.core.params import SamplingParams
-from weft.kernels import rows
-from weft.kernels.plain import filters
-from weft.kernels.plain import sampling as plain_sampling
-from weft.kernels.plain.filters import weigh
-from weft.kernels.random import SAMPLING_BLOCK, block_sums, exponentials, seeds
-from weft.worker.request_slots import RequestSlots
-from weft.worker.sampler import Sampler
-from weft.worker.staging import Staging
+from weft.engine.core.params import SamplingParams
+from weft.ranks.kernels import rows
+from weft.ranks.kernels.plain import filters
+from weft.ranks.kernels.plain import sampling as plain_sampling
+from weft.ranks.kernels.plain.filters import weigh
+from weft.ranks.kernels.random import SAMPLING_BLOCK, block_sums, exponentials, seeds
+from weft.ranks.worker.request_slots import RequestSlots
+from weft.ranks.worker.sampler import Sampler
+from weft.ranks.worker.staging import Staging
 
 pytest.importorskip("triton", reason="needs triton")
 
 import triton
 import triton.language as tl
 
-from weft.kernels.triton import sampling
+from weft.ranks.kernels.triton import sampling
 
 # Masked logits over a low temperature are beyond float32: -inf is right, and numpy says so all the same.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")

@@ -16,16 +16,16 @@ import torch
 from tests.cpu.attention import shaped
 from tests.cpu.fake_worker import make_plan
 from tests.refusals import refuses
-from weft import kernels
 from weft.errors import ConfigError
-from weft.kernels.base import AttentionShape
-from weft.probes.on_gpu import tuner
-from weft.probes.tuning import RaceResult, TunedSizes, TuneRequest, tune_attention
+from weft.ranks import kernels
+from weft.ranks.kernels.base import AttentionShape
+from weft.ranks.probes import tuner
+from weft.study.measure.tuning import RaceResult, TunedSizes, TuneRequest, tune_attention
 
 pytest.importorskip("triton", reason="needs triton")
 
-from weft.kernels.triton import saved_tunings
-from weft.kernels.triton.tuning import (
+from weft.ranks.kernels.triton import saved_tunings
+from weft.ranks.kernels.triton.tuning import (
     DECODE,
     DECODE_CANDIDATES,
     DEFAULT,
@@ -34,7 +34,7 @@ from weft.kernels.triton.tuning import (
     Tuning,
     Tunings,
 )
-from weft.probes.on_gpu import trials
+from weft.ranks.probes import trials
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
 

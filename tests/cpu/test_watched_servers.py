@@ -23,8 +23,8 @@ from tests.cpu import tiny
 from tests.cpu.families import command_line
 from tests.cpu.test_serve import ADMIN_KEY, Server, bound_to
 from tests.pure.commands import HERE
+from weft.checkpoint.hub import demo
 from weft.errors import ModelError
-from weft.formats import demo
 from weft.monitor.finding import LIMITS
 
 PAGE = Path(__file__).parents[2] / "docs/monitoring.md"

@@ -22,20 +22,20 @@ from tests.pure.drawn_shapes import layouts
 from tests.pure.gguf_files import ggml_name, interleave, write_model
 from tests.pure.shapes import dense_shape
 from tests.refusals import refuses
-from weft.architectures.parameters import parameter_dims, rank_parameters
-from weft.architectures.place import Place, Span
-from weft.architectures.shape import DTYPE_BYTES, ModelShape
+from weft.checkpoint.architectures.parameters import parameter_dims, rank_parameters
+from weft.checkpoint.architectures.place import Place, Span
+from weft.checkpoint.architectures.shape import DTYPE_BYTES, ModelShape
+from weft.checkpoint.checkpoint import resolve
+from weft.checkpoint.files.tensor import ENCODINGS, TensorInfo
+from weft.checkpoint.hub import demo
+from weft.checkpoint.tensor_index import expected_tensors, locate_tensors
 from weft.errors import ModelError
-from weft.formats import demo
-from weft.formats.checkpoint import resolve
-from weft.formats.tensor import ENCODINGS, TensorInfo
-from weft.formats.tensor_index import expected_tensors, locate_tensors
 from weft.plan.fills import Fill, rank_fills
 from weft.plan.places import cut_places
 from weft.plan.plan import Plan, named_devices
-from weft.weights import stored
-from weft.weights.blocks import BLOCKS
-from weft.weights.load import allocate_parameters, load_weights
+from weft.ranks.weights import stored
+from weft.ranks.weights.blocks import BLOCKS
+from weft.ranks.weights.load import allocate_parameters, load_weights
 
 SHAPE = dense_shape(
     architecture="LlamaForCausalLM",
@@ -303,8 +303,8 @@ def test_a_fill_with_a_field_that_the_loader_does_not_read_is_refused(
 
     plan = plan_for(SHAPE, None, "dummy")
     loaded(plan, plan.places[0])
-    monkeypatch.setattr("weft.weights.load.rank_fills", with_unread)
-    monkeypatch.setattr("weft.weights.load.KNOWN_FIELDS", frozenset({"param", "source", "rows", "cols", "at"}))
+    monkeypatch.setattr("weft.ranks.weights.load.rank_fills", with_unread)
+    monkeypatch.setattr("weft.ranks.weights.load.KNOWN_FIELDS", frozenset({"param", "source", "rows", "cols", "at"}))
     with pytest.raises(AssertionError, match=rf"\b{next(iter(unread))}\b.*\bFill\b"):
         loaded(plan, plan.places[0])
 

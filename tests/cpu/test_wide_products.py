@@ -7,9 +7,9 @@ import torch
 
 from tests.cpu.kernels import native, triton_kernels
 from tests.cpu.matrices import CPU, random
-from weft.architectures.place import Span
-from weft.kernels.native.rounding import NativeRounding
-from weft.quant.quantised import QuantisedWeight
+from weft.checkpoint.architectures.place import Span
+from weft.ranks.kernels.native.rounding import NativeRounding
+from weft.ranks.quant.quantised import QuantisedWeight
 
 TYPES = ("NF4_64", "FP4_32", "NF4_512", "SIGNED8_ROW")
 # Groups that are cut, rows and columns that fill no tile.

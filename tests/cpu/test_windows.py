@@ -11,8 +11,8 @@ from tests.cpu import checkpoints
 from tests.cpu.layouts import LAYOUTS, plan_for
 from tests.cpu.test_parity import greedy
 from weft import LLM, SamplingParams
-from weft.core import kv
-from weft.core.sequence import Sequence
+from weft.engine.core import kv
+from weft.engine.core.sequence import Sequence
 
 # Longer than the windows, of 9 and 11 tokens; the last two begin alike.
 PROMPTS = [[1, 5, 9, 33, 7], list(range(3, 60)), [40, 41, 42] * 9, [40, 41, 42] * 9 + [8, 9]]
@@ -50,7 +50,7 @@ class WatchedKV(kv.KVManager):
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> list[Held]:
     """The KV blocks that each text held in the engine, noted when the text was complete."""
-    monkeypatch.setattr("weft.core.engine.KVManager", WatchedKV)
+    monkeypatch.setattr("weft.engine.core.engine.KVManager", WatchedKV)
     monkeypatch.setattr(WatchedKV, "notes", [], raising=False)
     return WatchedKV.notes
 

@@ -16,22 +16,22 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.cpu import tiny
 from tests.cpu.attention import shaped
-from weft.architectures.shape import Rope
-from weft.comm import Links
+from weft.checkpoint.architectures.shape import Rope
+from weft.checkpoint.checkpoint import resolve
 from weft.config import EngineConfig
-from weft.formats.checkpoint import resolve
-from weft.hardware import host
-from weft.kernels import create_kernels
-from weft.kernels.base import Matrices, Product
-from weft.layers import rope
-from weft.models.decoder import DecoderModel
+from weft.machine.hardware import host
 from weft.plan import memory
 from weft.plan.layout import build_plan
 from weft.plan.memory import LOGITS_BYTES
 from weft.plan.plan import Plan, Speculation
-from weft.worker import prompt_logprobs, rehearsal
-from weft.worker.sampler import SampleBatch, Sampler
-from weft.worker.worker import Worker
+from weft.ranks.comm import Links
+from weft.ranks.kernels import create_kernels
+from weft.ranks.kernels.base import Matrices, Product
+from weft.ranks.layers import rope
+from weft.ranks.models.decoder import DecoderModel
+from weft.ranks.worker import prompt_logprobs, rehearsal
+from weft.ranks.worker.sampler import SampleBatch, Sampler
+from weft.ranks.worker.worker import Worker
 
 
 @contextmanager

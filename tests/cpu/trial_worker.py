@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from fake_worker import FakeWorker
 
-from weft.comm import Links, symmetric, trial
 from weft.plan.memory import Capacity
 from weft.plan.plan import Plan
+from weft.ranks.comm import Links, symmetric, trial
 
 HERE = "trial_worker:TrialWorker"
 TIMEOUT = timedelta(seconds=1.9)

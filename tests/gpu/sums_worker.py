@@ -9,12 +9,12 @@ import torch
 from collectives import DTYPES, OPERATIONS, Case, check_case
 from fake_worker import FakeWorker
 
-from weft.comm.base import add_up
-from weft.comm.symmetric import PUBLISHED_BYTES, SymmetricGroup
-from weft.core.step import StepPlan, StepResult
-from weft.kernels.plain import PlainPointwise
-from weft.kernels.triton.kernels import TritonPointwise
-from weft.worker.graphs import CudaGraphs
+from weft.engine.core.step import StepPlan, StepResult
+from weft.ranks.comm.base import add_up
+from weft.ranks.comm.symmetric import PUBLISHED_BYTES, SymmetricGroup
+from weft.ranks.kernels.plain import PlainPointwise
+from weft.ranks.kernels.triton.kernels import TritonPointwise
+from weft.ranks.worker.graphs import CudaGraphs
 
 WIDTH, EPS, BF16 = 4096, 1e-6, torch.bfloat16
 SPEED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -96,7 +96,8 @@ class SumsWorker(FakeWorker):
             check_case(self.comm, case, str(self.device))
 
     def exchange(self) -> None:
-        """A graph of the exchange of attention groups (layers/exchange.py), whose tokens are others at each replay."""
+        """A graph of the exchange of attention groups (ranks/layers/exchange.py), whose tokens are others at each
+        replay."""
         capture, sizes = CudaGraphs(), [3 + rank % 2 for rank in range(self.comm.size)]
         given = torch.zeros(sizes[self.rank], WIDTH, device=self.device, dtype=BF16)
         out = torch.zeros_like(given)

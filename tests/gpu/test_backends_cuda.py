@@ -15,11 +15,11 @@ from tests.cpu.attention import as_staged, ragged, shaped
 from tests.cpu.test_attention_backends import CASES
 from tests.gpu.test_triton_cuda import CUDA, LONG, TOLERANCE, there
 from weft import LLM, SamplingParams
-from weft.kernels import attention_obstacle, create_kernels
-from weft.kernels.base import KVCache, PagedAttention
-from weft.kernels.batch import Batch
-from weft.kernels.plain import PlainAttention
-from weft.worker.graphs import CudaGraphs, blank_batch
+from weft.ranks.kernels import attention_obstacle, create_kernels
+from weft.ranks.kernels.base import KVCache, PagedAttention
+from weft.ranks.kernels.batch import Batch
+from weft.ranks.kernels.plain import PlainAttention
+from weft.ranks.worker.graphs import CudaGraphs, blank_batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
 

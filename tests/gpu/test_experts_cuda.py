@@ -10,20 +10,20 @@ import torch
 from msgspec.structs import replace as changed
 
 from tests.cpu.matrices import KINDS, MXFP4, random_stacks
-from weft.architectures.place import Span
-from weft.architectures.shape import Experts
-from weft.kernels.base import ExpertStack
-from weft.kernels.experts import choose_experts
-from weft.kernels.fused import FusedMLP
-from weft.kernels.plain import create_plain_kernels
-from weft.kernels.triton import routing
-from weft.kernels.triton.experts import MAX_SHARED_TOKENS, TritonExperts
-from weft.kernels.triton.kernels import TritonMatrices
-from weft.kernels.triton.pointwise import silu_mul
-from weft.kernels.triton.router import create_router
-from weft.kernels.usable import multiprocessor_count
-from weft.quant.dense import RouterProduct
-from weft.quant.quantised import QuantisedWeight
+from weft.checkpoint.architectures.place import Span
+from weft.checkpoint.architectures.shape import Experts
+from weft.ranks.kernels.base import ExpertStack
+from weft.ranks.kernels.experts import choose_experts
+from weft.ranks.kernels.fused import FusedMLP
+from weft.ranks.kernels.plain import create_plain_kernels
+from weft.ranks.kernels.triton import routing
+from weft.ranks.kernels.triton.experts import MAX_SHARED_TOKENS, TritonExperts
+from weft.ranks.kernels.triton.kernels import TritonMatrices
+from weft.ranks.kernels.triton.pointwise import silu_mul
+from weft.ranks.kernels.triton.router import create_router
+from weft.ranks.kernels.usable import multiprocessor_count
+from weft.ranks.quant.dense import RouterProduct
+from weft.ranks.quant.quantised import QuantisedWeight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
 

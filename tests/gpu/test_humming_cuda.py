@@ -10,19 +10,19 @@ from msgspec.structs import replace as changed
 
 from tests.cpu.matrices import random, random_stacks
 from tests.gpu.test_products_cuda import there
-from weft.architectures.place import Span
-from weft.architectures.shape import Experts
-from weft.kernels.base import ExpertStack
-from weft.kernels.capture import capture_graph
-from weft.kernels.experts import choose_experts
-from weft.kernels.usable import multiprocessor_count
-from weft.quant.quantised import QuantisedWeight
+from weft.checkpoint.architectures.place import Span
+from weft.checkpoint.architectures.shape import Experts
+from weft.ranks.kernels.base import ExpertStack
+from weft.ranks.kernels.capture import capture_graph
+from weft.ranks.kernels.experts import choose_experts
+from weft.ranks.kernels.usable import multiprocessor_count
+from weft.ranks.quant.quantised import QuantisedWeight
 
 pytest.importorskip("humming", reason="needs humming-kernels")
 
-from weft.kernels.humming import check
-from weft.kernels.humming.matrices import HummingMatrices
-from weft.kernels.humming.products import HummingExperts, HummingMatrix
+from weft.ranks.kernels.humming import check
+from weft.ranks.kernels.humming.matrices import HummingMatrices
+from weft.ranks.kernels.humming.products import HummingExperts, HummingMatrix
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
 

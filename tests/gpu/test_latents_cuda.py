@@ -9,11 +9,11 @@ import torch
 
 from tests.cpu.attention import ragged, shaped
 from tests.cpu.latents import PUBLISHED, SMALL, in_forms, random_latents
-from weft.kernels import create_kernels
-from weft.kernels.base import KVCache
-from weft.kernels.batch import Batch
-from weft.kernels.latents import LatentDims, LatentNorm, attend_by_latents
-from weft.kernels.plain import create_plain_kernels
+from weft.ranks.kernels import create_kernels
+from weft.ranks.kernels.base import KVCache
+from weft.ranks.kernels.batch import Batch
+from weft.ranks.kernels.latents import LatentDims, LatentNorm, attend_by_latents
+from weft.ranks.kernels.plain import create_plain_kernels
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.hardware.host import probe_host
-from weft.probes import links
+from weft.machine.hardware.host import probe_host
 from weft.probes.machine import host_cluster
 from weft.probes.stored_speeds import Speeds, is_plausible
+from weft.study.measure import links
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from tests.cpu.matrices import KINDS, MXFP4, random
-from weft.architectures.place import Span
-from weft.kernels.triton import products
-from weft.kernels.triton.kernels import TritonMatrices
-from weft.kernels.usable import multiprocessor_count
-from weft.quant.quantised import QuantisedWeight
+from weft.checkpoint.architectures.place import Span
+from weft.ranks.kernels.triton import products
+from weft.ranks.kernels.triton.kernels import TritonMatrices
+from weft.ranks.kernels.usable import multiprocessor_count
+from weft.ranks.quant.quantised import QuantisedWeight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
 

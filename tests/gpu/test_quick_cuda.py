@@ -16,16 +16,16 @@ import torch
 from tests.cpu.attention import ragged, shaped
 from tests.cpu.latents import PUBLISHED, SMALL, in_forms, random_latents
 from tests.cpu.matrices import MXFP4, random, random_stacks
-from weft.architectures.place import Span
-from weft.architectures.shape import Experts
-from weft.kernels import create_kernels
-from weft.kernels.base import ChoosingProduct, ExpertStack, HeadNorm, KVCache
-from weft.kernels.batch import Batch
-from weft.kernels.capture import capture_graph
-from weft.kernels.latents import LatentNorm, attend_by_latents
-from weft.kernels.plain import create_plain_kernels
-from weft.kernels.triton import routing
-from weft.quant.quantised import QuantisedWeight
+from weft.checkpoint.architectures.place import Span
+from weft.checkpoint.architectures.shape import Experts
+from weft.ranks.kernels import create_kernels
+from weft.ranks.kernels.base import ChoosingProduct, ExpertStack, HeadNorm, KVCache
+from weft.ranks.kernels.batch import Batch
+from weft.ranks.kernels.capture import capture_graph
+from weft.ranks.kernels.latents import LatentNorm, attend_by_latents
+from weft.ranks.kernels.plain import create_plain_kernels
+from weft.ranks.kernels.triton import routing
+from weft.ranks.quant.quantised import QuantisedWeight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
 

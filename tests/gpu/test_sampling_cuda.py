@@ -12,7 +12,7 @@ import torch
 from tests.cpu import checkpoints
 from tests.cpu.draws import PARAMS, chi_square, chosen, far_apart, sampling_of
 from weft import LLM, SamplingParams
-from weft.kernels.streams import NOT_FINITE
+from weft.ranks.kernels.streams import NOT_FINITE
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
 

@@ -19,7 +19,7 @@ def test_sums(scenario: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     from fake_worker import make_plan, make_step
 
-    from weft.executors.processes import ProcessExecutor
+    from weft.engine.executors.processes import ProcessExecutor
     from weft.plan.plan import named_devices
 
     size = min(4, torch.cuda.device_count())  # the fake model has as many heads

@@ -17,11 +17,11 @@ from tests.cpu.attention import ragged, shaped
 from tests.cpu.test_kernels import attend_by_loop
 from tests.cpu.test_triton import MIXED
 from weft import LLM, SamplingParams
-from weft.kernels import create_kernels
-from weft.kernels.base import HeadNorm, KVCache
-from weft.kernels.batch import Batch
-from weft.kernels.plain import PlainAttention, PlainPointwise
-from weft.worker import runner
+from weft.ranks.kernels import create_kernels
+from weft.ranks.kernels.base import HeadNorm, KVCache
+from weft.ranks.kernels.batch import Batch
+from weft.ranks.kernels.plain import PlainAttention, PlainPointwise
+from weft.ranks.worker import runner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
 

@@ -13,7 +13,7 @@ from tests.cpu import tiny
 from tests.cpu.attention import shaped
 from tests.log_events import logged
 from weft import LLM, SamplingParams
-from weft.kernels import create_kernels
+from weft.ranks.kernels import create_kernels
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
 
@@ -61,8 +61,8 @@ def test_sizes_are_measured_kept_and_used(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("triton", reason="needs triton")
-    from weft.kernels.triton import saved_tunings
-    from weft.probes.on_gpu import trials
+    from weft.ranks.kernels.triton import saved_tunings
+    from weft.ranks.probes import trials
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shape = shaped(torch.bfloat16, 128, 16, 8, rows=64, length=2048, tokens=2048)

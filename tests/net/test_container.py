@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.net.recipe import Stage, run_recipe
-from weft.formats import demo
+from weft.checkpoint.hub import demo
 
 pytestmark = pytest.mark.long  # it installs torch
 

@@ -180,7 +180,7 @@ def other_version(pair: Pair) -> tuple[Program, str]:
 
 
 def other_torch(pair: Pair) -> tuple[Program, str]:
-    change = "import weft.cluster.facts; weft.cluster.facts.torch_version = lambda: '1.2.3'"
+    change = "import weft.engine.cluster.facts; weft.engine.cluster.facts.torch_version = lambda: '1.2.3'"
     return pair.changed_other(change), "has torch 1.2.3, and node 0 has"
 
 
@@ -211,7 +211,7 @@ def test_an_address_of_another_machine(pair: Pair) -> None:
     assert status == 1 and "10.9.9.9" in last
 
 
-@pytest.mark.long  # tests/pure/test_nodes.py has the variables
+@pytest.mark.long  # tests/pure/engine/test_nodes.py has the variables
 def test_one_command_under_torchrun(pair: Pair, model: str) -> None:
     """torchrun's variables tell the nodes apart. Both end with the head."""
     with LLM(model, **COMMON) as llm:

@@ -24,10 +24,10 @@ from tests.net.head import answers
 from tests.net.programs import COMMON, ROOT, WAIT_S, Program
 from tests.refusals import refuses
 from weft import LLM, SamplingParams
-from weft.cluster.ray_cluster import connect
-from weft.cluster.status import cluster_status
+from weft.engine.cluster.ray_cluster import connect
+from weft.engine.cluster.status import cluster_status
 from weft.errors import ConfigError, EngineError, PlanError
-from weft.hardware.host import probe_host
+from weft.machine.hardware.host import probe_host
 
 ray = pytest.importorskip("ray", reason="needs the extra weft-llm[ray]")
 

@@ -18,12 +18,12 @@ import pytest
 from tests.cpu import tiny
 from tests.pure.commands import refused_line, weft
 from weft import LLM
-from weft.cluster.ray_cluster import uses_ray
 from weft.config import EngineConfig
-from weft.gateway.config import make_config
-from weft.gateway.ray_watch import RayWatch
-from weft.gateway.server import create_proxy
-from weft.hardware.host import probe_host
+from weft.engine.cluster.ray_cluster import uses_ray
+from weft.fleet.gateway.server import create_proxy
+from weft.fleet.upstreams.config import make_config
+from weft.fleet.upstreams.ray_watch import RayWatch
+from weft.machine.hardware.host import probe_host
 
 ray = pytest.importorskip("ray", reason="needs the extra weft-llm[ray]")
 

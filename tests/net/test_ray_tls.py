@@ -10,8 +10,8 @@ import pytest
 
 from tests.net.head import answers
 from tests.net.test_ray import alone, cluster, model, on_ray
-from weft.cluster.certificates import make_certificates
-from weft.executors import ray as ray_executor
+from weft.engine.cluster.certificates import make_certificates
+from weft.engine.executors import ray as ray_executor
 
 pytest.importorskip("ray", reason="needs the extra weft-llm[ray]")
 pytest.importorskip("cryptography", reason="needs the extra weft-llm[tls]")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.architectures.shape import ModelShape
-from weft.hardware.cluster import Cluster, parse_gpus
-from weft.planner.cost import Prediction, predict
+from weft.checkpoint.architectures.shape import ModelShape
+from weft.machine.hardware.cluster import Cluster, parse_gpus
 from weft.planner.deployment import DeploymentLayout, Workload, deploy
 from weft.planner.profiles import load_profile
+from weft.planner.speed.cost import Prediction, predict
 
 
 def cut(

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.pure.shapes import dense_shape
-from weft.architectures.registry import ARCHITECTURES, find_architecture
-from weft.architectures.shape import Attention, Dense, Experts, LatentAttention, LayerSpec, ModelShape
+from weft.checkpoint.architectures.registry import ARCHITECTURES, find_architecture
+from weft.checkpoint.architectures.shape import Attention, Dense, Experts, LatentAttention, LayerSpec, ModelShape
 from weft.plan.rules import ExpertCut
 
 DENSE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")

@@ -13,8 +13,8 @@ from typing import Any
 from tests.conftest import GOLDEN
 from tests.pure.commands import weft
 from weft import __version__
-from weft.client.vllm import vllm_arguments
-from weft.export.targets import TARGETS
+from weft.engine.client.vllm import vllm_arguments
+from weft.study.export.targets import TARGETS
 
 # Flags of vllm serve that Weft has too, in its documentation of version 0.12 and later.
 SHARED = """

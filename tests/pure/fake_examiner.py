@@ -6,8 +6,8 @@ import os
 import signal
 import sys
 
-from weft.executors.launch import Parent
-from weft.probes.links import Begun, Ended, Examine, GpuResult, PairResult
+from weft.engine.processes.launch import Parent
+from weft.study.measure.links import Begun, Ended, Examine, GpuResult, PairResult
 
 
 def main(descriptor: int, lifeline: int) -> None:

@@ -11,14 +11,14 @@ from typing import Any
 import httpx
 
 from tests.pure.servers import PATIENCE_S, Client, Exchange, serving
-from weft.bench.http import ServerAddress
-from weft.gateway.config import make_config
-from weft.gateway.proxy import Proxy
-from weft.gateway.replica import Replica
-from weft.gateway.server import GatewayServer, create_proxy
-from weft.serving import listen
-from weft.serving.admission import ConnectionLimits
-from weft.serving.options import ServeOptions
+from weft.fleet.gateway.proxy import Proxy
+from weft.fleet.gateway.server import GatewayServer, create_proxy
+from weft.fleet.upstreams.config import make_config
+from weft.fleet.upstreams.replica import Replica
+from weft.http import listen
+from weft.http.admission import ConnectionLimits
+from weft.http.options import ServeOptions
+from weft.study.bench.http import ServerAddress
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 

@@ -10,11 +10,11 @@ from typing import Any
 import gguf
 import numpy as np
 
-from weft.architectures.registry import ARCHITECTURES, find_architecture
-from weft.architectures.shape import LatentAttention, ModelShape
-from weft.formats.gguf_names import layer_modules, outer_modules
-from weft.formats.tensor import ENCODINGS
-from weft.formats.tensor_index import expected_tensors
+from weft.checkpoint.architectures.registry import ARCHITECTURES, find_architecture
+from weft.checkpoint.architectures.shape import LatentAttention, ModelShape
+from weft.checkpoint.files.tensor import ENCODINGS
+from weft.checkpoint.gguf.gguf_names import layer_modules, outer_modules
+from weft.checkpoint.tensor_index import expected_tensors
 
 GGML = {name: known.gguf for name, known in ARCHITECTURES.items() if known.gguf}
 GGML |= {"MixtralForCausalLM": "llama", "DeepseekV3ForCausalLM": "deepseek2"}

@@ -18,7 +18,7 @@ from tests.pure.commands import weft_json
 from tests.pure.gateways import gateway, upstream
 from tests.pure.worlds import World
 from weft.cli import main
-from weft.executors.keys import MESSAGES
+from weft.engine.processes.keys import MESSAGES
 
 SOURCES = Path(__file__).parents[2] / "src/weft"
 CODE = re.compile(r'\bcode="([a-z0-9_-]+)"')

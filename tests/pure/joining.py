@@ -6,8 +6,8 @@ import socket
 from typing import Any
 
 from tests.pure.machines import host
-from weft.cluster.messages import Facts
-from weft.cluster.settings import NodeSettings
+from weft.engine.cluster.messages import Facts
+from weft.engine.cluster.settings import NodeSettings
 
 
 def facts(node: int, **others: Any) -> Facts:

@@ -6,15 +6,15 @@ from functools import cache
 
 from tokenizers import AddedToken
 
-from weft.client.frontend import Frontend
-from weft.client.text_tools import TextTools
-from weft.core.request import FinishReason, Output
-from weft.core.step import TokenLogprobs
-from weft.text.byte_level import ALPHABET, build_byte_level
-from weft.text.pretokenizers import GPT2
-from weft.text.settings import TokenizerSettings
-from weft.text.template import ChatTemplate
-from weft.text.tokenizer import Tokenizer
+from weft.engine.core.request import FinishReason, Output
+from weft.engine.core.step import TokenLogprobs
+from weft.engine.frontend.frontend import Frontend
+from weft.engine.frontend.text_tools import TextTools
+from weft.engine.templates.template import ChatTemplate
+from weft.engine.text.byte_level import ALPHABET, build_byte_level
+from weft.engine.text.pretokenizers import GPT2
+from weft.engine.text.settings import TokenizerSettings
+from weft.engine.text.tokenizer import Tokenizer
 
 BOS, START, END = 256, 257, 258
 VOCAB = 260  # one more than the tokenizer has: an embedding is often padded

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from tests.pure.shapes import SMOLLM2
-from weft.architectures.shape import ModelShape
+from weft.checkpoint.architectures.shape import ModelShape
+from weft.checkpoint.checkpoint import Checkpoint
+from weft.checkpoint.names import catalogue
 from weft.config import EngineConfig
-from weft.formats import catalogue
-from weft.formats.checkpoint import Checkpoint
-from weft.hardware.cpu import CpuSpeed
-from weft.hardware.host import Host
-from weft.hardware.topology import Gpu
+from weft.machine.hardware.cpu import CpuSpeed
+from weft.machine.hardware.host import Host
+from weft.machine.hardware.topology import Gpu
 from weft.plan.layout import build_plan
 from weft.plan.plan import Plan
-from weft.planner.forecast import Forecast, forecast_plan
+from weft.planner.execution.forecast import Forecast, forecast_plan
 from weft.probes.stored_speeds import Speeds
 
 CARDS = {  # memory in MiB, compute capability

@@ -9,11 +9,12 @@ import pytest
 
 from tests.pure.commands import weft
 from tests.pure.fake_nvml import GIB, FakeNvml
-from weft.hardware import host, nvml
-from weft.hardware.cpu import Cpu, CpuSpeed, NumaNode
-from weft.hardware.host import Host
-from weft.probes import links, stored_speeds
+from weft.machine.hardware import host, nvml
+from weft.machine.hardware.cpu import Cpu, CpuSpeed, NumaNode
+from weft.machine.hardware.host import Host
+from weft.probes import stored_speeds
 from weft.probes.stored_speeds import GpuSpeed, PairSpeed
+from weft.study.measure import links
 
 Run = Callable[..., tuple[int, str, str]]
 CPU = Cpu(

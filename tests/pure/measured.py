@@ -11,14 +11,14 @@ from statistics import fmean
 
 import msgspec
 
-from weft.architectures.shape import ModelShape
-from weft.formats.catalogue import find
-from weft.formats.precision import canonical
-from weft.hardware.cluster import Cluster, parse_gpus
+from weft.checkpoint.architectures.shape import ModelShape
+from weft.checkpoint.names.catalogue import find
+from weft.checkpoint.quantised.precision import canonical
+from weft.machine.hardware.cluster import Cluster, parse_gpus
 from weft.plan.split import split
-from weft.planner.cost import Prediction, predict
 from weft.planner.deployment import DeploymentLayout, Workload, deploy
 from weft.planner.profiles import Profile, load_profile
+from weft.planner.speed.cost import Prediction, predict
 
 TABLE = Path(__file__).parents[1] / "data/measured_speed.csv"
 LIMITS = {"single": 0.12, "load": 0.15, "peak": 0.15}  # mean absolute error by kind, issue 3

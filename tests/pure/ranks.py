@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from weft.core.request import Request
-from weft.core.step import UNKNOWN, Admission, StepPlan, StepResult, TokenLogprobs
+from weft.engine.core.request import Request
+from weft.engine.core.step import UNKNOWN, Admission, StepPlan, StepResult, TokenLogprobs
 
 VOCAB = 13
 

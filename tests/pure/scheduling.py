@@ -11,16 +11,16 @@ import msgspec
 
 from tests.pure.ranks import Ranks
 from tests.pure.shapes import SMOLLM2
-from weft.architectures.kv import KVGroup, KVLayout, KVSpec
-from weft.core.blocks import NumberedBlocks
-from weft.core.fair import FairScheduler
-from weft.core.identity import PLAIN, RequestIdentity
-from weft.core.kv import KVManager
-from weft.core.params import SamplingParams
-from weft.core.request import Output, Request
-from weft.core.scheduler import Scheduler
-from weft.core.step import Pooling, StepPlan
-from weft.core.token_ids import TokenIds
+from weft.checkpoint.architectures.kv import KVGroup, KVLayout, KVSpec
+from weft.engine.core.blocks import NumberedBlocks
+from weft.engine.core.fair import FairScheduler
+from weft.engine.core.identity import PLAIN, RequestIdentity
+from weft.engine.core.kv import KVManager
+from weft.engine.core.params import SamplingParams
+from weft.engine.core.request import Output, Request
+from weft.engine.core.scheduler import Scheduler
+from weft.engine.core.step import Pooling, StepPlan
+from weft.engine.core.token_ids import TokenIds
 from weft.plan.plan import DraftModel, Speculation
 
 LIMITS: dict[str, Any] = {

@@ -13,11 +13,11 @@ from typing import Any
 import uvicorn.server
 
 from tests.pure.worlds import World
-from weft.bench.http import ServerAddress
-from weft.serving import listen
-from weft.serving.admission import ConnectionLimits
-from weft.serving.options import ServeOptions
-from weft.serving.server import ServingServer
+from weft.api.server.server import ServingServer
+from weft.http import listen
+from weft.http.admission import ConnectionLimits
+from weft.http.options import ServeOptions
+from weft.study.bench.http import ServerAddress
 
 PATIENCE_S = 60.0  # for what must happen some time
 POLL_S = 0.002

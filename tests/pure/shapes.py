@@ -6,8 +6,17 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from weft.architectures.registry import find_architecture
-from weft.architectures.shape import Attention, Dense, Experts, LatentAttention, LayerSpec, ModelShape, Norm, Rope
+from weft.checkpoint.architectures.registry import find_architecture
+from weft.checkpoint.architectures.shape import (
+    Attention,
+    Dense,
+    Experts,
+    LatentAttention,
+    LayerSpec,
+    ModelShape,
+    Norm,
+    Rope,
+)
 
 
 def dense_shape(

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from weft.architectures.kv import kv_layout
-from weft.formats.catalogue import find
-from weft.gateway.policy import LeastConnections
-from weft.hardware.cluster import parse_gpus
+from weft.checkpoint.architectures.kv import kv_layout
+from weft.checkpoint.names.catalogue import find
+from weft.fleet.upstreams.policy import LeastConnections
+from weft.machine.hardware.cluster import parse_gpus
 from weft.planner.deployment import deploy
 from weft.planner.profiles import load_profile
-from weft.planner.replica import build_replicas
-from weft.planner.steps import StepPredictor
-from weft.simulate.lengths import FixedLength, Lengths, UniformLength
-from weft.simulate.load import RequestDistribution, RequestSource, SimulatedLoad
-from weft.simulate.objective import Objective
-from weft.simulate.replica import ReplicaSpec
-from weft.simulate.report import Report, create_report
-from weft.simulate.simulated_request import SimulatedRequest
-from weft.simulate.simulation import SimulationResult, simulate
+from weft.planner.speed.steps import StepPredictor
+from weft.planner.work.replica import build_replicas
+from weft.study.simulate.lengths import FixedLength, Lengths, UniformLength
+from weft.study.simulate.load import RequestDistribution, RequestSource, SimulatedLoad
+from weft.study.simulate.objective import Objective
+from weft.study.simulate.replica import ReplicaSpec
+from weft.study.simulate.report import Report, create_report
+from weft.study.simulate.simulated_request import SimulatedRequest
+from weft.study.simulate.simulation import SimulationResult, simulate
 
 
 def steps(model: str = "Llama-3.1-8B", gpus: str = "1xH100", stages: int = 1, engine: str = "vllm") -> StepPredictor:

@@ -14,7 +14,7 @@ import gguf
 import sentencepiece
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from weft.text.byte_level import ALPHABET, token_to_bytes
+from weft.engine.text.byte_level import ALPHABET, token_to_bytes
 
 TEXTS = (
     "The weft is the thread that ties the warps together; it's woven, and we'll weave 1234 of them in 2025.",

@@ -15,21 +15,30 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.pure.letters import END, frontend, output
 from tests.pure.shapes import SMOLLM2
-from weft.client.running import RunningReplica
-from weft.client.text_tools import TextTools
-from weft.core.commands import Command, Done, RankReport, RankStats, Replies, Reply, ResetPrefixCache, level_after
-from weft.core.request import Output, Request, Stats
+from weft.api.server.app import create_app
+from weft.api.service.service import Service
+from weft.checkpoint.config.pooling import PoolingSettings
+from weft.engine.core.commands import (
+    Command,
+    Done,
+    RankReport,
+    RankStats,
+    Replies,
+    Reply,
+    ResetPrefixCache,
+    level_after,
+)
+from weft.engine.core.request import Output, Request, Stats
+from weft.engine.executors.base import Ready
+from weft.engine.frontend.text_tools import TextTools
+from weft.engine.replicas.running import RunningReplica
 from weft.errors import Cause, EngineError, QueueFullError
-from weft.executors.base import Ready
-from weft.formats.pooling import PoolingSettings
+from weft.http import errors
+from weft.http.errors import describe_error
+from weft.http.options import ServeOptions
 from weft.plan.memory import Capacity
 from weft.plan.places import cut_places
 from weft.plan.plan import Plan, named_devices
-from weft.serving import errors
-from weft.serving.app import create_app
-from weft.serving.errors import describe_error
-from weft.serving.options import ServeOptions
-from weft.serving.service import Service
 
 HIDDEN = 4  # numbers of a state
 Script = Callable[[Request], Iterable[Output]]

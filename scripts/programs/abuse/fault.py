@@ -15,8 +15,8 @@ DEADLY = [11, 7, 11, 7, 11, 7, 11]  # token ids
 SOURCE = """
 import os, signal, sys
 
-if {{"weft.client.process", "weft.executors.fork_server"}} & {{*sys.orig_argv}}:
-    from weft.core.engine import EngineCore
+if {{"weft.engine.replicas.process", "weft.engine.processes.fork_server"}} & {{*sys.orig_argv}}:
+    from weft.engine.core.engine import EngineCore
 
     add, server = EngineCore.add, os.getppid()
 

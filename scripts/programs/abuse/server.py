@@ -91,7 +91,7 @@ class Server:
 
     def core(self) -> psutil.Process:
         """The process of the engine's core."""
-        (core,) = [process for process in self._family() if "weft.client" in " ".join(process.cmdline())]
+        (core,) = [process for process in self._family() if "weft.engine.client" in " ".join(process.cmdline())]
         return core
 
     def terminate(self) -> float:

@@ -24,8 +24,8 @@ import psutil
 
 from scripts.programs.soak.mixed import Kind, ask, chat, draw_kind
 from scripts.programs.soak.processes import MODEL, weft_process
+from weft.api.observe.monitoring import HISTORY_S
 from weft.monitor.finding import LIMITS, Code
-from weft.serving.monitoring import HISTORY_S
 
 LAYOUTS = {"one": (), "tensor": ("-tp", "2"), "pipeline": ("-pp", "2")}
 FLAGS = ("--max-model-len", "2048")

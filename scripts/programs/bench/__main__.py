@@ -16,7 +16,7 @@ def main(words: Sequence[str]) -> int:
         print(f"scripts/bench: error: {words[0]!r} is no benchmark; scripts/bench --help lists them", file=sys.stderr)
         return 2
     # Only now: the list needs no package.
-    from weft.bench.__main__ import main as run_suite
+    from weft.study.bench.__main__ import main as run_suite
 
     return run_suite(words)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what is missing is named before Weft is imported
     from scripts.programs.gpu_check.shapes import Shape
-    from weft.bench.workload import BenchRequest
+    from weft.study.bench.workload import BenchRequest
 
 ANY = ""  # a target for every card
 PROFILE_BELOW = 0.75  # share of the roofline below which a kernel goes to ncu

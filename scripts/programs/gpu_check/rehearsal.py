@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import pytest
 
 PROGRAMS = ROOT / "tests/cpu/stand_ins"  # compute-sanitizer and ncu, which check their arguments
-STAND_IN_TESTS = "tests/pure/test_gpu_imports.py"
+STAND_IN_TESTS = "tests/pure/project/test_gpu_imports.py"
 RUN_THERE = "tests/gpu/test_quick_cuda.py"
 NO_TESTS = 5  # pytest's exit status
 CARD_BYTES = 144_000_000_000

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what is missing is named before Weft is imported
-    from weft.planner.work import RankWork
+    from weft.planner.work.work import RankWork
 
 SOME_LAYERS = 8  # of a large model: more than a cache holds
 MODELS: dict[str, tuple[str, int | None]] = {  # name in the catalogue, and the number of layers, None for all
@@ -45,18 +45,18 @@ class Shape:
     @property
     def work(self) -> RankWork:
         """The bytes that one card reads, and its operations."""
-        from weft.architectures.place import whole
-        from weft.formats import config_json
-        from weft.formats.fields import Fields
-        from weft.formats.precision import held_precision
-        from weft.planner.work import rank_work
+        from weft.checkpoint.architectures.place import whole
+        from weft.checkpoint.config import config_json
+        from weft.checkpoint.files.fields import Fields
+        from weft.checkpoint.quantised.precision import held_precision
+        from weft.planner.work.work import rank_work
 
         shape = config_json.shape_from_config(Fields(self.config, "config.json"), run=True)
         return rank_work(shape, held_precision(self.precision), "bf16", whole(shape))
 
     def weight_bytes(self, rows: int = 1) -> float:
         """Bytes of weights that a decode step of `rows` rows reads: of the experts those that are chosen on average."""
-        from weft.planner.roofline import experts_touched
+        from weft.planner.work.roofline import experts_touched
 
         work = self.work
         assert work.head is not None
@@ -81,8 +81,8 @@ class Shape:
 def shape_of(model: str, *, quantization: str | None = None, rehearse: bool = False) -> Shape:
     """Shape of a model of MODELS, or one of the same kind that a CPU computes in milliseconds. `quantization` is what
     the engine quantises to at load."""
-    from weft.formats.catalogue import entries
-    from weft.formats.schemes import ONLINE_QUANTIZATIONS
+    from weft.checkpoint.names.catalogue import entries
+    from weft.checkpoint.quantised.schemes import ONLINE_QUANTIZATIONS
 
     name, layers = MODELS[model]
     entry = next(entry for entry in entries() if name in entry.names)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from weft.hardware.gpus import HALF_RATE, TENSOR_FLOPS, GpuSpec, find_gpu
+from weft.machine.hardware.gpus import HALF_RATE, TENSOR_FLOPS, GpuSpec, find_gpu
 
 WARP = 32  # threads
 ISSUED = 4  # warp instructions that a multiprocessor issues in a cycle, one by each of its schedulers

@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 import torch
 
 from scripts.programs.sass.launches import Launch, recorded
-from weft.architectures.place import Span
-from weft.architectures.shape import Experts
-from weft.formats.schemes import UNIT, Scheme
-from weft.hardware.gpus import FP8_CAPABILITY
-from weft.kernels.base import ExpertStack, HeadNorm, KVCache
-from weft.kernels.batch import NO_ROWS, Batch
-from weft.kernels.latents import AbsorbedQueries, ExpandedContext, LatentNorm
-from weft.kernels.sampling import mask_words
-from weft.kernels.staged import StagedStep
-from weft.kernels.triton import (
+from weft.checkpoint.architectures.place import Span
+from weft.checkpoint.architectures.shape import Experts
+from weft.checkpoint.quantised.schemes import UNIT, Scheme
+from weft.machine.hardware.gpus import FP8_CAPABILITY
+from weft.ranks.kernels.base import ExpertStack, HeadNorm, KVCache
+from weft.ranks.kernels.batch import NO_ROWS, Batch
+from weft.ranks.kernels.latents import AbsorbedQueries, ExpandedContext, LatentNorm
+from weft.ranks.kernels.sampling import mask_words
+from weft.ranks.kernels.staged import StagedStep
+from weft.ranks.kernels.triton import (
     attention,
     experts,
     grouped,
@@ -37,9 +37,9 @@ from weft.kernels.triton import (
     routing,
     sampling,
 )
-from weft.kernels.triton.staged import fill_batch
-from weft.kernels.usable import AMPERE_SHARED_BYTES
-from weft.quant.quantised import QuantisedWeight
+from weft.ranks.kernels.triton.staged import fill_batch
+from weft.ranks.kernels.usable import AMPERE_SHARED_BYTES
+from weft.ranks.quant.quantised import QuantisedWeight
 
 PROCESSORS = 132  # of the GPU that launches are cut for: an H200
 HIDDEN, FFN, Q_HEADS, KV_HEADS, VOCAB = 4096, 14336, 32, 8, 128256

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from weft.kernels.triton import (
+from weft.ranks.kernels.triton import (
     attention,
     experts,
     grouped,

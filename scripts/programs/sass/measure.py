@@ -10,7 +10,7 @@ from typing import Any
 from scripts.programs.sass.cards import CARDS, LIMITS
 from scripts.programs.sass.cases import CASES, Case, is_first_variant
 from scripts.programs.sass.disassembly import disassemble, passes, registers_of
-from weft.hardware.host import usable_cores
+from weft.machine.hardware.host import usable_cores
 
 Compiled = tuple[bytes, int, int]  # the cubin, warps of a program, bytes of shared memory
 

@@ -35,7 +35,7 @@ MINUTE = 12  # samples
 FLAT_MB = 20.0
 LATE_S = 5.0  # for the last requests
 UP_S = 180.0  # for the server to serve again
-VICTIMS = {"rank": "weft.worker", "core": "weft.client.process"}
+VICTIMS = {"rank": "weft.worker", "core": "weft.engine.replicas.process"}
 BLOWS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.cli.batch_flags import ANSWERS, BATCH
-from weft.cli.bench_flags import CALIBRATE, COMPARE, SERVE, SWEEP
-from weft.cli.cluster_flags import CERT, UP
-from weft.cli.cluster_flags import PULL as CLUSTER_PULL
-from weft.cli.command_flags import (
+from weft.cli.flags.batch_flags import ANSWERS, BATCH
+from weft.cli.flags.bench_flags import CALIBRATE, COMPARE, SERVE, SWEEP
+from weft.cli.flags.cluster_flags import CERT, UP
+from weft.cli.flags.cluster_flags import PULL as CLUSTER_PULL
+from weft.cli.flags.command_flags import (
     AS_JSON,
     CHAT,
     DOCTOR,
@@ -21,13 +21,13 @@ from weft.cli.command_flags import (
     TOKEN,
     TOP,
 )
-from weft.cli.cost_flags import COST
-from weft.cli.flags import ENGINE, SAMPLING, SERVER, Flag
-from weft.cli.gateway_flags import GATEWAY_FLAGS
-from weft.cli.hardware_flags import FLAGS as HARDWARE
-from weft.cli.hardware_flags import TOPOLOGY
-from weft.cli.plan_flags import PLAN
-from weft.cli.simulate_flags import SIMULATE
+from weft.cli.flags.cost_flags import COST
+from weft.cli.flags.flags import ENGINE, SAMPLING, SERVER, Flag
+from weft.cli.flags.gateway_flags import GATEWAY_FLAGS
+from weft.cli.flags.hardware_flags import FLAGS as HARDWARE
+from weft.cli.flags.hardware_flags import TOPOLOGY
+from weft.cli.flags.plan_flags import PLAN
+from weft.cli.flags.simulate_flags import SIMULATE
 
 Group = tuple[str, tuple[Flag, ...]]
 
@@ -74,7 +74,7 @@ COMMANDS = {
         Command(
             name="serve",
             summary="Serve a model, or several, over HTTP with the APIs of OpenAI, Anthropic and Ollama.",
-            module="weft.cli.serve",
+            module="weft.cli.serve.serve",
             groups=(*ENGINE, ("server", SERVER)),
             needs_model=False,
             takes_set=True,
@@ -84,7 +84,7 @@ COMMANDS = {
         Command(
             name="run",
             summary="Answer one prompt and exit.",
-            module="weft.cli.run",
+            module="weft.cli.run.run",
             groups=(("prompt", PROMPT), ("sampling", SAMPLING), *ENGINE),
             takes_prompt=True,
             example='weft run demo "Why is the sky blue?" --json',
@@ -92,14 +92,14 @@ COMMANDS = {
         Command(
             name="chat",
             summary="Talk with a model; /help lists what can be typed.",
-            module="weft.cli.chat",
+            module="weft.cli.run.chat",
             groups=(("conversation", CHAT), ("sampling", SAMPLING), *ENGINE),
             example="weft chat demo",
         ),
         Command(
             name="plan",
             summary="Show if a model fits on GPUs, the best layout, its speed, and why; without MODEL, list what fits.",
-            module="weft.cli.plan",
+            module="weft.cli.plan.plan",
             groups=PLAN,
             needs_model=False,
             takes_set=True,
@@ -108,21 +108,21 @@ COMMANDS = {
         Command(
             name="cost",
             summary="Compare the cost of own GPUs with APIs, and divide a load between them.",
-            module="weft.cli.cost",
+            module="weft.cli.plan.cost",
             groups=(("cost", COST), *(group for group in PLAN if group[0] not in ("promise", "answer", "export"))),
             example="weft cost Llama-3.3-70B-Instruct --gpus 4xH100 --price 2.49 --api-price 0.60/0.80",
         ),
         Command(
             name="simulate",
             summary="Show how long requests wait under a load, and how many GPUs keep a latency target (SLO).",
-            module="weft.cli.simulate",
+            module="weft.cli.simulate.simulate",
             groups=SIMULATE,
             example="weft simulate Llama-3.1-8B --gpus 8xL40S --rate 20 --slo ttft_p95=1s,tpot_p95=50ms",
         ),
         Command(
             name="hardware",
             summary="Show this machine's GPUs and CPU, their links, speed, and which processes use the memory.",
-            module="weft.cli.hardware",
+            module="weft.cli.machine.hardware",
             groups=HARDWARE,
             argument="",
             example="weft hardware --yaml",
@@ -130,7 +130,7 @@ COMMANDS = {
         Command(
             name="topo",
             summary="Show the links between this machine's GPUs, and what they cost tensor and pipeline parallelism.",
-            module="weft.cli.topo",
+            module="weft.cli.machine.topo",
             groups=TOPOLOGY,
             argument="",
             example="weft topo --json",
@@ -138,7 +138,7 @@ COMMANDS = {
         Command(
             name="top",
             summary="Watch GPUs, models, ranks and what is wrong with them; q or Ctrl-C ends it.",
-            module="weft.cli.top",
+            module="weft.cli.top.top",
             groups=(("view", TOP),),
             argument="",
             example="weft top --url http://127.0.0.1:8000",
@@ -146,7 +146,7 @@ COMMANDS = {
         Command(
             name="profile",
             summary="Trace steps of a server that works; its admin key is WEFT_ADMIN_KEY in the environment.",
-            module="weft.cli.profile",
+            module="weft.cli.machine.profile",
             groups=(("profile", PROFILE),),
             argument="",
             example="weft profile --url http://127.0.0.1:8000 --steps 20",
@@ -154,7 +154,7 @@ COMMANDS = {
         Command(
             name="doctor",
             summary="Check this machine: driver, links, memory, limits, leftovers; exit status 1 if a check fails.",
-            module="weft.cli.doctor",
+            module="weft.cli.machine.doctor",
             groups=(("checks", DOCTOR),),
             argument="",
             example="weft doctor --security",
@@ -162,7 +162,7 @@ COMMANDS = {
         Command(
             name="support-bundle",
             summary="Write what a report of a fault needs into a file, without keys: versions, checks, servers, logs.",
-            module="weft.cli.support_bundle",
+            module="weft.cli.machine.support_bundle",
             groups=(("bundle", SUPPORT),),
             argument="",
             needs_model=False,
@@ -171,7 +171,7 @@ COMMANDS = {
         Command(
             name="batch",
             summary="Answer the rows of a JSONL or Parquet file; after a kill the same command goes on.",
-            module="weft.cli.batch",
+            module="weft.cli.run.batch",
             groups=(("batch", BATCH), ("sampling", SAMPLING), ("answers", ANSWERS), *ENGINE),
             argument="IN OUT",
             about="a file of rows with prompt or messages, or of OpenAI's batch requests; the file of answers, which "
@@ -184,7 +184,7 @@ COMMANDS = {
         Command(
             name="gateway",
             summary="Serve several servers at one address: balance requests, and try again elsewhere if one fails.",
-            module="weft.cli.gateway",
+            module="weft.cli.serve.gateway",
             groups=(("gateway", GATEWAY_FLAGS),),
             argument="",
             own_config=True,
@@ -194,7 +194,7 @@ COMMANDS = {
         Command(
             name="cluster status",
             summary="Show the Ray cluster's nodes, or this machine: devices, links, who runs what, and what is free.",
-            module="weft.cli.cluster",
+            module="weft.cli.cluster.cluster",
             groups=(("cluster", (AS_JSON,)),),
             argument="",
             example="weft cluster status --json",
@@ -202,7 +202,7 @@ COMMANDS = {
         Command(
             name="cluster up",
             summary="Start one engine on several machines through ssh, and wait until it answers requests.",
-            module="weft.cli.cluster_hosts",
+            module="weft.cli.cluster.cluster_hosts",
             groups=(("cluster", UP),),
             argument="HOSTS",
             about="a YAML file with the machines, the model and the flags of weft serve (docs/several-machines.md)",
@@ -212,7 +212,7 @@ COMMANDS = {
         Command(
             name="cluster down",
             summary="End the engine that weft cluster up has started.",
-            module="weft.cli.cluster_hosts",
+            module="weft.cli.cluster.cluster_hosts",
             groups=(),
             argument="HOSTS",
             about="the file that weft cluster up was given",
@@ -222,7 +222,7 @@ COMMANDS = {
         Command(
             name="cluster pull",
             summary="Fetch a model on every machine of a hosts file.",
-            module="weft.cli.cluster_hosts",
+            module="weft.cli.cluster.cluster_hosts",
             groups=(("cluster", CLUSTER_PULL),),
             argument="NAME",
             about="the model, as for weft pull; without it, the file's",
@@ -232,7 +232,7 @@ COMMANDS = {
         Command(
             name="cluster cert",
             summary="Make certificates for the connections between nodes, or new ones before they expire.",
-            module="weft.cli.cluster_cert",
+            module="weft.cli.cluster.cluster_cert",
             groups=(("cluster", CERT),),
             argument="HOSTS",
             about="a hosts file, whose machines get certificates; or give --nodes",
@@ -242,21 +242,21 @@ COMMANDS = {
         Command(
             name="bench latency",
             summary="Measure one batch: time to first token, then tokens per second.",
-            module="weft.cli.bench",
+            module="weft.cli.bench.bench",
             groups=(("workload", LATENCY), *ENGINE),
             example="weft bench latency demo",
         ),
         Command(
             name="bench throughput",
             summary="Measure many requests at once: output tokens per second.",
-            module="weft.cli.bench",
+            module="weft.cli.bench.bench",
             groups=(("workload", THROUGHPUT), *ENGINE),
             example="weft bench throughput demo --num-prompts 64",
         ),
         Command(
             name="bench serve",
             summary="Send requests to a server at random times, like real users, and report how long each waited.",
-            module="weft.cli.bench_serve",
+            module="weft.cli.bench.bench_serve",
             groups=(*SERVE, *ENGINE),
             needs_model=False,
             example="weft bench serve demo --request-rate 4 --goodput ttft:500 tpot:50",
@@ -264,7 +264,7 @@ COMMANDS = {
         Command(
             name="bench sweep",
             summary="Run bench serve at several rates or concurrency limits; print one table and a plot.",
-            module="weft.cli.bench_sweep",
+            module="weft.cli.bench.bench_sweep",
             groups=(*SWEEP, *ENGINE),
             needs_model=False,
             example="weft bench sweep demo --request-rate 1,2,4,8",
@@ -272,7 +272,7 @@ COMMANDS = {
         Command(
             name="bench calibrate",
             summary="Measure this machine so that plans fit it; on a GPU, with MODEL, also tune the attention kernels.",
-            module="weft.cli.bench_calibrate",
+            module="weft.cli.bench.bench_calibrate",
             groups=(*CALIBRATE, *ENGINE),
             needs_model=False,
             example="weft bench calibrate",
@@ -280,7 +280,7 @@ COMMANDS = {
         Command(
             name="bench compare",
             summary="Compare two saved results; exit status 1 if the new one is worse.",
-            module="weft.cli.bench_compare",
+            module="weft.cli.bench.bench_compare",
             groups=COMPARE,
             argument="OLD NEW",
             about="JSON files, as --save-result and scripts/bench write them",
@@ -289,7 +289,7 @@ COMMANDS = {
         Command(
             name="shard",
             summary="Cut a checkpoint for the ranks of a layout: each reads only its own file at the next start.",
-            module="weft.cli.shard",
+            module="weft.cli.run.shard",
             groups=SHARD,
             argument="MODEL DIRECTORY",
             about="the model, and a new directory for the files",
@@ -299,7 +299,7 @@ COMMANDS = {
         Command(
             name="pull",
             summary="Fetch a model from the hub, so that serving it needs no network.",
-            module="weft.cli.local_models",
+            module="weft.cli.serve.local_models",
             groups=(("download", (TOKEN, FOLDER)),),
             argument="NAME",
             about="an id on the hub, hf.co/OWNER/REPO:QUANT for a GGUF file, one of Ollama's tags, or demo",
@@ -310,7 +310,7 @@ COMMANDS = {
         Command(
             name="ls",
             summary="List the models on this machine.",
-            module="weft.cli.local_models",
+            module="weft.cli.serve.local_models",
             groups=(("models", (FOLDER, AS_JSON)),),
             argument="",
             needs_model=False,
@@ -319,7 +319,7 @@ COMMANDS = {
         Command(
             name="rm",
             summary="Remove models from this machine.",
-            module="weft.cli.local_models",
+            module="weft.cli.serve.local_models",
             groups=(("models", (FOLDER,)),),
             argument="NAME",
             about="names of models, as weft ls shows them",
@@ -329,7 +329,7 @@ COMMANDS = {
         Command(
             name="ps",
             summary="List the servers that run on this machine, and the state, size and devices of their models.",
-            module="weft.cli.ps",
+            module="weft.cli.serve.ps",
             groups=(("servers", (AS_JSON,)),),
             argument="",
             needs_model=False,
@@ -338,7 +338,7 @@ COMMANDS = {
         Command(
             name="stop",
             summary="Stop the server of a model on this machine, after its running requests.",
-            module="weft.cli.local_models",
+            module="weft.cli.serve.local_models",
             groups=(),
             argument="NAME",
             about="the model, as weft ps shows it",
@@ -348,7 +348,7 @@ COMMANDS = {
         Command(
             name="demo",
             summary="Fetch a small model, split it over two ranks and answer a prompt.",
-            module="weft.cli.demo",
+            module="weft.cli.run.demo",
             groups=(("sampling", SAMPLING), *ENGINE),
             argument="PROMPT",
             example='weft demo "Why is the sky blue?"',

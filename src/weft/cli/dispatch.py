@@ -10,11 +10,11 @@ from importlib import import_module
 
 from weft import logs
 from weft._version import __version__
+from weft.checkpoint.hub import model_names
 from weft.cli import short_help, streams
 from weft.cli.commands import COMMANDS, Command
 from weft.cli.parser import UsageError, find_command, parse_command
 from weft.errors import WeftError, printable
-from weft.formats import model_names
 
 logger = logging.getLogger("weft.cli")
 

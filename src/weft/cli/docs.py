@@ -6,17 +6,17 @@ from pathlib import Path
 
 from weft.cli import glossary
 from weft.cli.commands import COMMANDS, Command
-from weft.cli.flags import ENGINE, Flag
+from weft.cli.flags.flags import ENGINE, Flag
 from weft.cli.parser import default_text
 from weft.cli.short_help import ABOUT
-from weft.client.vllm import VLLMArgument, vllm_arguments
+from weft.engine.client.vllm import VLLMArgument, vllm_arguments
 
 PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
 
 INTRODUCTION = f"""# The command line
 
 <!-- Written by `python -m weft.cli.docs`. Change what it is written from, not this page. In src/weft: cli/commands.py
-and cli/*flags.py, and for the flags of engine and server config.py and serving/options.py. -->
+and cli/*flags.py, and for the flags of engine and server config.py and http/options.py. -->
 
 {ABOUT}
 

@@ -9,12 +9,12 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from weft.cli.flags import engine_config
+from weft.cli.flags.flags import engine_config
 from weft.cli.word_wrap import WordWrap
-from weft.client.outputs import RequestOutput
+from weft.engine.frontend.outputs import RequestOutput
 
 if TYPE_CHECKING:
-    from weft.llm import LLM
+    from weft.engine.llm import LLM
 
 
 def start_engine(arguments: Namespace, **ours: Any) -> LLM:
@@ -22,7 +22,7 @@ def start_engine(arguments: Namespace, **ours: Any) -> LLM:
     config = engine_config(arguments, **ours)
     if sys.stderr.isatty():
         print(f"loading {config.model} ...", file=sys.stderr, flush=True)
-    from weft.llm import LLM  # slow to import: after the message
+    from weft.engine.llm import LLM  # slow to import: after the message
 
     return LLM.from_config(config)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
 from weft.cli.commands import COMMANDS, Command
-from weft.cli.flags import ENGINE
+from weft.cli.flags.flags import ENGINE
 
 SIMILAR = 0.7  # as difflib counts; less similar names would mislead
 # The parallel sizes in SGLang's spelling.

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from weft.architectures.model import Model
+from weft.checkpoint.architectures.model import Model
 from weft.cli.parser import UsageError
 from weft.errors import ConfigError, PlanError
-from weft.hardware.cluster import Cluster
+from weft.machine.hardware.cluster import Cluster
 from weft.plan import device_map, max_memory, placement
 from weft.plan.rules import check_expert_flags, check_expert_parallel_size, check_layout
-from weft.planner.domains import usable_devices
 from weft.planner.note import Note, create_note
 from weft.planner.question import LayoutConstraints
+from weft.planner.search.domains import usable_devices
 
 
 def rank_count(given: dict[str, Any]) -> int:

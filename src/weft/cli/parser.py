@@ -8,11 +8,12 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from weft.cli import hints, short_help, vllm
+from weft.checkpoint.files.yaml_text import load_yaml
+from weft.cli import hints, short_help
 from weft.cli.commands import COMMANDS, Command
-from weft.cli.flags import ENGINE, Flag
+from weft.cli.flags import vllm
+from weft.cli.flags.flags import ENGINE, Flag
 from weft.errors import WeftError, error_reason
-from weft.formats.yaml_text import load_yaml
 from weft.regular_files import SETTINGS_BYTES, read_regular_text
 
 logger = logging.getLogger("weft.cli")
@@ -118,7 +119,7 @@ def set_model(command: Command, arguments: argparse.Namespace) -> None:
         _check_argument(arguments)
         arguments.model = arguments.argument
     if hasattr(arguments, "plan") and not getattr(arguments, "model", ""):
-        from weft.planner import plan_file
+        from weft.planner.report import plan_file
 
         arguments.model = plan_file.load_plan_file(arguments.plan).model.name
     # A claim to check names its model itself, and so does a node's configuration.

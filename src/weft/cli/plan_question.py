@@ -11,19 +11,20 @@ from typing import Any
 
 import msgspec
 
-from weft.architectures.kv import number_bytes
-from weft.architectures.model import Model
-from weft.cli import layout_flags, plan_flags
+from weft.checkpoint import lookup
+from weft.checkpoint.architectures.kv import number_bytes
+from weft.checkpoint.architectures.model import Model
+from weft.checkpoint.quantised.precision import canonical
+from weft.checkpoint.quantised.schemes import ONLINE_QUANTIZATIONS
+from weft.cli import layout_flags
+from weft.cli.flags import plan_flags
 from weft.cli.parser import UsageError
 from weft.errors import ConfigError, error_reason
-from weft.formats import lookup
-from weft.formats.precision import canonical
-from weft.formats.schemes import ONLINE_QUANTIZATIONS
 from weft.formatting import join_commas
-from weft.hardware import hardware_file
-from weft.hardware.cluster import Cluster, is_several_nodes, parse_gpus, parse_nodes
-from weft.hardware.cpus import typical_cpu
-from weft.hardware.gpus import BF16_CAPABILITY
+from weft.machine.hardware import hardware_file
+from weft.machine.hardware.cluster import Cluster, is_several_nodes, parse_gpus, parse_nodes
+from weft.machine.hardware.cpus import typical_cpu
+from weft.machine.hardware.gpus import BF16_CAPABILITY
 from weft.plan.determinism import ON_GPUS, against_model, not_deterministic
 from weft.plan.plan import DraftModel, Speculation
 from weft.plan.speculation import resolve_speculation
@@ -220,7 +221,7 @@ def measured_cluster(given: dict[str, Any]) -> Cluster:
     Raises UsageError if other hardware is given, and ConfigError for a file that exists, or if nothing has been
     measured.
     """
-    from weft.cluster.measured import load_cluster
+    from weft.engine.cluster.measured import load_cluster
 
     other = next((name for name in ("gpus", "nodes", "network") if given.get(name) is not None), None)
     if other:

@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from weft.formatting import extra_hint, format_bytes
-from weft.hardware.gpu_figures import GpuFigures
-from weft.hardware.host import Host
-from weft.monitor.check import Check, skipped
+from weft.machine.check import Check, skipped
+from weft.machine.hardware.gpu_figures import GpuFigures
+from weft.machine.hardware.host import Host
 from weft.monitor.topology import peer_verdict
 from weft.plan.backends import KernelDevice, Version
 from weft.plan.products import CAPABILITY, EXTRA, PACKAGE, VERSION, against_device

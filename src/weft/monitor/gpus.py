@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from weft.hardware.gpu_figures import GpuFigures, GpuSampler
+from weft.machine.hardware.gpu_figures import GpuFigures, GpuSampler
 from weft.monitor.history import GpuMoment
 from weft.monitor.processes import own_pids
 

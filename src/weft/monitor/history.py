@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from weft.core.request import Stats, sum_stats
-from weft.hardware.gpu_figures import GpuFigures
-from weft.hardware.topology import Holder
+from weft.engine.core.request import Stats, sum_stats
+from weft.machine.hardware.gpu_figures import GpuFigures
+from weft.machine.hardware.topology import Holder
 from weft.plan.plan import Plan
 
 
 class RankCounters(msgspec.Struct, frozen=True, kw_only=True):
-    """Steps and seconds of one rank since its start, see `core.commands.RankReport`.
+    """Steps and seconds of one rank since its start, see `engine.core.commands.RankReport`.
 
     `rank` counts over all replicas, `local_rank` within the plan of `replica`.
     """

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from weft.cache import cache_path
 from weft.formatting import format_bytes
-from weft.hardware.host import Host, control_groups
-from weft.hardware.listeners import port_holder
-from weft.monitor.check import Check, skipped
+from weft.machine.check import Check, skipped
+from weft.machine.hardware.host import Host, control_groups
+from weft.machine.hardware.listeners import port_holder
+from weft.machine.native import library
 from weft.monitor.processes import Process, orphans
-from weft.native import library
 
 PORTS = (8000, 11434)  # weft serve's, and the default of Ollama's clients
 MIN_SHM = 1 << 30  # NCCL takes tens of MB per pair of GPUs; containers start with 64 MB

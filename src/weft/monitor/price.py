@@ -15,10 +15,10 @@ from weft.monitor.history import History
 from weft.plan.places import column_unit, cut_places
 from weft.plan.plan import Plan
 from weft.plan.split import split
-from weft.planner.cost import Prediction, predict
 from weft.planner.deployment import Workload
-from weft.planner.footprint import footprint
-from weft.planner.forecast import Forecast
+from weft.planner.execution.forecast import Forecast
+from weft.planner.memory.footprint import footprint
+from weft.planner.speed.cost import Prediction, predict
 
 log = logging.getLogger("weft.monitor")
 

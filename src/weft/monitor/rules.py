@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from weft.formatting import format_bytes
-from weft.hardware.gpu_figures import GpuFigures
+from weft.machine.hardware.gpu_figures import GpuFigures
 from weft.monitor.causes import link_causes
 from weft.monitor.finding import LIMITS, Change, Code, Finding, Limits
 from weft.monitor.history import GpuMoment, History

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from weft.cache import cache_path
-from weft.formats.yaml_text import load_yaml
-from weft.hardware.listeners import Listener, listeners, socket_inodes
-from weft.monitor.check import Check, skipped
+from weft.checkpoint.files.yaml_text import load_yaml
+from weft.machine.check import Check, skipped
+from weft.machine.hardware.listeners import Listener, listeners, socket_inodes
 from weft.monitor.processes import SERVERS, Process
 from weft.regular_files import SETTINGS_BYTES, read_regular_text
 

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 
 from weft.errors import ConfigError
-from weft.hardware.cluster import Cluster
-from weft.hardware.gpu_figures import NvLinkState
-from weft.hardware.host import Host
-from weft.hardware.links import all_reduce_cost, send_cost
-from weft.hardware.topology import Gpu, GpuPair, NvLinks, Pcie, link_name
+from weft.machine.hardware.cluster import Cluster
+from weft.machine.hardware.gpu_figures import NvLinkState
+from weft.machine.hardware.host import Host
+from weft.machine.hardware.links import all_reduce_cost, send_cost
+from weft.machine.hardware.topology import Gpu, GpuPair, NvLinks, Pcie, link_name
 from weft.planner.note import Note, create_note
 from weft.probes.machine import host_cluster
 from weft.probes.stored_speeds import PairSpeed, Speeds

@@ -1,6 +1,6 @@
 """Reports of traces: time by kernel, by layer and by kind of work, and all ranks on one time axis.
 
-Traces are Chrome traces of torch's profiler, with the events that `worker.trace` adds. Times are in seconds.
+Traces are Chrome traces of torch's profiler, with the events that `ranks.worker.trace` adds. Times are in seconds.
 """
 
 from __future__ import annotations

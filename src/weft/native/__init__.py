@@ -1,1 +1,1 @@
-"""The C++ library of the CPU kernels: build, cache, structures and entries. It needs no torch."""
+"""The name under which images build the native library."""

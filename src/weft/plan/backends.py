@@ -9,15 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from weft.architectures.shape import Experts, ModelShape
+from weft.checkpoint.architectures.shape import Experts, ModelShape
 from weft.config import EngineConfig
 from weft.errors import ConfigError
 from weft.formatting import extra_hint, format_version
-from weft.hardware.gpus import FP8_CAPABILITY
-from weft.hardware.host import Host
 from weft.logs import event_fields
-from weft.native.library import CPP_TYPES
-from weft.native.structures import WIDEST_GROUP, WIDEST_HEAD, WIDEST_LATENT
+from weft.machine.hardware.gpus import FP8_CAPABILITY
+from weft.machine.hardware.host import Host
+from weft.machine.native.library import CPP_TYPES
+from weft.machine.native.structures import WIDEST_GROUP, WIDEST_HEAD, WIDEST_LATENT
 
 logger = logging.getLogger("weft")
 
@@ -161,11 +161,11 @@ FLASH_CAPABILITY = (8, 0)
 
 ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
     "torch": AttentionBackend(
-        kernels="the slower torch kernels", module="weft.kernels.plain", rest="torch", widest_latent=None
+        kernels="the slower torch kernels", module="weft.ranks.kernels.plain", rest="torch", widest_latent=None
     ),
     "cpu": AttentionBackend(
         kernels="the compiled CPU kernels",
-        module="weft.kernels.native",
+        module="weft.ranks.kernels.native",
         rest="cpu",
         runs_on="cpu",
         dtypes=tuple(CPP_TYPES),
@@ -175,7 +175,7 @@ ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
     ),
     "triton": AttentionBackend(
         kernels="the Triton kernels",
-        module="weft.kernels.triton",
+        module="weft.ranks.kernels.triton",
         rest="triton",
         runs_on="gpu",
         capability=(7, 5),
@@ -187,7 +187,7 @@ ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
     ),
     "flashinfer": AttentionBackend(
         kernels="FlashInfer's kernels",
-        module="weft.kernels.flashinfer",
+        module="weft.ranks.kernels.flashinfer",
         rest="triton",
         runs_on="gpu",
         capability=FLASH_CAPABILITY,
@@ -200,7 +200,7 @@ ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
     ),
     "varlen": AttentionBackend(
         kernels="torch's varlen kernels",
-        module="weft.kernels.varlen",
+        module="weft.ranks.kernels.varlen",
         rest="triton",
         runs_on="gpu",
         capability=FLASH_CAPABILITY,

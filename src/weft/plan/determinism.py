@@ -10,12 +10,12 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from weft.architectures.fused import is_fused
-from weft.architectures.library import PREFIX
-from weft.architectures.shape import ModelShape
+from weft.checkpoint.architectures.fused import is_fused
+from weft.checkpoint.architectures.library import PREFIX
+from weft.checkpoint.architectures.shape import ModelShape
 from weft.config import EngineConfig
 from weft.errors import ConfigError
-from weft.hardware.host import Host
+from weft.machine.hardware.host import Host
 from weft.plan.backends import ATTENTION_BACKENDS, AttentionSpec, KernelDevice, weft_backend
 
 VARIABLE = "VLLM_BATCH_INVARIANT"

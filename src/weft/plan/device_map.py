@@ -2,7 +2,7 @@
 
 A map gives each module, by its name, a device: a GPU's number, "cuda:1", "cpu" or "disk". The innermost module around a
 tensor counts; "" is the whole model. Instead of a map, one of Transformers' strategies in SPREADS may be given;
-`planner.balance` carries that out.
+`planner.search.balance` carries that out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from weft.architectures.modules import (
+from weft.checkpoint.architectures.modules import (
     EXPERT,
     PipelineUnit,
     enclosing_modules,
@@ -24,7 +24,7 @@ from weft.architectures.modules import (
     module_names,
     pipeline_units,
 )
-from weft.architectures.shape import ModelShape
+from weft.checkpoint.architectures.shape import ModelShape
 from weft.errors import ConfigError
 from weft.formatting import format_bytes
 

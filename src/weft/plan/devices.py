@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
-from weft.hardware.host import Host
+from weft.machine.hardware.host import Host
 from weft.plan.split import split
 
 

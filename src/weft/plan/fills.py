@@ -7,11 +7,11 @@ from math import prod
 
 import msgspec
 
-from weft.architectures.axes import axis_length, owned
-from weft.architectures.parameters import Parameter, Part, parameter_dims, rank_parameters
-from weft.architectures.place import Place, Span
-from weft.architectures.shape import DTYPE_BYTES, ModelShape
-from weft.formats.schemes import ALL_SCHEMES
+from weft.checkpoint.architectures.axes import axis_length, owned
+from weft.checkpoint.architectures.parameters import Parameter, Part, parameter_dims, rank_parameters
+from weft.checkpoint.architectures.place import Place, Span
+from weft.checkpoint.architectures.shape import DTYPE_BYTES, ModelShape
+from weft.checkpoint.quantised.schemes import ALL_SCHEMES
 
 
 class Fill(msgspec.Struct, frozen=True):

@@ -9,16 +9,16 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from weft.architectures.library import PREFIX
-from weft.architectures.parameters import model_parameters, parameter_dims
-from weft.architectures.place import whole
-from weft.architectures.shape import DTYPE_BYTES, DType, ModelShape
+from weft.checkpoint.architectures.library import PREFIX
+from weft.checkpoint.architectures.parameters import model_parameters, parameter_dims
+from weft.checkpoint.architectures.place import whole
+from weft.checkpoint.architectures.shape import DTYPE_BYTES, DType, ModelShape
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.formatting import format_bytes, format_version
-from weft.hardware.gpus import BF16_CAPABILITY
-from weft.hardware.host import Host
-from weft.hardware.topology import Gpu
+from weft.machine.hardware.gpus import BF16_CAPABILITY
+from weft.machine.hardware.host import Host
+from weft.machine.hardware.topology import Gpu
 from weft.plan.backends import AttentionSpec, check_backend_name, kv_cache_dtype, with_attention_backend
 from weft.plan.determinism import with_fixed_order
 from weft.plan.devices import check_beside_cpu, device_kind, rank_cores, rank_devices, rank_uuids, utilization
@@ -40,7 +40,7 @@ from weft.plan.speculation import draft_plan
 from weft.plan.split import split
 
 if TYPE_CHECKING:
-    from weft.formats.checkpoint import Checkpoint
+    from weft.checkpoint.checkpoint import Checkpoint
 
 logger = logging.getLogger("weft")
 
@@ -64,7 +64,7 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
     Defaults for what the config leaves open:
 
     - ranks: one;
-    - tokens in a step: BATCHED_TOKENS (`planner.execution` chooses more if possible);
+    - tokens in a step: BATCHED_TOKENS (`planner.execution.execution` chooses more if possible);
     - layers per stage: the layers that make the slowest stage as fast as possible (`layers_by_weight`);
     - devices: GPUs in their order, or the CPU if there are no GPUs.
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from weft.errors import ConfigError
-from weft.hardware.cluster import Cluster
-from weft.hardware.quantities import parse_bytes
+from weft.machine.hardware.cluster import Cluster
+from weft.machine.hardware.quantities import parse_bytes
 
 SMALLEST_CAP = 1 << 20  # bytes; a smaller cap that is not 0 lacks its unit
 

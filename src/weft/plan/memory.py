@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from weft.architectures.place import Place
-from weft.architectures.shape import ModelShape
+from weft.checkpoint.architectures.place import Place
+from weft.checkpoint.architectures.shape import ModelShape
 from weft.errors import PlanError
 from weft.plan.plan import Plan
 from weft.plan.speculation import draft_plan

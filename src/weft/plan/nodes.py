@@ -10,11 +10,11 @@ from itertools import accumulate
 
 import msgspec
 
-from weft.architectures.shape import ModelShape
+from weft.checkpoint.architectures.shape import ModelShape
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.formatting import format_bytes
-from weft.hardware.host import Host
+from weft.machine.hardware.host import Host
 from weft.plan.devices import device_kind, rank_cores
 from weft.plan.plan import Plan, RankDevice
 from weft.plan.split import split

@@ -7,10 +7,10 @@ from typing import Any, cast
 
 from msgspec.structs import replace
 
+from weft.checkpoint.checkpoint import Checkpoint, resolve
+from weft.checkpoint.config.pooling import PoolingTask
 from weft.config import EngineConfig, PoolingOptions
 from weft.errors import ConfigError
-from weft.formats.checkpoint import Checkpoint, resolve
-from weft.formats.pooling import PoolingTask
 
 # vLLM's overrides for Qwen3-Reranker (https://docs.vllm.ai/en/latest/models/supported_models), and the override that
 # lets embeddings be cut, as Weft always does.

@@ -8,14 +8,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from weft.architectures.modules import PipelineUnit
-from weft.architectures.place import Span, whole
-from weft.architectures.shape import ModelShape
+from weft.checkpoint.architectures.modules import PipelineUnit
+from weft.checkpoint.architectures.place import Span, whole
+from weft.checkpoint.architectures.shape import ModelShape
+from weft.checkpoint.quantised.precision import weight_bytes
 from weft.config import DeviceMap, EngineConfig
 from weft.errors import ConfigError
-from weft.formats.precision import weight_bytes
 from weft.formatting import join_commas
-from weft.hardware.host import Host
+from weft.machine.hardware.host import Host
 from weft.plan import max_memory
 from weft.plan.device_map import SPREADS, AvailableDevices, Spread, Stages, map_to_stages
 

@@ -7,9 +7,9 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from weft.architectures.place import Place, Span
-from weft.architectures.shape import Experts, ModelShape
-from weft.formats.precision import scale_columns
+from weft.checkpoint.architectures.place import Place, Span
+from weft.checkpoint.architectures.shape import Experts, ModelShape
+from weft.checkpoint.quantised.precision import scale_columns
 from weft.plan.rules import (
     check_expert_parallel_size,
     check_library_cut,

@@ -7,9 +7,9 @@ from typing import Literal
 
 import msgspec
 
-from weft.architectures.kv import KVLayout, kv_layout, kv_specs
-from weft.architectures.place import Place
-from weft.architectures.shape import DType, ModelShape
+from weft.checkpoint.architectures.kv import KVLayout, kv_layout, kv_specs
+from weft.checkpoint.architectures.place import Place
+from weft.checkpoint.architectures.shape import DType, ModelShape
 from weft.plan.backends import runs_on_gpus
 from weft.plan.fills import rank_weight_bytes
 
@@ -74,7 +74,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A model cut across ranks, with the limits that it runs under. Sizes are in bytes, lengths in tokens.
 
     - `checkpoint`: a directory or a GGUF file; the engine reads no weights from it if `load_format` is "dummy".
-    - `schemes`: scheme (`formats.schemes`) of each checkpoint tensor that is held quantised; all others are in `dtype`.
+    - `schemes`: scheme (`checkpoint.quantised.schemes`) of each checkpoint tensor that is held quantised; all others
+    are in `dtype`.
     - `places`, `devices`, `cores`: one entry per rank, in rank order. `cores` are the CPU numbers that the rank's
       threads may use.
     - `max_num_seqs`, `max_num_batched_tokens`: limits of each attention group.
@@ -250,7 +251,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_dtype(self) -> str:
-        """Dtype of the KV cache, a name of `architectures.kv`."""
+        """Dtype of the KV cache, a name of `checkpoint.architectures.kv`."""
         return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     @property

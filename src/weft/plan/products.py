@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
-from weft.architectures.axes import owned
-from weft.architectures.parameters import parameter_dims, rank_parameters
-from weft.architectures.place import Span
-from weft.architectures.published import ROW
+from weft.checkpoint.architectures.axes import owned
+from weft.checkpoint.architectures.parameters import parameter_dims, rank_parameters
+from weft.checkpoint.architectures.place import Span
+from weft.checkpoint.architectures.published import ROW
+from weft.checkpoint.quantised.schemes import ALL_SCHEMES, Scheme
 from weft.config import EngineConfig
 from weft.errors import ConfigError
-from weft.formats.schemes import ALL_SCHEMES, Scheme
 from weft.formatting import extra_hint, format_version
-from weft.hardware.host import Host
+from weft.machine.hardware.host import Host
 from weft.plan.backends import KernelDevice, Version, against_version, kernel_family
 from weft.plan.fills import checkpoint_scheme
 from weft.plan.plan import Plan

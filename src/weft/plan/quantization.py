@@ -7,16 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from weft.architectures.axes import axis_length, owned
-from weft.architectures.parameters import Parameter, model_parameters
-from weft.architectures.place import Place, Span
-from weft.architectures.published import ORDERED
-from weft.architectures.shape import DTYPE_BYTES, DType, ModelShape
-from weft.config import EngineConfig
-from weft.errors import ConfigError, PlanError
-from weft.formats.gguf_types import MIXES, gguf_type
-from weft.formats.precision import BF16, OF_DTYPE, held_precision, part_format
-from weft.formats.schemes import (
+from weft.checkpoint.architectures.axes import axis_length, owned
+from weft.checkpoint.architectures.parameters import Parameter, model_parameters
+from weft.checkpoint.architectures.place import Place, Span
+from weft.checkpoint.architectures.published import ORDERED
+from weft.checkpoint.architectures.shape import DTYPE_BYTES, DType, ModelShape
+from weft.checkpoint.files.gguf_types import MIXES, gguf_type
+from weft.checkpoint.quantised.precision import BF16, OF_DTYPE, held_precision, part_format
+from weft.checkpoint.quantised.schemes import (
     FLOAT_SCHEMES,
     METHODS,
     ONLINE_QUANTIZATIONS,
@@ -24,13 +22,15 @@ from weft.formats.schemes import (
     scheme_for_parameter,
     scheme_for_types,
 )
+from weft.config import EngineConfig
+from weft.errors import ConfigError, PlanError
 from weft.formatting import join_commas
 from weft.logs import event_fields
 from weft.plan.backends import kernel_family, runs_on_gpus
 from weft.plan.places import column_unit, cut_places
 
 if TYPE_CHECKING:
-    from weft.formats.checkpoint import Checkpoint
+    from weft.checkpoint.checkpoint import Checkpoint
 
 logger = logging.getLogger("weft")
 
@@ -58,7 +58,8 @@ def tensor_schemes(
 ) -> dict[str, str]:
     """Scheme of each tensor that the engine holds quantised, by the tensor's name in the checkpoint.
 
-    Quantization "auto" holds a file's quantised tensors in the schemes of `formats.schemes` for their types, if the
+    Quantization "auto" holds a file's quantised tensors in the schemes of `checkpoint.quantised.schemes` for their
+    types, if the
     devices have kernels for quantised weights in `dtype` and `dtype` has 16 bits. Raises ConfigError for a quantization
     that this checkpoint or device cannot have.
     """

@@ -7,8 +7,8 @@ from itertools import chain
 from math import isfinite
 from typing import NamedTuple
 
-from weft.architectures.library import PREFIX
-from weft.architectures.shape import ModelShape
+from weft.checkpoint.architectures.library import PREFIX
+from weft.checkpoint.architectures.shape import ModelShape
 from weft.errors import ConfigError, PlanError
 from weft.formatting import join_commas
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from weft.checkpoint.files.sharded import ShardedState, cut_words
 from weft.config import DEFAULT_CONFIG, EngineConfig
 from weft.errors import PlanError
-from weft.formats.sharded import ShardedState, cut_words
 
 if TYPE_CHECKING:
-    from weft.formats.checkpoint import Checkpoint
+    from weft.checkpoint.checkpoint import Checkpoint
     from weft.plan.plan import Plan
 
 # Options that cut a model. The first ones change the number of ranks or their shares, even if they are the only ones.

@@ -7,9 +7,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from weft.architectures.shape import ModelShape
+from weft.checkpoint import checkpoint
+from weft.checkpoint.architectures.shape import ModelShape
 from weft.errors import ConfigError
-from weft.formats import checkpoint
 from weft.plan.places import cut_places
 from weft.plan.plan import DraftModel, Plan, Speculation
 

@@ -7,10 +7,10 @@ from functools import lru_cache
 
 import msgspec
 
-from weft.architectures.place import Place
-from weft.architectures.shape import ModelShape
+from weft.checkpoint.architectures.place import Place
+from weft.checkpoint.architectures.shape import ModelShape
 from weft.errors import ConfigError, PlanError
-from weft.hardware.cluster import Cluster
+from weft.machine.hardware.cluster import Cluster
 from weft.plan.places import column_unit, cut_places
 
 DEFAULT_LENGTH = 1024  # tokens of a prompt, and of an answer, if the user gives neither
@@ -77,7 +77,7 @@ class DeploymentLayout(msgspec.Struct, frozen=True, kw_only=True):
     rank = (replica * pipeline_parallel + stage) * tensor_parallel + tp_rank. `gpus[rank]` is the number of its
     GPU in `Cluster` order (node by node). Replicas differ only in the experts that they hold; `place.rank`
     counts within an engine: a replica, or all replicas if they share their experts. `precision` and `kv_dtype` are
-    names of `formats.precision`.
+    names of `checkpoint.quantised.precision`.
 
     `expert_parallel` is the number of parts into which the routed experts of a layer are dealt whole; the ranks of a
     part divide the columns of its experts. It is 1 if every rank holds a slice of each expert. If the replicas share

@@ -12,17 +12,17 @@ from typing import Any
 
 import msgspec
 
-from weft.architectures.shape import ModelShape
+from weft.checkpoint.architectures.shape import ModelShape
+from weft.checkpoint.files.gguf_types import MIXES
+from weft.checkpoint.quantised.precision import OF_DTYPE, held_precision
+from weft.checkpoint.quantised.schemes import SCHEMES, scheme_for_types
 from weft.errors import ConfigError
-from weft.formats.gguf_types import MIXES
-from weft.formats.precision import OF_DTYPE, held_precision
-from weft.formats.schemes import SCHEMES, scheme_for_types
 from weft.formatting import format_version
-from weft.hardware.calibration import Calibration
-from weft.hardware.cpu import KernelSpeed
-from weft.hardware.gpus import GpuSpec
-from weft.hardware.kernel_shares import KernelShares, ProductShares, find_kernel_shares
-from weft.native.library import CPP_TYPES
+from weft.machine.hardware.calibration import Calibration
+from weft.machine.hardware.cpu import KernelSpeed
+from weft.machine.hardware.gpus import GpuSpec
+from weft.machine.hardware.kernel_shares import KernelShares, ProductShares, find_kernel_shares
+from weft.machine.native.library import CPP_TYPES
 from weft.plan.plan import Speculation
 from weft.planner.question import Question
 

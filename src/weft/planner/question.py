@@ -6,8 +6,8 @@ from typing import Literal, get_args
 
 import msgspec
 
-from weft.architectures.shape import ModelShape
-from weft.hardware.cluster import Cluster
+from weft.checkpoint.architectures.shape import ModelShape
+from weft.machine.hardware.cluster import Cluster
 from weft.plan.device_map import Spread
 from weft.plan.plan import Speculation
 from weft.planner.deployment import Workload
@@ -23,7 +23,7 @@ class LayoutConstraints(msgspec.Struct, frozen=True, kw_only=True):
     `tensor_split` are weights, `pipeline_split` are layers per stage. `expert_parallel` deals whole experts out to the
     ranks of a stage of all replicas, which then share them, or to `expert_parts` parts of these ranks. `devices` has
     the GPU of each stage, in `Cluster` order; one GPU may hold several stages. `device_map_strategy` puts whole layers
-    on all GPUs, by a strategy that `planner.balance` explains.
+    on all GPUs, by a strategy that `planner.search.balance` explains.
     """
 
     tensor_parallel: int | None = None

@@ -17,9 +17,9 @@ from threading import Barrier
 import msgspec
 import numpy as np
 
-from weft.hardware import cpu
-from weft.hardware.cpu import CpuSpeed
-from weft.native.pages import map_pages
+from weft.machine.hardware import cpu
+from weft.machine.hardware.cpu import CpuSpeed
+from weft.machine.native.pages import map_pages
 from weft.probes import kernel_speed
 
 PASSES_S = 0.15  # seconds for the passes of each kind; the fastest pass counts, since other processes may disturb some

@@ -6,7 +6,7 @@ import hashlib
 
 import msgspec
 
-from weft.hardware.host import Host
+from weft.machine.hardware.host import Host
 
 
 def fingerprint(host: Host, *versions: object) -> str:

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.formats.schemes import Scheme
-from weft.hardware.cpu import TOKENS, KernelSpeed, ProductSpeed
-from weft.hardware.cpus import HELD, bytes_of
-from weft.native import library
-from weft.native.entries import Entries
-from weft.native.structures import LOWEST_KINDS, PANEL, MatrixDescriptor
+from weft.checkpoint.quantised.schemes import Scheme
+from weft.machine.hardware.cpu import TOKENS, KernelSpeed, ProductSpeed
+from weft.machine.hardware.cpus import HELD, bytes_of
+from weft.machine.native import library
+from weft.machine.native.entries import Entries
+from weft.machine.native.structures import LOWEST_KINDS, PANEL, MatrixDescriptor
 
 ROUNDS_S = 0.4  # seconds for all measurements in turn: the best of each counts, since others may have been disturbed
 COLS = 2048

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from weft.hardware import host as hosts
-from weft.hardware.cluster import NETWORK, Cluster, Node, default_link
-from weft.hardware.cpu import CpuSpeed
-from weft.hardware.cpus import cpu_kernel_speed
-from weft.hardware.gpus import GpuSpec, gpu_spec
-from weft.hardware.host import Host
-from weft.hardware.quantities import parse_rate
-from weft.hardware.topology import Gpu, GpuPair, interconnect_domains
+from weft.machine.hardware import host as hosts
+from weft.machine.hardware.cluster import NETWORK, Cluster, Node, default_link
+from weft.machine.hardware.cpu import CpuSpeed
+from weft.machine.hardware.cpus import cpu_kernel_speed
+from weft.machine.hardware.gpus import GpuSpec, gpu_spec
+from weft.machine.hardware.host import Host
+from weft.machine.hardware.quantities import parse_rate
+from weft.machine.hardware.topology import Gpu, GpuPair, interconnect_domains
 from weft.probes import stored_speeds
 from weft.probes.stored_speeds import PairSpeed, Speeds
 
@@ -32,7 +32,7 @@ FP16_OVER_FP32 = {"avx512_fp16": 2.0}
 def probe_cluster(*, refresh: bool = False) -> Cluster:
     """Probe this machine. Without a GPU the CPU is measured, which takes a second the first time and with `refresh`.
 
-    The copy speeds of GPUs are only loaded (`probes.links` measures them).
+    The copy speeds of GPUs are only loaded (`study.measure.links` measures them).
     """
     host = hosts.probe_host()
     if not host.gpus:

@@ -15,12 +15,12 @@ import msgspec
 
 from weft.cache import cache_path, warn_damaged, write_cache_file
 from weft.errors import ConfigError, WeftError
-from weft.hardware import calibration, cpu
-from weft.hardware.calibration import Calibration
-from weft.hardware.cpu import CpuSpeed
-from weft.hardware.host import Host
 from weft.logs import event_fields
-from weft.native import library
+from weft.machine.hardware import calibration, cpu
+from weft.machine.hardware.calibration import Calibration
+from weft.machine.hardware.cpu import CpuSpeed
+from weft.machine.hardware.host import Host
+from weft.machine.native import library
 from weft.probes.fingerprint import fingerprint
 
 logger = logging.getLogger("weft")

@@ -14,17 +14,17 @@ from typing import Any, TypeVar
 import msgspec
 
 from weft import logs
-from weft.cluster.ray_cluster import connect, head_address
+from weft.api.batches.answers import NotNowError
+from weft.api.offline.answering import Answered, RowKind, answer_row
+from weft.api.offline.job import AttemptsOf, Job, Keep, Rows
+from weft.api.offline.rows import import_arrow
+from weft.api.service.embedded import open_for_service, run_service
 from weft.config import EngineConfig
+from weft.engine.cluster.ray_cluster import connect, head_address
+from weft.engine.executors.ray_calls import JOIN_S, call_watched
 from weft.errors import CORE, Cause, EngineError
-from weft.executors.ray_calls import JOIN_S, call_watched
+from weft.http.options import ServeOptions
 from weft.ray.resources import actor_config, actor_resources, count_engines, import_library
-from weft.serving.batches.answers import NotNowError
-from weft.serving.embedded import open_for_service, run_service
-from weft.serving.offline.answering import Answered, RowKind, answer_row
-from weft.serving.offline.job import AttemptsOf, Job, Keep, Rows
-from weft.serving.offline.rows import import_arrow
-from weft.serving.options import ServeOptions
 
 BLOCK_ROWS = 32  # rows that an engine gets together, and whose answers come together
 CALLS = 16  # blocks that an engine has at once

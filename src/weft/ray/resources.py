@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from weft.cluster.ray_cluster import sized_ranks
 from weft.config import EngineConfig
+from weft.engine.cluster.ray_cluster import sized_ranks
 from weft.errors import ConfigError, PlanError
 from weft.formatting import extra_hint
 

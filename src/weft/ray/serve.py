@@ -14,14 +14,14 @@ import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft import logs
-from weft.client.arguments import engine_config
+from weft.api.server.app import create_app
+from weft.api.service.embedded import open_for_service, run_service
 from weft.config import EngineConfig
+from weft.engine.client.arguments import engine_config
 from weft.errors import ConfigError
+from weft.http.errors import HttpError, api_path, error_response
+from weft.http.options import ServeOptions
 from weft.ray.resources import actor_config, actor_resources, import_library
-from weft.serving.app import create_app
-from weft.serving.embedded import open_for_service, run_service
-from weft.serving.errors import HttpError, api_path, error_response
-from weft.serving.options import ServeOptions
 
 DEPLOYMENT = "weft"  # name of the deployment, by which weft gateway knows it
 # Their files lie on one replica's disk, and the next request asks another one.

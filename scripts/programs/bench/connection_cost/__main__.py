@@ -19,9 +19,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tests.pure.worlds import FakeEngine, World, saying
-from weft.serving import listen, server
-from weft.serving.admission import ConnectionLimits
-from weft.serving.connection import Connection
+from weft.api.server import server
+from weft.http import listen
+from weft.http.admission import ConnectionLimits
+from weft.http.connection import Connection
 
 ROUNDS, MEASURE_S, CLIENTS = 3, 0.5, 8
 ANSWER = "a" * 60  # with the prompt, within the 64 tokens of the tests' engine

@@ -14,14 +14,15 @@ sys.path.insert(0, str(Path(__file__).parents[4]))
 
 from scripts.programs.bench.front_ends.load import SAID
 from tests.pure.worlds import FakeEngine
-from weft.client.frontend import Frontend
-from weft.client.opening import open_model
+from weft.api.server import server
+from weft.api.service.service import Service
 from weft.config import EngineConfig
-from weft.core.request import Output, Request
-from weft.serving import listen, server
-from weft.serving.admission import ConnectionLimits
-from weft.serving.options import ServeOptions
-from weft.serving.service import Service
+from weft.engine.core.request import Output, Request
+from weft.engine.frontend.frontend import Frontend
+from weft.engine.replicas.opening import open_model
+from weft.http import listen
+from weft.http.admission import ConnectionLimits
+from weft.http.options import ServeOptions
 
 CAPACITY, LENGTH = 256, 2048
 

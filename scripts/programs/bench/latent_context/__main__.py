@@ -38,19 +38,19 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from weft.comm import Links
+from weft.checkpoint.checkpoint import resolve
 from weft.config import EngineConfig
-from weft.core.params import SamplingParams
-from weft.core.step import Admission, StepPlan
-from weft.core.token_ids import TokenIds
-from weft.formats.checkpoint import resolve
-from weft.hardware import host
-from weft.kernels.base import AttentionShape, Kernels, KVCache
-from weft.kernels.batch import Batch, Lengths
-from weft.kernels.latents import ExpandedRow, LatentDims, LatentProducts, attend_absorbed, attend_expanded
-from weft.kernels.native import complete_kernels, create_attention
+from weft.engine.core.params import SamplingParams
+from weft.engine.core.step import Admission, StepPlan
+from weft.engine.core.token_ids import TokenIds
+from weft.machine.hardware import host
 from weft.plan.layout import build_plan
-from weft.worker.worker import Worker
+from weft.ranks.comm import Links
+from weft.ranks.kernels.base import AttentionShape, Kernels, KVCache
+from weft.ranks.kernels.batch import Batch, Lengths
+from weft.ranks.kernels.latents import ExpandedRow, LatentDims, LatentProducts, attend_absorbed, attend_expanded
+from weft.ranks.kernels.native import complete_kernels, create_attention
+from weft.ranks.worker.worker import Worker
 
 LITE = LatentDims(heads=16, rank=512, rope_dim=64, nope_dim=128, value_dim=128)  # DeepSeek-V2-Lite's
 BLOCK = 16  # positions of a KV block
@@ -233,7 +233,7 @@ class WholeSteps:
             max_num_batched_tokens=64,
         )
         plan = build_plan(config, resolve(folder, load_format="dummy"), host.probe_host())
-        with nullcontext() if fused else mock.patch("weft.models.decoder.describe_layer", return_value=None):
+        with nullcontext() if fused else mock.patch("weft.ranks.models.decoder.describe_layer", return_value=None):
             self._worker = Worker(plan, 0, Links())
             self._worker.load()
         assert self._worker.runner.model.is_fused == fused
@@ -275,7 +275,7 @@ class WholeSteps:
         self._number += 1
         forms = {"kept": self._attend_kept, "expanded anew": attend_anew}
         attend = forms.get(self.form)
-        with mock.patch("weft.layers.latent.attend_by_latents", attend) if attend else nullcontext():
+        with mock.patch("weft.ranks.layers.latent.attend_by_latents", attend) if attend else nullcontext():
             began = time.perf_counter()
             self._worker.execute(step)
             return time.perf_counter() - began

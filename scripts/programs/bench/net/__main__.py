@@ -24,7 +24,7 @@ from scripts.programs.bench.net.faults import faults_table, measure_faults
 from scripts.programs.bench.net.links import ADDRESSES, SlowLink, remove_leftovers
 from scripts.programs.bench.net.program import Program
 from scripts.programs.bench.net.sums import measure_sums, sums_table
-from weft.hardware.host import probe_host
+from weft.machine.hardware.host import probe_host
 from weft.probes.stored_speeds import cpu_speed_of
 
 HERE = Path(__file__).parent

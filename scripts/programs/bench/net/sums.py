@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from scripts.programs.bench.net.links import ADDRESSES, DEVICE, SlowLink
-from weft.comm.gloo import GlooGroup
+from weft.ranks.comm.gloo import GlooGroup
 
 SIZES = tuple(1 << exponent for exponent in range(10, 21, 2))  # bytes
 ROUNDS = 7  # in which the two take turns; the best counts

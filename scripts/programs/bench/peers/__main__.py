@@ -32,7 +32,7 @@ from scripts.programs.bench.peers.environments import (
 from scripts.programs.bench.peers.models import LARGE, LATENT, MIXTURE, SMALL, Models
 from scripts.programs.bench.peers.work import FIRST, LATENCY, PREFILL, THROUGHPUT, WORKS, Work, ask
 from weft.cache import cache_path
-from weft.formats import demo
+from weft.checkpoint.hub import demo
 
 QUIET_S = 0.7  # between two runs: threads that spin for work have gone to sleep by then
 QUICK_S = 10.0  # an engine that starts sooner is started several times

@@ -16,10 +16,10 @@ from matplotlib import pyplot
 
 from scripts.programs.bench.planner_accuracy.calibrate import EXPECTED, expected, fit, profiles
 from tests.pure.measured import LIMITS, Case, cases, layouts_compared, ranking_error
-from weft.hardware import kernel_shares, links
-from weft.hardware.cluster import Cluster, Node
+from weft.machine.hardware import kernel_shares, links
+from weft.machine.hardware.cluster import Cluster, Node
 from weft.planner.profiles import engine_names, load_profile
-from weft.planner.ranking import RANKING_ERROR
+from weft.planner.search.ranking import RANKING_ERROR
 
 ROOT = Path(__file__).parents[4]
 PAGE, PLOT = ROOT / "docs/planner-accuracy.md", ROOT / "docs/planner-accuracy.png"
@@ -103,7 +103,8 @@ def by_layout(rows: Sequence[Case]) -> Iterator[str]:
         f"{len(pairs)} pairs of rows differ only in the layout and the number of GPUs. The error of the ratio between "
         f"the two is {median(errors):.1%} in the median, and {inside} of {len(pairs)} pairs are within "
         f"{RANKING_ERROR:.0%}. Layouts within {RANKING_ERROR:.0%} of the highest figure are therefore a tie "
-        "(`planner/ranking.py`): the planner takes the one with the faster single request, then the simpler one. "
+        "(`planner/search/ranking.py`): the planner takes the one with the faster single request, then the simpler "
+        "one. "
         "The worst pairs:\n"
     )
     yield "| kind | row | other row | error of their ratio |\n|---|---|---|--:|"

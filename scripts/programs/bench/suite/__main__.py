@@ -2,7 +2,7 @@
 
 import sys
 
-from weft.bench.__main__ import main
+from weft.study.bench.__main__ import main
 
 if __name__ == "__main__":
     sys.exit(main())

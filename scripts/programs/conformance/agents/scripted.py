@@ -19,15 +19,16 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).parents[4]))
 
 from scripts.programs.bench.front_ends.weft_end import InstantEngine
-from weft.client.frontend import Frontend
-from weft.client.opening import open_model
+from weft.api.server import server
+from weft.api.service.service import Service
 from weft.config import EngineConfig
-from weft.core.request import FinishReason, Output, Request
-from weft.serving import listen, server
-from weft.serving.admission import ConnectionLimits
-from weft.serving.options import ServeOptions
-from weft.serving.service import Service
-from weft.text.tokenizer import Tokenizer
+from weft.engine.core.request import FinishReason, Output, Request
+from weft.engine.frontend.frontend import Frontend
+from weft.engine.replicas.opening import open_model
+from weft.engine.text.tokenizer import Tokenizer
+from weft.http import listen
+from weft.http.admission import ConnectionLimits
+from weft.http.options import ServeOptions
 
 TASK = re.compile(r"weft-task (\w+) turns (\d+) cut (\d+)")
 RESULT = "<tool_response>"  # by which the demo's template shows what a tool has said

@@ -88,10 +88,10 @@ def _import_engine() -> None:
     """Import once what every child needs, and leave no thread behind: forks have only the one that makes them."""
     import torch
 
-    import weft.formats.lookup
+    import weft.checkpoint.lookup
+    import weft.engine.text.tokenizer
     import weft.plan.layout
-    import weft.text.tokenizer
-    import weft.weights.load  # noqa: F401
+    import weft.ranks.weights.load  # noqa: F401
 
     torch.set_num_threads(1)
 

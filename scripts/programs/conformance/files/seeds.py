@@ -11,8 +11,8 @@ from safetensors.numpy import load_file, save_file
 
 from tests.cpu import fp8_checkpoints, integer_checkpoints, published
 from tests.pure import gguf_files, vocabularies
-from weft.formats import safetensors
-from weft.formats.checkpoint import resolve
+from weft.checkpoint.checkpoint import resolve
+from weft.checkpoint.files import safetensors
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -120,13 +120,13 @@ def read_model(folder: Path) -> None:
     """Do what a start does with the files of a model: the tokenizer, the checkpoint, a plan, and all weights."""
     import torch
 
+    from weft.checkpoint import lookup, outline
+    from weft.checkpoint.checkpoint import resolve
     from weft.config import EngineConfig
-    from weft.formats import lookup, outline
-    from weft.formats.checkpoint import resolve
-    from weft.hardware import host
+    from weft.engine.text.tokenizer import load_tokenizer
+    from weft.machine.hardware import host
     from weft.plan.layout import build_plan
-    from weft.text.tokenizer import load_tokenizer
-    from weft.weights.load import allocate_parameters, load_weights
+    from weft.ranks.weights.load import allocate_parameters, load_weights
 
     if any(folder.glob("token*")) or any(folder.glob("*.tiktoken")) or folder.name.startswith("gguf"):
         tokenizer = load_tokenizer(_tokenizer_path(folder))

@@ -1,4 +1,4 @@
-"""Attention: every size of the Triton kernels (weft.probes.on_gpu.trials), and other backends that are installed; or,
+"""Attention: every size of the Triton kernels (weft.ranks.probes.trials), and other backends that are installed; or,
 with `chosen`, decode steps with the sizes that are in use: windows, sinks, caches of 8 bits and latents too."""
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from scripts.programs.gpu_check.work import Figure, Options, is_wanted
 from scripts.programs.gpu_check.work.products import COLD_BYTES, REPLAYS, timed
 from weft.errors import ConfigError
-from weft.kernels import create_kernels
-from weft.kernels.attention_inputs import decode_inputs
-from weft.kernels.base import AttentionShape, KVCache, PagedAttention
-from weft.kernels.batch import Batch
-from weft.kernels.contest import graph_seconds
-from weft.kernels.latents import AbsorbedQueries
-from weft.kernels.triton.tuning import DECODE, PREFILL, Tuning
-from weft.probes.on_gpu import trials
+from weft.ranks.kernels import create_kernels
+from weft.ranks.kernels.attention_inputs import decode_inputs
+from weft.ranks.kernels.base import AttentionShape, KVCache, PagedAttention
+from weft.ranks.kernels.batch import Batch
+from weft.ranks.kernels.contest import graph_seconds
+from weft.ranks.kernels.latents import AbsorbedQueries
+from weft.ranks.kernels.triton.tuning import DECODE, PREFILL, Tuning
+from weft.ranks.probes import trials
 
 HEADS = {"Qwen3-0.6B": (16, 8), "Llama-3.1-8B": (32, 8)}  # of queries, of KV
 HEAD_DIM, LENGTH, BLOCK_SIZE = 128, 8192, 16

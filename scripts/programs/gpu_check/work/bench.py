@@ -18,9 +18,9 @@ from scripts.programs.gpu_check.shapes import Shape, shape_of, write_config
 from scripts.programs.gpu_check.work import Figure, Options
 from scripts.programs.gpu_check.work.profile import profiled_steps
 from weft import LLM
-from weft.bench.measure import BatchRun, run_batch
-from weft.bench.workload import BenchRequest, nano_vllm, random_requests
-from weft.worker.graphs import CudaGraphs, Replay
+from weft.ranks.worker.graphs import CudaGraphs, Replay
+from weft.study.bench.measure import BatchRun, run_batch
+from weft.study.bench.workload import BenchRequest, nano_vllm, random_requests
 
 ONE_INPUT, ONE_OUTPUT, ONE_RUNS = 128, 256, 3
 QUIET_S = 1.0

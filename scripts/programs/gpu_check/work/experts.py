@@ -9,13 +9,13 @@ import torch
 
 from scripts.programs.gpu_check.work import Figure, Options, is_wanted
 from scripts.programs.gpu_check.work.products import COLD_BYTES, CUDA, REPLAYS, copied, filled, timed, warm
-from weft.architectures.place import Span
-from weft.architectures.shape import Experts
-from weft.kernels.base import ExpertStack
-from weft.kernels.experts import choose_experts
-from weft.kernels.triton.kernels import TritonMatrices
-from weft.kernels.usable import multiprocessor_count
-from weft.quant.quantised import QuantisedWeight
+from weft.checkpoint.architectures.place import Span
+from weft.checkpoint.architectures.shape import Experts
+from weft.ranks.kernels.base import ExpertStack
+from weft.ranks.kernels.experts import choose_experts
+from weft.ranks.kernels.triton.kernels import TritonMatrices
+from weft.ranks.kernels.usable import multiprocessor_count
+from weft.ranks.quant.quantised import QuantisedWeight
 
 TYPES = (None, "Q4_1", "INT8", "MXFP4")
 SPECS = {

@@ -13,11 +13,11 @@ from scripts.programs.gpu_check.work import Figure, Options
 from scripts.programs.gpu_check.work.experts import SPECS, TINY, copied_stack, further_layers, random_step
 from scripts.programs.gpu_check.work.experts import made_up as made_up_stack
 from scripts.programs.gpu_check.work.products import COLD_BYTES, CUDA, REPLAYS, copied, made_up, timed
-from weft.kernels.humming import check, create_experts, create_matrix
-from weft.kernels.humming.library import first_line
-from weft.kernels.triton.kernels import TritonMatrices
-from weft.kernels.usable import UnusableError, multiprocessor_count
-from weft.quant.quantised import QuantisedWeight
+from weft.ranks.kernels.humming import check, create_experts, create_matrix
+from weft.ranks.kernels.humming.library import first_line
+from weft.ranks.kernels.triton.kernels import TritonMatrices
+from weft.ranks.kernels.usable import UnusableError, multiprocessor_count
+from weft.ranks.quant.quantised import QuantisedWeight
 
 KINDS = ("INT4_128", "Q4_1", "FP8_128")
 ROWS, COLS = 4096, 4096

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from scripts.programs.gpu_check.work import Figure, Options
-from weft.comm.distributed import DistributedGroup
-from weft.worker.graphs import CudaGraphs
+from weft.ranks.comm.distributed import DistributedGroup
+from weft.ranks.worker.graphs import CudaGraphs
 
 REPLAYS = 200
 WATCHDOG_S = 3.0  # the watchdog looks every tenth of a second at the events of what has run

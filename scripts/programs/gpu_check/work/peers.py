@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from scripts.programs.bench.peers.engine import ENGINES, Engine, Round
 from scripts.programs.gpu_check.shapes import Shape, shape_of, write_config
 from scripts.programs.gpu_check.work import Figure, Options
-from weft.bench.workload import nano_vllm
+from weft.study.bench.workload import nano_vllm
 
 SHARE = 0.42  # of the card's memory for each, since both are loaded
 ROUNDS = 3

@@ -9,12 +9,12 @@ from functools import partial
 import torch
 
 from scripts.programs.gpu_check.work import Figure, Options, is_wanted
-from weft.architectures.place import Span
-from weft.kernels.capture import capture_graph
-from weft.kernels.triton.kernels import TritonMatrices
-from weft.kernels.usable import multiprocessor_count
-from weft.kernels.warm import warm_kernels
-from weft.quant.quantised import QuantisedWeight
+from weft.checkpoint.architectures.place import Span
+from weft.ranks.kernels.capture import capture_graph
+from weft.ranks.kernels.triton.kernels import TritonMatrices
+from weft.ranks.kernels.usable import multiprocessor_count
+from weft.ranks.kernels.warm import warm_kernels
+from weft.ranks.quant.quantised import QuantisedWeight
 
 CUDA = torch.device("cuda", 0)
 TYPES = (None, "Q4_0", "Q4_1", "INT4_128", "Q8_0", "INT8", "FP8_128")

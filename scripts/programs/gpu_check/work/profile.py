@@ -85,8 +85,8 @@ def profiled_steps(
     the prefix cache. With `traces` among the options, the trace is kept (`keep_trace`)."""
     from torch.profiler import ProfilerActivity, profile
 
-    from weft.bench.measure import run_batch
-    from weft.bench.workload import random_requests
+    from weft.study.bench.measure import run_batch
+    from weft.study.bench.workload import random_requests
 
     rehearse, steps = options["rehearse"], STEPS
     if rehearse:

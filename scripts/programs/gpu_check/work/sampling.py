@@ -11,11 +11,11 @@ import torch
 
 from scripts.programs.gpu_check.work import Figure, Options
 from weft import SamplingParams
-from weft.kernels.plain import PlainSampling
-from weft.kernels.sampling import TokenSampler
-from weft.kernels.triton.kernels import TritonSampling
-from weft.worker.sample_arrays import SampleArrays
-from weft.worker.sampler import sampling_settings
+from weft.ranks.kernels.plain import PlainSampling
+from weft.ranks.kernels.sampling import TokenSampler
+from weft.ranks.kernels.triton.kernels import TritonSampling
+from weft.ranks.worker.sample_arrays import SampleArrays
+from weft.ranks.worker.sampler import sampling_settings
 
 VOCAB = 151_936  # Qwen3's
 CALLS = 20

@@ -8,7 +8,7 @@ from typing import Any
 from scripts.programs.gpu_check.work import Figure, Options
 from scripts.programs.gpu_check.work.bench import nano_asks, started
 from weft import SamplingParams
-from weft.bench.measure import run_batch
+from weft.study.bench.measure import run_batch
 
 # Each rank of the two has its own share of the card.
 TWO: dict[str, Any] = {"tensor_parallel_size": 2, "device_ids": (0, 0)}

@@ -9,8 +9,8 @@ from statistics import median
 from scripts.programs.gpu_check.work import Figure, Options
 from scripts.programs.gpu_check.work.bench import captures_counted, started, wait_for_captures
 from weft import LLM
-from weft.bench.measure import run_batch
-from weft.bench.workload import random_requests
+from weft.study.bench.measure import run_batch
+from weft.study.bench.workload import random_requests
 
 TURNS = 5
 LEAK_BYTES = 4 << 20  # between two turns, above which something is left behind: a workspace of cuBLAS is 32 MiB

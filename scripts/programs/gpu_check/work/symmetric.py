@@ -53,9 +53,9 @@ def be_rank(rank: int, size: int, scenario: int, store: str) -> None:
     from fake_worker import make_plan, make_step
     from sums_worker import SumsWorker
 
-    from weft.comm import Links
-    from weft.comm import symmetric as symmetric_memory
     from weft.plan.plan import named_devices
+    from weft.ranks.comm import Links
+    from weft.ranks.comm import symmetric as symmetric_memory
 
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)

@@ -36,7 +36,11 @@ from scripts.programs.soak.processes import MODEL, ROOT, free_port
 
 AGAIN_S, RIGHT, GONE_S = 10.0, 0.95, 5.0
 UP_S = 180.0
-MODULES = {"rank": "weft.worker", "core": "weft.client.process", "fork server": "weft.executors.fork_server"}
+MODULES = {
+    "rank": "weft.worker",
+    "core": "weft.engine.replicas.process",
+    "fork server": "weft.engine.processes.fork_server",
+}
 EXCEPTION_SIGNAL = signal.SIGUSR2
 # Imported by every process of the server.
 RAISER = """

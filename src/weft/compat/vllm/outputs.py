@@ -1,5 +1,5 @@
 """vLLM's module of outputs."""
 
-from weft.client.outputs import CompletionOutput, EmbeddingOutput, RequestOutput
+from weft.engine.frontend.outputs import CompletionOutput, EmbeddingOutput, RequestOutput
 
 __all__ = ["CompletionOutput", "EmbeddingOutput", "RequestOutput"]

@@ -1,5 +1,5 @@
 """vLLM's module of sampling parameters."""
 
-from weft.core.params import SamplingParams, StructuredOutputsParams
+from weft.engine.core.params import SamplingParams, StructuredOutputsParams
 
 __all__ = ["SamplingParams", "StructuredOutputsParams"]

@@ -1,5 +1,5 @@
 """vLLM's module of the class LLM."""
 
-from weft.llm import LLM
+from weft.engine.llm import LLM
 
 __all__ = ["LLM"]

@@ -1,0 +1,102 @@
+"""Published quantisation: the format of a GPTQ, AWQ, compressed-tensors, MXFP4, FP8 or bitsandbytes checkpoint."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import gcd
+from typing import Literal
+
+import msgspec
+
+Wide = Literal["", "nf4", "fp4", "signed"]  # see `PublishedQuantization.wide`
+Method = Literal["gptq", "awq", "compressed-tensors", "mxfp4", "fp8", "fbgemm_fp8", "bitsandbytes"]
+
+ROW = 1 << 20  # columns: a group longer than any row, so that each row is one group
+ORDERED = "_ORDERED"  # suffix of a scheme in which each column names its group; no kernel multiplies with these
+
+
+class PublishedQuantization(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
+    """Storage format of the quantised weights of one checkpoint.
+
+    Attention, MLPs and experts are in `scheme`, or in MXFP4 the experts alone; the head is not quantised.
+
+    - `method`: the library or format, as `quant_method` of a config.json names it.
+    - `bits`: of each stored number, without its part of the scales.
+    - `group`: columns that share a scale; ROW for one scale per row.
+    - `symmetric`: groups have a scale alone, and no zero point.
+    - `ordered`: columns were quantised in the order of their activations (desc_act), so a group's columns lie apart.
+    - `zero_offset`: added to each stored zero point.
+    - `floating`: numbers are FP8 (E4M3), of `bits` 8.
+    - `rows`: rows that share a scale, if numbers are FP8; ROW for one scale per matrix.
+    - `wide`: numbers have 32-bit scales: indices of a table of 16 values (`schemes.TABLES`), or "signed" ones of 8
+      bits; "" for all others.
+    - `nested`: scales are themselves rounded to 8 bits (bitsandbytes' double quantisation).
+    - `mixed`: the config says that layers differ in groups, zero points or order; else all tensors must be as it says.
+    - `exceptions`: (tensor name, scheme) of tensors that are stored otherwise; "" for a tensor that is not quantised.
+    """
+
+    method: Method
+    bits: int
+    group: int
+    symmetric: bool
+    ordered: bool = False
+    zero_offset: int = 0
+    floating: bool = False
+    rows: int = 1
+    wide: Wide = ""
+    nested: bool = False
+    mixed: bool = False
+    exceptions: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def scheme(self) -> str:
+        """Name of the scheme of the matrices without exceptions; a key of `checkpoint.quantised.schemes` if there
+        are kernels for it."""
+        if self.method == "mxfp4":
+            return "MXFP4"
+        if self.floating:
+            return fp8_scheme_name(self.group)
+        if self.wide:
+            return wide_scheme_name(self.wide, self.group)
+        return scheme_name(self.bits, self.group, self.symmetric) + ORDERED * self.ordered
+
+    @property
+    def precision(self) -> str:
+        """Name in `checkpoint.quantised.precision`: int4, int8, fp8 or mxfp4. Tables of 16 values (nf4, fp4) count
+        as int4."""
+        if self.floating:
+            return "fp8"
+        return "mxfp4" if self.method == "mxfp4" else f"int{self.bits}"
+
+    def stored_as(self, tensor: str, role: str) -> str:
+        """Scheme of a matrix, given its tensor name and its parameter's role; "" if it is not quantised."""
+        matrix = role == "expert" or (role in ("linear", "expansion") and self.method != "mxfp4")
+        default = self.scheme if matrix else ""
+        return _exceptions(self).get(tensor, default)
+
+
+def scheme_name(bits: int, group: int, symmetric: bool) -> str:
+    """Name of the scheme of whole numbers, as in "INT4_128" or "INT8_ROW_SYM"."""
+    return f"INT{bits}_{'ROW' if group == ROW else group}{'_SYM' * symmetric}"
+
+
+def fp8_scheme_name(group: int) -> str:
+    """Name of the scheme of FP8 numbers of which `group` columns share a scale, as in "FP8_128" or "FP8_ROW"."""
+    return f"FP8_{'ROW' if group == ROW else group}"
+
+
+def wide_scheme_name(wide: Wide, group: int) -> str:
+    """Name of the scheme of numbers with 32-bit scales, as in "NF4_64" or "SIGNED8_ROW"."""
+    return f"{'SIGNED8' if wide == 'signed' else wide.upper()}_{'ROW' if group == ROW else group}"
+
+
+def held_group(group: int, cols: int) -> int:
+    """Columns that share a scale, in rows of `cols` columns, if `group` numbers do that lie one after the other, row by
+    row: as many as divide both."""
+    return group if group == ROW else gcd(group, cols)
+
+
+@lru_cache(maxsize=64)
+def _exceptions(published: PublishedQuantization) -> dict[str, str]:
+    """Scheme of each exceptional tensor, by tensor name."""
+    return dict(published.exceptions)

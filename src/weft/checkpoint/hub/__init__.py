@@ -1,0 +1,1 @@
+"""Models on the hub and in its local cache: names, headers, downloads."""

@@ -1,0 +1,27 @@
+"""weft cluster status: the nodes of a cluster, who runs what on them, and what is free."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+
+import msgspec
+
+
+def main(arguments: Namespace) -> int:
+    """Print the status as lines, or as one JSON object."""
+    from weft.api.service.run_files import running_servers
+    from weft.engine.cluster.status import Engine, cluster_status, status_lines
+    from weft.machine.hardware.host import probe_host
+
+    servers = [
+        Engine(name=", ".join(server.names), model=server.names[0], state="running", ranks=None, url=server.url)
+        for server in running_servers()
+        if server.names
+    ]
+    status = cluster_status(probe_host(), os.environ, servers)
+    if getattr(arguments, "json", False):
+        print(msgspec.json.encode(status).decode())
+    else:
+        print("\n".join(status_lines(status)))
+    return 0

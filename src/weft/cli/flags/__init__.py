@@ -1,0 +1,1 @@
+"""Flags of all commands, as data."""

@@ -1,0 +1,1 @@
+"""Commands about this machine: hardware, topo, doctor, support-bundle, profile."""

@@ -1,0 +1,1 @@
+"""weft plan and weft cost."""

@@ -1,0 +1,141 @@
+"""weft top: GPUs, models, ranks and their diagnosis, live, over all servers of a user or behind a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from argparse import Namespace
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Any
+
+from weft.cli.parser import UsageError
+from weft.cli.top.top_csv import csv_header, csv_lines
+from weft.cli.top.top_watch import Machine, Snapshot, Watch
+from weft.monitor.figures import join_figures
+
+BETWEEN_S = 0.5  # the two samples of --once, of which rates are made
+
+
+def main(arguments: Namespace) -> int:
+    """Print figures once or again and again until Ctrl-C; return 1 if URLs were given and none answered at the end."""
+    given = vars(arguments)
+    form = "json" if given.get("json", False) else given.get("format", "table")
+    once = given.get("once", False) or given.get("json", False)
+    interval_s = _interval_s(given)
+    urls = tuple(given.get("url") or ())
+    api_key = given.get("api_key") or os.environ.get("VLLM_API_KEY")
+    watch = Watch(urls, api_key, os.environ.get("WEFT_ADMIN_KEY"))
+    machine = None if urls else Machine()
+    try:
+        last = asyncio.run(show(watch, machine, form, interval_s, once=once))
+    finally:
+        if machine is not None:
+            machine.close()
+    return 1 if urls and _none_answered(last) else 0
+
+
+def _interval_s(given: Mapping[str, Any]) -> float:
+    """Seconds from one snapshot to the next. Raises UsageError."""
+    interval_s: float = given.get("interval", 2.0)
+    if interval_s <= 0:
+        raise UsageError(f"--interval is {interval_s:g}; give seconds above 0", code="invalid-flag-value")
+    return interval_s
+
+
+def _none_answered(last: Snapshot | None) -> bool:
+    return last is not None and not last.servers
+
+
+async def show(watch: Watch, machine: Machine | None, form: str, interval_s: float, *, once: bool) -> Snapshot | None:
+    """Print snapshots in a format until a signal, or only one; return the last."""
+    stop = asyncio.Event()
+    last: Snapshot | None = None
+    with contextlib.closing(watch), stopped_by_signals(stop):
+        # Textual reads keys from standard input, and draws on standard error.
+        if form == "table" and not once and all(one.isatty() for one in (sys.stdin, sys.stdout, sys.stderr)):
+            return await show_live(snapshots(watch, machine, interval_s, stop, once=False), stop)
+        if form == "csv":
+            print(csv_header(), flush=True)
+        async for last in snapshots(watch, machine, interval_s, stop, once=once):
+            print_snapshot(last, form)
+    return last
+
+
+async def show_live(snapshots: AsyncIterator[Snapshot], stop: asyncio.Event) -> Snapshot | None:
+    """Show snapshots on the whole terminal until a signal or a key ends it; return the last."""
+    from weft.cli.top.top_app import TopApp  # not for --once
+
+    app = TopApp(snapshots, stop)
+    # Without the mouse: the terminal's own selection copies what is shown.
+    await app.run_async(mouse=False)
+    if app.return_code:  # Textual has printed the error
+        raise SystemExit(app.return_code)
+    return app.last
+
+
+async def snapshots(
+    watch: Watch, machine: Machine | None, interval_s: float, stop: asyncio.Event, *, once: bool
+) -> AsyncIterator[Snapshot]:
+    """A snapshot every `interval_s` seconds until `stop` is set, or only one."""
+    if once and machine is not None:
+        await asyncio.to_thread(machine.sample)
+        await asyncio.sleep(BETWEEN_S)
+    while not stop.is_set():
+        began = time.monotonic()
+        yield await take_snapshot(watch, machine)
+        if once:
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), max(0.05, began + interval_s - time.monotonic()))
+
+
+async def take_snapshot(watch: Watch, machine: Machine | None) -> Snapshot:
+    """Ask all servers, and sample this machine at the same time."""
+    if machine is None:
+        local, (servers, problems) = None, await watch.snapshot()
+    else:
+        local, (servers, problems) = await asyncio.gather(asyncio.to_thread(machine.sample), watch.snapshot())
+    figures = join_figures([figures for _, figures in servers], local, time.time())
+    return Snapshot(servers, figures, problems, {} if machine is None else machine.cores)
+
+
+def print_snapshot(snapshot: Snapshot, form: str) -> None:
+    """Print a snapshot as a page, as one line of JSON, or as lines of CSV; problems go to standard error."""
+    if form == "table":
+        from weft.cli.tables import console
+        from weft.cli.top.top_sparks import Sparks
+        from weft.cli.top.top_tables import page
+
+        out = console()
+        out.print(page(snapshot, Sparks(), out.width))
+        return
+    for problem in snapshot.problems:
+        print(f"weft top: {problem}", file=sys.stderr)
+    if form == "json":
+        print(json.dumps(snapshot.figures), flush=True)
+        return
+    for line in csv_lines(snapshot.figures):
+        print(line, flush=True)
+
+
+@contextlib.contextmanager
+def stopped_by_signals(stop: asyncio.Event) -> Iterator[None]:
+    """Set `stop` at Ctrl-C or SIGTERM, in place of what they do otherwise."""
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGINT, signal.SIGTERM)
+    try:
+        for number in signals:
+            loop.add_signal_handler(number, stop.set)
+    except (NotImplementedError, RuntimeError, ValueError):  # not in the main thread, or not on this system
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)

@@ -1,7 +1,0 @@
-"""Communication between ranks: the operations of groups, and hand-over from stage to stage."""
-
-from __future__ import annotations
-
-from weft.comm.base import Group, Links, Solo, StageLink
-
-__all__ = ["Group", "Links", "Solo", "StageLink"]

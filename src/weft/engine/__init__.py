@@ -1,0 +1,1 @@
+"""The engine: from prompts to outputs, with the scheduler, the ranks' executors and the replicas."""

@@ -1,0 +1,1 @@
+"""Child processes and connections: start, frames, signs of life, keys and TLS."""

@@ -1,0 +1,1 @@
+"""Engines in threads and processes, one or several of a model: start, routing, hand-over, restart."""

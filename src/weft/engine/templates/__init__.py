@@ -1,0 +1,1 @@
+"""Chat templates: conversations as the prompts that models know."""

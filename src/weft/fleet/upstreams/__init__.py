@@ -1,0 +1,1 @@
+"""Replicas behind a gateway: connections, health, circuit breakers, and the routing policies."""

@@ -1,0 +1,1 @@
+"""One machine: its hardware as data, its files, and the native library."""

@@ -1,1 +1,0 @@
-"""Model architectures, composed of `weft.layers`."""

@@ -1,0 +1,1 @@
+"""Claims: the check of statements about memory, speed and links."""

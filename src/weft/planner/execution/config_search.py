@@ -1,0 +1,263 @@
+"""Search for an engine: from its config to the question of `weft plan`, and from the best layout back to configs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+
+from weft.checkpoint.quantised.precision import OF_DTYPE
+from weft.config import DEFAULT_CONFIG, DeviceIds, EngineConfig
+from weft.errors import PlanError
+from weft.machine.hardware.cluster import Cluster, Node
+from weft.machine.hardware.host import Host
+from weft.plan.layout import compute_dtype
+from weft.plan.max_memory import cap_cluster, device_caps, parse_max_memory
+from weft.plan.placement import spread_word
+from weft.plan.plan import Speculation
+from weft.plan.quantization import checkpoint_precision
+
+if TYPE_CHECKING:
+    from weft.checkpoint.checkpoint import Checkpoint
+    from weft.planner.question import LayoutConstraints, Question
+    from weft.planner.search.ranking import Candidate
+    from weft.planner.search.search import SearchResult
+
+logger = logging.getLogger("weft")
+
+# Fields of a config that say how to cut the model; if one is set, the search has nothing to decide.
+CUTS = ("tensor_parallel_size", "tensor_split", "pipeline_parallel_size", "pipeline_split", "data_parallel_size")
+
+
+def is_cut(config: EngineConfig, host: Host) -> bool:
+    """Return True if the user says how to cut the model, or lets ranks share a GPU."""
+    if any(getattr(config, name) is not None for name in CUTS) or host.environment.get("VLLM_PP_LAYER_PARTITION"):
+        return True
+    return not names_each_once(config, host)
+
+
+def names_each_once(config: EngineConfig, host: Host) -> bool:
+    """Return True if the GPUs that `device_ids` names are present, none is named twice, and the CPU is not."""
+    ids = config.device_ids or ()
+    return len(set(ids)) == len(ids) and all(number != "cpu" and 0 <= number < len(host.gpus) for number in ids)
+
+
+def leaves_shares_open(config: EngineConfig, host: Host) -> bool:
+    """Return True if the user gives the number of ranks and stages only, and the GPUs differ: the search then decides
+    their shares."""
+    sizes = {"tensor_parallel_size", "pipeline_parallel_size"}
+    given = {name for name in CUTS if getattr(config, name) is not None}
+    if not given or given - sizes or host.environment.get("VLLM_PP_LAYER_PARTITION"):
+        return False
+    ids = config.device_ids or range(len(host.gpus))
+    names = {host.gpus[number].name for number in ids if number != "cpu"} if names_each_once(config, host) else ()
+    return len(names) > 1
+
+
+def config_of_best(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    host: Host,
+    cluster: Cluster,
+    speculative: Speculation | None = None,
+) -> EngineConfig:
+    """The first of `configs_of_best`."""
+    return configs_of_best(config, checkpoint, host, cluster, speculative)[0]
+
+
+def _gpu_numbers(config: EngineConfig, host: Host) -> tuple[int, ...]:
+    """The host's numbers of the GPUs that the config may use."""
+    return tuple(number for number in config.device_ids or range(len(host.gpus)) if number != "cpu")
+
+
+def configs_of_best(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    host: Host,
+    cluster: Cluster,
+    speculative: Speculation | None = None,
+) -> list[EngineConfig]:
+    """The config with the best layout on this machine's GPUs, or on `device_ids`, for each engine.
+
+    There is one engine per replica, or one for all if they share their experts. Raises PlanError if nothing fits.
+    """
+    from weft.planner.search.search import search
+
+    numbers = _gpu_numbers(config, host)
+    caps = None if config.max_memory is None else parse_max_memory(config.max_memory)
+    if caps is not None:
+        device_caps(config.max_memory, len(host.gpus), on_cpu=False, ids=config.device_ids)  # or ConfigError
+
+    def search_on(machine: Cluster) -> SearchResult:
+        capped = machine if caps is None else cap_cluster(machine, caps)
+        return search(plan_question(config, checkpoint, host, part_of(capped, numbers), numbers, speculative))
+
+    result = search_on(cluster)
+    if result.best is None and caps is not None and caps.cpu:
+        # Only now: the CPU is measured for it, which takes a second.
+        from weft.probes import stored_speeds
+        from weft.probes.machine import add_cpu
+
+        known = msgspec.structs.replace(stored_speeds.load_speeds(host), cpu=stored_speeds.cpu_speed_of(host))
+        result = search_on(add_cpu(cluster, host, known))
+    best = result.best
+    if best is None:
+        raise PlanError(_nothing_fits(result), code="nothing-fits")
+    _log_layout(result, best, numbers)
+    if config.max_num_batched_tokens is None:
+        memory = best.memory.replicas[0]
+        log_step_tokens(memory.batched_tokens, memory.batched_reason)
+    return [_engine_config(config, result, best, engine, numbers) for engine in range(best.layout.engines)]
+
+
+def _engine_config(
+    config: EngineConfig, result: SearchResult, best: Candidate, engine: int, numbers: Sequence[int]
+) -> EngineConfig:
+    """The config of one engine of a layout. `numbers` are the host's numbers of the cluster's GPUs."""
+    layout = best.layout
+    ranks = slice(engine * layout.engine_ranks, (engine + 1) * layout.engine_ranks)
+    return replace(
+        config,
+        max_num_batched_tokens=best.memory.replicas[engine].batched_tokens,
+        tensor_parallel_size=layout.tensor_parallel,
+        tensor_split=layout.tensor_weights,
+        pipeline_parallel_size=layout.pipeline_parallel,
+        pipeline_split=layout.stage_layers,
+        data_parallel_size=layout.data_parallel if layout.shares_experts else None,
+        enable_expert_parallel=layout.deals_experts,
+        expert_parallel_size=layout.expert_parts,
+        device_ids=_device_ids(layout.gpus[ranks], numbers),
+        device_map=None,
+        gpu_memory_utilization=_shares(config, result.question.cluster, best, ranks),
+    )
+
+
+def _device_ids(seats: Sequence[int], numbers: Sequence[int]) -> DeviceIds:
+    """The device of each of `seats` of a cluster: a GPU's number on the host, or the CPU."""
+    return tuple(numbers[seat] if seat < len(numbers) else "cpu" for seat in seats)
+
+
+def plan_question(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    host: Host,
+    cluster: Cluster,
+    numbers: Sequence[int],
+    speculative: Speculation | None = None,
+) -> Question:
+    """The question of `weft plan MODEL`, with the user's limits.
+
+    `numbers` are the host's numbers of the cluster's GPUs.
+    """
+    from weft.planner.deployment import Workload, default_lengths
+    from weft.planner.question import Objective, Question
+
+    shape, most = checkpoint.shape, config.max_model_len
+    devices = [f"cuda:{number}" for number in numbers] + ["cpu"] * (cluster.cpu is not None)
+    dtype = compute_dtype(config, checkpoint, host, devices)
+    input_len, output_len = default_lengths(None, None, most or shape.longest)
+    share = config.gpu_memory_utilization
+    return Question(
+        model=config.model,
+        shape=shape,
+        cluster=cluster,
+        engine="weft",
+        precisions=(checkpoint_precision(config, checkpoint, dtype, devices),),
+        kv_dtype=OF_DTYPE[dtype] if config.kv_cache_dtype == "auto" else "fp8",
+        workload=Workload(input_len=input_len, output_len=output_len, max_model_len=most),
+        objective=cast(Objective, config.objective),
+        constraints=layout_constraints(config),
+        gpu_memory_utilization=None if share == DEFAULT_CONFIG.gpu_memory_utilization else min(share),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        speculation=speculative,
+    )
+
+
+def layout_constraints(config: EngineConfig) -> LayoutConstraints:
+    """The parts of a layout that a config decides."""
+    from weft.planner.question import LayoutConstraints
+
+    if config.tensor_parallel_size or config.pipeline_parallel_size:
+        return _constraints_of_sizes(config)
+    strategy = spread_word(config.device_map) if config.device_map else None
+    if strategy is not None:
+        return LayoutConstraints(
+            tensor_parallel=1, data_parallel=1, expert_parallel=False, device_map_strategy=strategy
+        )
+    dealt = config.enable_expert_parallel
+    replicas = None if dealt else config.data_parallel_size
+    several = (replicas or 1) > 1
+    return LayoutConstraints(
+        data_parallel=replicas,
+        expert_parallel=False if several else dealt or None,  # replicas share no experts
+        expert_parts=config.expert_parallel_size,
+    )
+
+
+def _constraints_of_sizes(config: EngineConfig) -> LayoutConstraints:
+    """The constraints of tensor and pipeline parallel sizes: one that is not given is 1."""
+    from weft.planner.question import LayoutConstraints
+
+    dealt = config.enable_expert_parallel
+    return LayoutConstraints(
+        tensor_parallel=config.tensor_parallel_size or 1,
+        pipeline_parallel=config.pipeline_parallel_size or 1,
+        data_parallel=1 if dealt else config.data_parallel_size,
+        expert_parallel=dealt,
+        expert_parts=config.expert_parallel_size,
+    )
+
+
+def part_of(cluster: Cluster, numbers: Sequence[int]) -> Cluster:
+    """The GPUs of one node that have these numbers, as a cluster of their own."""
+    (node,) = cluster.nodes
+    if tuple(numbers) == tuple(range(len(node.gpus))):
+        return cluster
+    gpus = tuple(node.gpus[number] for number in numbers)
+    groups = [tuple(numbers.index(number) for number in group if number in numbers) for group in node.bridged]
+    bridged = tuple(group for group in groups if len(group) > 1)
+    all_bridged = [len(group) for group in bridged] == [len(numbers)]
+    part = Node(gpus, "nvlink") if all_bridged else Node(gpus, node.link, bridged)
+    return Cluster((part,), cluster.network_Bps, cpu=cluster.cpu)
+
+
+def _shares(config: EngineConfig, cluster: Cluster, best: Candidate, part: slice) -> tuple[float, ...]:
+    """Shares of the GPUs' memory of some ranks: the user's or the default, or more if a single request needs it."""
+    usual = config.gpu_memory_utilization
+    seats, ranks = best.layout.gpus[part], best.memory.ranks[part]
+    if len(usual) == len(best.layout.gpus):
+        usual = usual[part]
+    held = [cluster.devices[seat].held_bytes for seat in seats]
+    # A CPU that is used with GPUs has no share.
+    taken = [
+        (rank.usable_bytes + others) / rank.memory_bytes if seat < len(cluster.gpus) else 0.0
+        for rank, others, seat in zip(ranks, held, seats, strict=False)
+    ]
+    return usual if len(usual) > 1 or max(taken) <= usual[0] else tuple(max(usual[0], share) for share in taken)
+
+
+def _log_layout(result: SearchResult, best: Candidate, numbers: Sequence[int]) -> None:
+    seats = _device_ids(best.layout.gpus, numbers)
+    gpus = [seat for seat in seats if seat != "cpu"]
+    where = "the CPU and " * (len(gpus) < len(seats)) + f"GPU{'s' * (len(gpus) > 1)} {','.join(map(str, gpus))}"
+    logger.info("layout: %s on %s, the best for %s", best.cut, where, result.question.objective)
+
+
+def _nothing_fits(result: SearchResult) -> str:
+    from weft.planner.report.advice import advice
+
+    changes = [change for change in advice(result) if change.values.get("runs", True)]
+    change = f"; {changes[0]}" if changes else ""
+    model = result.question.model
+    return (
+        f"{model} does not fit this machine: {result.obstacle}{change} (weft plan {model} has more suggestions; "
+        "--tensor-parallel-size or --pipeline-parallel-size makes Weft try all the same)"
+    )
+
+
+def log_step_tokens(tokens: int, why: str) -> None:
+    logger.info("max_num_batched_tokens is %s: %s", f"{tokens:,}", why)

@@ -1,0 +1,1 @@
+"""Memory of a layout: weights, KV cache and activations of each rank."""

@@ -1,0 +1,1 @@
+"""Prices: tokens of an API's provider, and of own GPUs."""

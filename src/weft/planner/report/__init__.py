@@ -1,0 +1,1 @@
+"""Reports on a plan: advice, notes, JSON and plan files, tables."""

@@ -1,0 +1,1 @@
+"""The search: candidate layouts, their objections, their ranking."""

@@ -1,0 +1,1 @@
+"""Predicted speed of a layout, and of single steps."""

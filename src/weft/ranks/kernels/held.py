@@ -1,0 +1,95 @@
+"""Products by the names of their parameters, so that weights can be replaced, or moved to the host and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+import torch
+
+from weft.checkpoint.architectures.shape import Experts
+from weft.ranks.kernels.base import ExpertProducts, ExpertStack, MixtureProducts, Product
+from weft.ranks.kernels.dense_latents import DenseLatentProducts
+from weft.ranks.kernels.experts import GroupedExperts
+from weft.ranks.kernels.fused import FusedMLP
+from weft.ranks.kernels.latents import LatentDims, LatentProducts
+from weft.ranks.quant.dense import RouterProduct
+from weft.ranks.quant.quantised import QuantisedWeight, stack_size
+
+
+class HeldProduct(Protocol):
+    """A product with a weight, packed or not, in tensors that stay where they are."""
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """The tensors that hold the weight. Empty if a CPU packs it in a form that only the product knows."""
+        ...
+
+    def replace(self, weight: torch.Tensor | QuantisedWeight) -> None:
+        """Take the values of another weight, of the same dims and scheme."""
+        ...
+
+
+P = TypeVar("P", bound=HeldProduct)
+
+
+class HeldMatrices:
+    """Base of the implementations of `Matrices`: it knows all their products by the names of their parameters.
+
+    Unless an implementation has something faster, routers, experts and projections of latents are computed in torch,
+    experts with its products.
+    """
+
+    def __init__(self) -> None:
+        self._products: dict[str, HeldProduct] = {}
+
+    def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, name: str = "") -> Product:
+        raise NotImplementedError
+
+    def router(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, name: str = "") -> Product:
+        return self._hold(name, RouterProduct(weight, bias))
+
+    def experts(self, spec: Experts, gate_up: ExpertStack, down: ExpertStack, first: int) -> ExpertProducts:
+        return GroupedExperts(spec, self._matrices(gate_up), self._matrices(down), first)
+
+    def mixture(self, experts: ExpertProducts, shared: FusedMLP) -> MixtureProducts | None:
+        return None
+
+    def latent_products(
+        self, weight: torch.Tensor | QuantisedWeight, dims: LatentDims, name: str = ""
+    ) -> LatentProducts:
+        return self._hold(name, DenseLatentProducts(weight, dims))
+
+    def replace(self, name: str, weight: torch.Tensor | QuantisedWeight) -> None:
+        """Give a parameter other values, of the same dims and scheme, in the same memory."""
+        if name in self._products:
+            self._products[name].replace(weight)
+            return
+        for expert in range(stack_size(weight)):
+            self._products[f"{name}.{expert}"].replace(weight.select(0, expert))
+
+    def against_replacing(self, name: str, weight: torch.Tensor | QuantisedWeight) -> str | None:
+        """Nothing is against it: these products take any values."""
+        return None
+
+    def refresh_biases(self) -> None:
+        """Nothing to do: these products read the callers' biases."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that hold weights."""
+        return [tensor for product in self._products.values() for tensor in product.tensors]
+
+    def _matrices(self, stack: ExpertStack) -> list[Product]:
+        """The product of each matrix of a stack."""
+        return [
+            self.matrix(
+                stack.weight.select(0, expert),
+                None if stack.bias is None else stack.bias[expert],
+                f"{stack.name}.{expert}",
+            )
+            for expert in range(stack_size(stack.weight))
+        ]
+
+    def _hold(self, name: str, product: P) -> P:
+        self._products[name] = product
+        return product

@@ -1,0 +1,1 @@
+"""Model architectures, composed of `weft.ranks.layers`."""

@@ -1,0 +1,1 @@
+"""Studies of engines and plans: benchmarks, measurements, simulation, export."""

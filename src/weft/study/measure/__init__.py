@@ -1,0 +1,1 @@
+"""Measurements of this machine that run programs: links, kernels, the engine."""
