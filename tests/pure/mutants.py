@@ -1,9 +1,9 @@
 """Mutants: copies of the source with one small fault each, to see whether the tests notice it.
 
 `python -m tests.pure.mutants` draws them, runs each against the tests of its module, and writes which were killed to
-tests/data/mutants.json; a run that was broken off goes on where it ended. A mutant is named by its package's last
-name, file, function, kind and ordinal among those of this kind in the function, so that it is found again wherever the
-package and the line lie.
+tests/data/mutants.json; a run that was broken off goes on where it ended. A mutant is named by its package, file,
+function, kind and ordinal among the faults of this kind in the function, so that it is found again wherever the line
+lies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 TESTS = Path(__file__).parent
 RECORDED = ROOT / "tests/data/mutants.json"
-PACKAGES = ("core", "plan", "gateway", "structured")
+# By the name that it had in 0.1.0, each package's folders.
+PACKAGES = {
+    "core": ("engine/core",),
+    "plan": ("plan",),
+    "gateway": ("fleet/gateway", "fleet/upstreams", "fleet/accounts"),
+    "structured": ("engine/structured",),
+}
 SEED, OF_EACH_PACKAGE = 1, 15
 LIMIT_S = 900.0  # a mutant that runs for longer than this does not end, and is killed
 
@@ -56,10 +62,14 @@ class Mutant(NamedTuple):
 Fault = tuple[str, str, Callable[[], None]]  # function, kind, and what puts it into the tree
 
 
-def package_folder(package: str) -> Path:
-    """The one folder of the source with a package of this last name."""
-    (folder,) = (made.parent for made in (ROOT / "src/weft").rglob(f"{package}/__init__.py"))
-    return folder
+def package_files(package: str) -> list[Path]:
+    """The files of a package, by their names."""
+    folders = (ROOT / "src/weft" / folder for folder in PACKAGES[package])
+    return sorted((path for folder in folders for path in folder.glob("*.py")), key=lambda path: path.name)
+
+
+def file_of(mutant: Mutant) -> Path:
+    return next(path for path in package_files(mutant.package) if path.name == mutant.file)
 
 
 def add_one(node: ast.Constant) -> None:
@@ -128,7 +138,7 @@ def draw() -> list[Mutant]:
     drawn: list[Mutant] = []
     for package in PACKAGES:
         every: list[Mutant] = []
-        for path in sorted(package_folder(package).glob("*.py")):
+        for path in package_files(package):
             every += mutants_of(ast.parse(path.read_text(encoding="utf-8")), package, path.name)
         drawn += random.Random(f"{SEED} {package}").sample(every, OF_EACH_PACKAGE)
     return drawn
@@ -153,7 +163,7 @@ def dotted(path: Path) -> str:
 
 def covering_tests(module: Path) -> list[Path]:
     """Test files that import a module, themselves or by a helper; where none does, those that import its users."""
-    files = [*TESTS.glob("*.py"), *(ROOT / "src/weft").rglob("*.py")]
+    files = [*TESTS.rglob("*.py"), *(ROOT / "src/weft").rglob("*.py")]
     reached, new = {module}, {module}
     while new:
         tests = sorted(path for path in reached if path.name.startswith("test_"))
@@ -169,7 +179,7 @@ def covering_tests(module: Path) -> list[Path]:
 
 def is_killed(mutant: Mutant) -> bool:
     """Run the tests of a mutant's module with a copy of the source that holds it."""
-    module = package_folder(mutant.package) / mutant.file
+    module = file_of(mutant)
     tree = ast.parse(module.read_text(encoding="utf-8"))
     change = mutants_of(tree, mutant.package, mutant.file).get(mutant)
     if change is None:
@@ -201,7 +211,7 @@ def recorded() -> list[tuple[Mutant, bool]]:
 def main() -> None:
     done = recorded()
     # Those with few tests first: what a broken run has cost is small.
-    for mutant in sorted(draw(), key=lambda it: len(covering_tests(package_folder(it.package) / it.file))):
+    for mutant in sorted(draw(), key=lambda it: len(covering_tests(file_of(it)))):
         if mutant not in dict(done):
             done.append((mutant, is_killed(mutant)))
             print(*done[-1], flush=True)

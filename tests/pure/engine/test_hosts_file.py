@@ -248,7 +248,7 @@ def here(**fields: Any) -> str:
 
 
 def test_the_doctor_sees_all_nodes(fake_ssh: FakeSsh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(remote.__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(remote.__file__).parents[3]))
     hosts = written(tmp_path, f"hosts: [{here(host='refused')}, {here(host='second')}]")
     status, answer = weft_json("doctor", "--hosts", hosts, "--no-measure")
     assert status == 1 and answer["ok"] is False
@@ -284,7 +284,7 @@ def test_down_goes_on_after_a_node_that_fails(
     fake_ssh: FakeSsh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A login shell's own lines do not matter."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(remote.__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(remote.__file__).parents[3]))
     hosts = written(tmp_path, f"hosts: [{here(host='refused')}, {here(host='second')}]")
     status, out, err = weft("cluster", "down", hosts)
     assert (status, err) == (1, "")

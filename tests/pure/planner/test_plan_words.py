@@ -74,7 +74,7 @@ def test_the_words_of_weft_plan(golden: Callable[[str, str], None]) -> None:
 def test_every_code_is_used_and_known() -> None:
     package = Path(weft.planner.__file__).parents[1]
     sources = "".join(
-        path.read_text() for room in ("planner", "cli", "export", "monitor") for path in (package / room).glob("*.py")
+        path.read_text() for room in ("planner", "cli", "study", "monitor") for path in (package / room).rglob("*.py")
     )
     used = set(re.findall(r"\"([a-z0-9_]+)\"", sources)) | {"bound_by_bandwidth", "bound_by_compute"}
     used |= {"bound_by_links", "bound_by_memory"}

@@ -359,7 +359,7 @@ def test_stored_calibrations_are_known(cache: Path) -> None:
 def test_other_versions_are_left_alone(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = stored_speeds.calibration_fingerprint(HOST)
     calibration.store_calibration(machine, made())
-    monkeypatch.setattr("weft.__version__", "9.9")
+    monkeypatch.setattr("weft._version.__version__", "9.9")
     assert calibration.load_calibrations(machine) == ()
     monkeypatch.undo()
     monkeypatch.setattr(calibration, "version", lambda name: "9.9")
