@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 from starlette.datastructures import Headers
 
 from weft.engine.core.request import Request
 from weft.errors import ConfigError
-from weft.http.front_client import client_from_header
 from weft.http.key_file import ClientKey, read_keys
 from weft.http.key_rates import KeyRates
 from weft.http.keys import digest_key, matching_index, sent_key
 from weft.http.options import ServeOptions
+
+FRONT_HEADER = "x-weft-client"  # by which the front of a set names a request's client to a model's server
 
 
 class Client(NamedTuple):
@@ -46,6 +49,31 @@ class Client(NamedTuple):
 
 ANYBODY = Client()
 current: ContextVar[Client] = ContextVar("client", default=ANYBODY)
+
+
+class FrontClient(msgspec.Struct, frozen=True):
+    """The part of a `Client` that affects a model's engine."""
+
+    name: str
+    number: int
+    weight: float
+    salt: str
+
+
+def header_of(client: Client) -> bytes:
+    """Value of the header for a client of the front, in ASCII."""
+    return json.dumps(
+        {"name": client.name, "number": client.number, "weight": client.weight, "salt": client.salt}
+    ).encode("ascii")
+
+
+def client_from_header(own: Client, headers: Headers) -> Client:
+    """The client that the front names in a request with its key; `own`, the front itself, if it names none."""
+    text = headers.get(FRONT_HEADER)
+    if text is None:
+        return own
+    client = msgspec.json.decode(text, type=FrontClient)
+    return own._replace(name=client.name, number=client.number, weight=client.weight, salt=client.salt)
 
 
 class Clients:

@@ -15,7 +15,7 @@ from weft.formatting import format_bytes
 from weft.machine.check import Check, skipped
 from weft.machine.hardware.host import Host, control_groups
 from weft.machine.hardware.listeners import port_holder
-from weft.machine.native import library
+from weft.machine.native import prebuilt
 from weft.monitor.processes import Process, orphans
 
 PORTS = (8000, 11434)  # weft serve's, and the default of Ollama's clients
@@ -49,7 +49,7 @@ def check_torch() -> Check:
 
 def check_kernels() -> Check:
     """The C++ compiler, and the library of CPU kernels that it builds."""
-    built = library.built_library()
+    built = prebuilt.built_library()
     if built is None:
         return Check("cpu-kernels", "warn", "no C++ compiler", remedy="install g++; until then slower kernels run")
     return Check("cpu-kernels", "ok", f"built: {built}" if built else "built at the first start of an engine")

@@ -20,7 +20,7 @@ from weft.machine.hardware import calibration, cpu
 from weft.machine.hardware.calibration import Calibration
 from weft.machine.hardware.cpu import CpuSpeed
 from weft.machine.hardware.host import Host
-from weft.machine.native import library
+from weft.machine.native import prebuilt
 from weft.probes.fingerprint import fingerprint
 
 logger = logging.getLogger("weft")
@@ -161,7 +161,7 @@ def is_outdated(speed: CpuSpeed) -> bool:
     """
     if speed.busy and not is_busy():
         return True
-    built = library.built_library()
+    built = prebuilt.built_library()
     if built == "":
         return not speed.runs_own
     return (built and Path(built).name) != speed.library
@@ -177,7 +177,7 @@ def measure_cpu(host: Host) -> CpuSpeed:
 
     Raises ConfigError if that is impossible.
     """
-    built = library.built_library()
+    built = prebuilt.built_library()
     name = built and Path(built).name
     if built:
         try:

@@ -24,9 +24,8 @@ from weft.fleet.hosting.member import Member
 from weft.fleet.hosting.model_set import ModelEntry, ModelSet
 from weft.fleet.hosting.options import APPLIED, PASSED_ON, REFUSED, check_options, member_words, stall_limit
 from weft.fleet.hosting.sockets import YOUNG_S, SocketFolder
-from weft.http.clients import Client
+from weft.http.clients import Client, header_of
 from weft.http.errors import HttpError
-from weft.http.front_client import header_of
 from weft.http.options import ServeOptions
 
 OTHERS: dict[str, Any] = {

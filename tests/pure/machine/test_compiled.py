@@ -20,7 +20,7 @@ from tests.pure.machines import plan
 from tests.refusals import has_values
 from weft.cache import distrust_reason
 from weft.engine.executors.ranks import compile_ahead
-from weft.machine.native import build, library
+from weft.machine.native import build, library, prebuilt
 from weft.plan.plan import named_devices
 
 # Notes each call, and writes what it was asked for where that is wanted.
@@ -39,7 +39,7 @@ exit 1
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for known in (build.build_library, build.load_library, library._warn_once):
+    for known in (build.build_library, build.load_library, library.warn_once):
         known.cache_clear()
     yield tmp_path / "weft/kernels"
     build.build_library.cache_clear()
@@ -257,7 +257,7 @@ def test_files_that_others_can_write_are_not_loaded(
         build.load_library("bfloat16")
     assert calls(log) == before
     # Nor by whoever measures for a plan, which says so and goes on.
-    assert library.built_library() == "" and len(logged(caplog, "cpu-kernels-not-loaded")) == 1
+    assert prebuilt.built_library() == "" and len(logged(caplog, "cpu-kernels-not-loaded")) == 1
 
 
 def test_a_folder_of_everybody_above_the_cache_is_refused_unless_it_is_sticky(
@@ -304,12 +304,12 @@ def test_a_damaged_library_is_built_anew(
             path.with_suffix(".sha256").unlink()
         case "another's digest":
             path.with_suffix(".sha256").write_text("0" * 64)
-    assert library.built_library() == ""
+    assert prebuilt.built_library() == ""
     with pytest.raises(OSError, match="damaged: its digest"):
         library.open_library(path)
     assert build.build_library("bfloat16") == path and path.read_text() == "made\n"
     assert calls(log) == before + PARTS + 1 and logged(caplog, "cpu-kernels-damaged") == [{"path": str(path)}]
-    assert library.built_library() == str(path)
+    assert prebuilt.built_library() == str(path)
 
 
 def test_a_disk_that_does_not_keep_it_is_told_after_one_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from weft.machine.hardware.cluster import Cluster, Node
 from weft.machine.hardware.cpu import TOKENS, Cpu, CpuSpeed, KernelSpeed, ProductSpeed
 from weft.machine.hardware.gpus import GpuSpec
 from weft.machine.hardware.host import Host, probe_host
-from weft.machine.native import library
+from weft.machine.native import prebuilt
 from weft.plan.layout import build_plan
 from weft.planner.execution.forecast import Forecast, forecast_plan
 from weft.planner.profiles import MEASURED_ERROR, calibrated, load_profile
@@ -297,7 +297,7 @@ def test_kernels_that_do_not_run_are_no_reason_to_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "broken.so").write_text("no library")
-    monkeypatch.setattr(library, "built_library", lambda: str(tmp_path / "broken.so"))
+    monkeypatch.setattr(prebuilt, "built_library", lambda: str(tmp_path / "broken.so"))
     monkeypatch.setattr(stored_speeds, "MIN_READ_BYTES", 1 << 20)
     found = stored_speeds.measure_cpu(msgspec.structs.replace(probe_host(), memory_free_bytes=4 << 20))
     assert found.kernels is None and found.bandwidth_Bps > 0 and found.library == "broken.so"
@@ -318,7 +318,7 @@ def test_an_instruction_that_a_cpu_lacks_is_no_reason_to_stop(
             raise subprocess.CalledProcessError(-signal.SIGILL, command, stderr=b"")
         return SimpleNamespace(stdout=msgspec.json.encode(SPEED))
 
-    monkeypatch.setattr(library, "built_library", lambda: "/cache/other.so")
+    monkeypatch.setattr(prebuilt, "built_library", lambda: "/cache/other.so")
     monkeypatch.setattr(subprocess, "run", run)
     assert stored_speeds.measure_cpu(HOST) == msgspec.structs.replace(SPEED, library="other.so")
     assert asked == [True, False] and str(signal.strsignal(signal.SIGILL)) in caplog.text

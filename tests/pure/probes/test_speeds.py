@@ -15,7 +15,7 @@ from weft.errors import ConfigError
 from weft.machine.hardware.cpu import Cpu, CpuSpeed, KernelSpeed, ProductSpeed
 from weft.machine.hardware.host import Host, probe_host
 from weft.machine.hardware.topology import Gpu
-from weft.machine.native import library
+from weft.machine.native import prebuilt
 from weft.probes import stored_speeds
 from weft.probes.fingerprint import fingerprint
 from weft.probes.stored_speeds import GpuSpeed, PairSpeed, Speeds, cpu_speed_of, load_speeds
@@ -48,7 +48,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Host]:
         return CpuSpeed(1e9 + len(calls), 1e12)
 
     monkeypatch.setattr(stored_speeds, "measure_cpu", measure)
-    monkeypatch.setattr(library, "built_library", lambda: "")
+    monkeypatch.setattr(prebuilt, "built_library", lambda: "")
     return calls
 
 
@@ -95,7 +95,7 @@ def test_speeds_are_measured_again_once_the_kernels_are_built(
     measured: list[Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def built(path: str | None) -> float:
-        monkeypatch.setattr(library, "built_library", lambda: path)
+        monkeypatch.setattr(prebuilt, "built_library", lambda: path)
         return cpu_speed_of(HOST).bandwidth_Bps
 
     stored_speeds.store_speeds(HOST, msgspec.structs.replace(load_speeds(HOST), cpu=CpuSpeed(5.0, 5.0, library="")))
@@ -112,7 +112,7 @@ def test_speeds_are_measured_again_if_the_kernels_come_or_go(
     measured: list[Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def anew(kept: CpuSpeed, found: str | None) -> bool:
-        monkeypatch.setattr(library, "built_library", lambda: found)
+        monkeypatch.setattr(prebuilt, "built_library", lambda: found)
         stored_speeds.store_speeds(HOST, msgspec.structs.replace(load_speeds(HOST), cpu=kept))
         return cpu_speed_of(HOST) != kept
 

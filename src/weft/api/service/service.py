@@ -36,8 +36,8 @@ from weft.engine.frontend.pooling import Pooler
 from weft.engine.frontend.prompt import Prompt
 from weft.engine.replicas.memory import Trimmer
 from weft.engine.replicas.running import RunningReplica
-from weft.engine.sandbox.isolated import Call, Outcome, Result, advance
-from weft.engine.sandbox.pool import SandboxBusyError
+from weft.engine.sandbox.isolated import Call, Result, advance
+from weft.engine.sandbox.pool import Outcome, SandboxBusyError
 from weft.engine.templates.limits import LIMITS
 from weft.errors import EngineError, ModelError, RequestError
 from weft.http.answer_bytes import AnswerBytes

@@ -1,4 +1,4 @@
-"""Layers that kernels with one call for a whole stage know, as data; ranks/models/fusion.py describes them to the
+"""Layers that kernels with one call for a whole stage know, as data; ranks/models/decoder.py describes them to the
 kernels."""
 
 from __future__ import annotations

@@ -16,13 +16,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from weft.engine.processes.framing import MAX_FRAME, Channel, FrameError
 from weft.engine.sandbox.limits import Limits
 from weft.engine.sandbox.messages import Answered, Broken, FromWorker, Job, Ready, Refused, Registration
-from weft.engine.sandbox.pool import Pool
+from weft.engine.sandbox.pool import Outcome, Pool
 from weft.engine.sandbox.zygote import WorkerEnds, close_unused, forgotten, numbers, spawn_worker
 from weft.errors import RequestError
 
 T = TypeVar("T")
 MOST_BYTES = MAX_FRAME - 64  # of a job: with its frame, one message
-Outcome = bytes | RequestError
 
 
 class Isolated:

@@ -6,15 +6,16 @@ import asyncio
 import weakref
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from weft.engine.processes.framing import FrameDecoder, FrameError, encode_frame
 from weft.engine.processes.liveness import read_times
-from weft.engine.sandbox.messages import Broken, FromWorker, Job, Ready
+from weft.engine.sandbox.limits import Limits
+from weft.engine.sandbox.messages import Broken, FromWorker, Job, Ready, Registration
 from weft.engine.sandbox.zygote import WorkerEnds, current_zygote, spawn_worker
+from weft.errors import RequestError
 
-if TYPE_CHECKING:
-    from weft.engine.sandbox.isolated import Isolated, Outcome
+Outcome = bytes | RequestError  # of a job
 
 PLACES = 6  # workers at a time
 LARGE_PLACES = 2  # of which may have large jobs
@@ -30,6 +31,20 @@ RECEIVE_BYTES = 256 << 10
 
 class SandboxBusyError(Exception):
     """A job that no worker takes in time."""
+
+
+class PooledFunction(Protocol):
+    """The function whose jobs a pool runs: `Isolated`."""
+
+    limits: Limits
+    lasting: bool
+
+    @property
+    def registration(self) -> Registration: ...
+
+    def outcome(self, reply: FromWorker | None) -> Outcome: ...
+
+    def broken(self, reason: str) -> RequestError: ...
 
 
 class Pending:
@@ -146,9 +161,9 @@ class Pool:
     it. For one event loop.
     """
 
-    def __init__(self, function: Isolated) -> None:
+    def __init__(self, function: PooledFunction) -> None:
         self.loop = asyncio.get_running_loop()
-        self._function: Isolated = weakref.proxy(function)
+        self._function: PooledFunction = weakref.proxy(function)
         self._workers: list[Worker] = []
         self._waiting: dict[bool, deque[Pending]] = {False: deque(), True: deque()}  # by large
         self._dealing = False
@@ -321,6 +336,6 @@ class Pool:
         self._deal_out()
 
 
-def _open(function: Isolated) -> None:
+def _open(function: PooledFunction) -> None:
     function.registration  # noqa: B018  # cached
     current_zygote()

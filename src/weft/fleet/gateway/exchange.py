@@ -16,12 +16,12 @@ from weft.fleet.gateway.completion import COUNTED, Completion
 from weft.fleet.upstreams.policy import Fingerprint
 from weft.fleet.upstreams.replica import Attempt, Replica
 from weft.fleet.upstreams.upstream import UpstreamError
+from weft.http.clients import FRONT_HEADER
 from weft.http.errors import HttpError
-from weft.http.front_client import HEADER
 
 OWNER_HEADER = b"x-weft-owner"  # header with the owner of files and batches
 HOP_HEADER = b"x-weft-gateway"  # header with the names of the gateways before this one
-CLIENT_HEADER = HEADER.encode()  # header with the client of the front of a set
+CLIENT_HEADER = FRONT_HEADER.encode()  # header with the client of the front of a set
 
 # RFC 9110: fields of one connection, not of the message. The other fields here are set for each upstream.
 HOP_BY_HOP = frozenset(

@@ -25,9 +25,8 @@ from weft.fleet.hosting.keeper import LOAD_TIMEOUT_S, Keeper
 from weft.fleet.hosting.residency import State
 from weft.fleet.upstreams.config import Objective, Timeouts
 from weft.http.body import BodyReceiver
-from weft.http.clients import Clients
+from weft.http.clients import Clients, header_of
 from weft.http.errors import HttpError, JsonResponse, error_response
-from weft.http.front_client import header_of
 from weft.http.key_file import ClientKey, read_keys
 from weft.http.options import ServeOptions
 

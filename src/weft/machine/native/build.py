@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import hashlib
 import itertools
 import logging
 import os
@@ -25,8 +26,8 @@ from pathlib import Path
 from weft.cache import WAY_OUT, make_private, try_lock
 from weft.logs import event_fields
 from weft.machine.native import library
-from weft.machine.native.library import SOURCES, BuildRecipe
-from weft.machine.native.prebuilt import find_prebuilt
+from weft.machine.native.library import CPP_TYPES, SOURCES, BuildRecipe
+from weft.machine.native.prebuilt import TARGETS, CpuTarget, find_prebuilt, library_path, target_flags
 
 REPORT_AFTER_S = 10.0  # seconds of waiting for another process's compiler
 PATIENCE_S = 60.0  # seconds with another process's compiler: if it was stopped, it would never end
@@ -222,3 +223,25 @@ def _wait_for(compiler: str, process: subprocess.Popen[str]) -> None:
         # The first line may only say where the compiler was: "In file included from".
         cause = next((line for line in lines if "error: " in line.lower()), lines[0])
         raise subprocess.SubprocessError(f"{compiler} could not compile the CPU kernels: {cause}")
+
+
+def build_all(folder: Path, targets: tuple[CpuTarget, ...] = TARGETS) -> list[Path]:
+    """Build every dtype for every kind of CPU into a folder. Raises OSError and subprocess.SubprocessError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    compiler, built = library.find_compiler(), []
+    for target in targets:
+        for dtype in CPP_TYPES:
+            path = library_path(folder, dtype, target)
+            with tempfile.TemporaryDirectory() as scratch:
+                made = compile_library(compiler, target_flags(dtype, target), Path(scratch))
+                shutil.copyfile(made, path)
+            path.chmod(0o755)
+            library.digest_path(path).write_text(hashlib.sha256(path.read_bytes()).hexdigest())
+            built.append(path)
+    return built
+
+
+def main(folder: str, *names: str) -> None:
+    """Build the libraries of the named kinds of CPUs, or of all, and print their paths."""
+    for path in build_all(Path(folder), tuple(target for target in TARGETS if not names or target.name in names)):
+        print(path)

@@ -61,27 +61,6 @@ def build_recipe(dtype: str, *, narrow: bool = False) -> BuildRecipe:
     return BuildRecipe(compiler, flags, key, cache_path() / "kernels" / f"{dtype}-{key}.so")
 
 
-def built_library() -> str | None:
-    """Path of the library for DEFAULT_DTYPE; "" if it is not built yet or must not be loaded, None without a
-    compiler."""
-    from weft.machine.native.prebuilt import find_prebuilt
-
-    if prebuilt := find_prebuilt(DEFAULT_DTYPE):
-        return str(prebuilt)
-    try:
-        path = build_recipe(DEFAULT_DTYPE).path
-    except FileNotFoundError:
-        return None
-    except (OSError, RuntimeError):  # RuntimeError: there is no home, and so no cache
-        return ""
-    if not path.exists():
-        return ""
-    if reason := objection(path):
-        _warn_once(reason)
-        return ""
-    return str(path) if is_intact(path) else ""
-
-
 def install_library(built: Path, path: Path) -> None:
     """Move a library that was built to its place in the cache, with its digest next to it. Raises OSError."""
     built.chmod(0o700)
@@ -129,7 +108,7 @@ def _digest(path: Path) -> str:
 
 
 @functools.cache
-def _warn_once(reason: str) -> None:
+def warn_once(reason: str) -> None:
     logger.warning("the cached CPU kernels are not loaded: %s", reason, extra=event_fields("cpu-kernels-not-loaded"))
 
 

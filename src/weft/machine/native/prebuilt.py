@@ -1,7 +1,7 @@
 """Libraries of the CPU kernels for common CPUs, built ahead for machines that shall compile nothing, as in a container.
 
-`python -m weft.native.prebuilt FOLDER [KIND ...]` builds them. If WEFT_KERNELS names that folder, the library that
-suits the CPU is loaded, and nothing is compiled.
+`python -m weft.native.prebuilt FOLDER [KIND ...]` builds them (`machine.native.build`). If WEFT_KERNELS names that
+folder, the library that suits the CPU is loaded, and nothing is compiled.
 """
 
 from __future__ import annotations
@@ -10,14 +10,11 @@ import hashlib
 import logging
 import os
 import platform
-import shutil
-import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from weft.machine.native import library
-from weft.machine.native.library import CPP_TYPES, FLAGS, SOURCES
+from weft.machine.native.library import CPP_TYPES, DEFAULT_DTYPE, FLAGS, SOURCES
 
 VARIABLE = "WEFT_KERNELS"
 
@@ -101,29 +98,20 @@ def cpu_features() -> frozenset[str]:
     return frozenset(flags.partition(":")[2].split())
 
 
-def build_all(folder: Path, targets: tuple[CpuTarget, ...] = TARGETS) -> list[Path]:
-    """Build every dtype for every kind of CPU into a folder. Raises OSError and subprocess.SubprocessError."""
-    from weft.machine.native.build import compile_library
-
-    folder.mkdir(parents=True, exist_ok=True)
-    compiler, built = library.find_compiler(), []
-    for target in targets:
-        for dtype in CPP_TYPES:
-            path = library_path(folder, dtype, target)
-            with tempfile.TemporaryDirectory() as scratch:
-                made = compile_library(compiler, target_flags(dtype, target), Path(scratch))
-                shutil.copyfile(made, path)
-            path.chmod(0o755)
-            library.digest_path(path).write_text(hashlib.sha256(path.read_bytes()).hexdigest())
-            built.append(path)
-    return built
-
-
-def main(folder: str, *names: str) -> None:
-    """Build the libraries of the named kinds of CPUs, or of all, and print their paths."""
-    for path in build_all(Path(folder), tuple(target for target in TARGETS if not names or target.name in names)):
-        print(path)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def built_library() -> str | None:
+    """Path of the library for DEFAULT_DTYPE; "" if it is not built yet or must not be loaded, None without a
+    compiler."""
+    if prebuilt := find_prebuilt(DEFAULT_DTYPE):
+        return str(prebuilt)
+    try:
+        path = library.build_recipe(DEFAULT_DTYPE).path
+    except FileNotFoundError:
+        return None
+    except (OSError, RuntimeError):  # RuntimeError: there is no home, and so no cache
+        return ""
+    if not path.exists():
+        return ""
+    if reason := library.objection(path):
+        library.warn_once(reason)
+        return ""
+    return str(path) if library.is_intact(path) else ""
