@@ -176,7 +176,7 @@ def wrong_interface(pair: Pair) -> tuple[Program, str]:
 
 
 def other_version(pair: Pair) -> tuple[Program, str]:
-    return pair.changed_other("weft.__version__ = '0.0.9'"), "has Weft 0.0.9, and node 0 has"
+    return pair.changed_other("weft._version.__version__ = '0.0.9'"), "has Weft 0.0.9, and node 0 has"
 
 
 def other_torch(pair: Pair) -> tuple[Program, str]:
