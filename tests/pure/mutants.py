@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -108,7 +108,7 @@ def removals(node: ast.AST, function: str) -> Iterator[Fault]:
             is_call = isinstance(statement, ast.Expr) and not isinstance(statement.value, ast.Constant)
             is_return = isinstance(statement, ast.Return) and statement.value is not None
             if is_call or is_return or isinstance(statement, ast.AugAssign):
-                yield function, "removal", lambda gone=statement, all=statements: remove(gone, all)  # type: ignore[misc]
+                yield function, "removal", partial(remove, statement, statements)
 
 
 def faults(node: ast.AST, function: str = "") -> Iterator[Fault]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -14,8 +13,6 @@ from weft.cli.parser import UsageError
 if TYPE_CHECKING:
     from weft.study.export.files import ExportFile
     from weft.study.export.infernet_config import NodeConfig
-
-logger = logging.getLogger("weft.cli")
 
 
 def output_files(arguments: Namespace, texts: Sequence[ExportFile]) -> int:
