@@ -25,7 +25,8 @@ PLAIN = PlainSampling()
 NO_MASKS: Mapping[int, bytes] = {}
 NONE_ALLOWED = SlotFailure(
     "no-allowed-token",
-    "none of the tokens that the request's constraint allows can be sampled: their logits are not finite",
+    "none of the tokens that the request's constraint allows can be sampled: bad_words, min_tokens or "
+    "allowed_token_ids forbid them, or their logits are not finite",
 )
 Result = tuple[list[int], list[TokenLogprobs | None]]
 
@@ -112,7 +113,7 @@ class Sampler:
         """
         slots_ = int64_array(slots)
         scored = np.flatnonzero(self._tops[slots_] != NO_LOGPROBS)
-        edits = self._edits.edit_arrays(slots, positions)
+        edits = self._edits.edit_arrays(slots, positions, masks)
         arrays = SampleArrays(
             picks=int64_array(picks),
             slots=slots_,
@@ -144,7 +145,7 @@ class Sampler:
             logits = logits.float().contiguous()
             apply_edits(logits, edits)
         if tensors.masks is not None:
-            # Last: no bias and no fallback brings back a token that a mask does not allow.
+            # Last: no bias brings back a token that a mask does not allow.
             logits = logits.contiguous()
             self._sampling.apply_masks(logits, *tensors.masks)
         tokens = self._token_sampler.sample_tokens(logits, arrays, tensors)
