@@ -129,7 +129,7 @@ async def test_a_full_disk_is_an_answer_and_no_answer_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An upload gets 503; the answer to a line is written once there is room, and the line is not asked again."""
-    monkeypatch.setattr("weft.api.batches.keeper.WRITE_AGAIN_S", 0.01)
+    monkeypatch.setattr("weft.api.batches.store_thread.WRITE_AGAIN_S", 0.01)
     refusals = 3
     write_lines = Store.write_lines
 
