@@ -24,8 +24,7 @@ from tests.pure.worlds import World, refused
 from tests.refusals import refuses
 from weft.api.batches import store as store_module
 from weft.api.batches.contents import Contents
-from weft.api.batches.schema import MIGRATIONS
-from weft.api.batches.store import PART_S, Page, Store
+from weft.api.batches.store import MIGRATIONS, PART_S, Page, Store
 from weft.api.batches.types import BatchObject
 from weft.api.offline.journal import Journal
 from weft.errors import ConfigError

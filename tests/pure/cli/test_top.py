@@ -27,8 +27,8 @@ from tests.pure.commands import HERE, refused_line, weft
 from tests.pure.servers import Exchange, serving, weft_server
 from tests.pure.worlds import FakeEngine, World, saying
 from weft.cli.top import top, top_watch
+from weft.cli.top.top import COLUMNS, MISSING, csv_header, csv_lines
 from weft.cli.top.top_app import TopApp
-from weft.cli.top.top_csv import COLUMNS, MISSING, csv_header, csv_lines
 from weft.cli.top.top_sparks import Sparks
 from weft.cli.top.top_tables import page
 from weft.cli.top.top_watch import Snapshot, Target, Watch, core_ticks

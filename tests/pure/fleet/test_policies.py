@@ -15,11 +15,11 @@ from weft.fleet.upstreams.policy import (
     Fingerprint,
     LeastConnections,
     Prefix,
+    PrefixMap,
     ReplicaViews,
     RoundRobin,
     Session,
 )
-from weft.fleet.upstreams.prefix_map import PrefixMap
 
 ANY = Fingerprint()
 NAMES = ("a", "b", "c")

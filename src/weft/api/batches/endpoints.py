@@ -15,11 +15,10 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from weft.api.batches.answers import Endpoint
-from weft.api.batches.expiry import check_expiry, form_expiry
 from weft.api.batches.keeper import BatchKeeper
 from weft.api.batches.store import UNFINISHED, Page, new_id
 from weft.api.batches.store_thread import storage_failed
-from weft.api.batches.types import BatchList, BatchObject, BatchRequest, DeletedFile, FileList, FileObject
+from weft.api.batches.types import BatchList, BatchObject, BatchRequest, DeletedFile, ExpiresAfter, FileList, FileObject
 from weft.api.batches.uploads import Form, Reserve, boundary_of, read_form, receive_body
 from weft.api.service.service import Service
 from weft.errors import RequestError
@@ -33,6 +32,8 @@ OWNER_HEADER = "x-weft-owner"
 MAX_WINDOW_H = 24 * 30
 MAX_ROWS = 10_000  # rows of a list
 METADATA = 16, 64, 512  # most entries, and characters of a key and of a value
+ANCHOR = "created_at"
+MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 24 * 3600
 
 
 def _keeper(request: Request) -> BatchKeeper:
@@ -294,3 +295,33 @@ def _page(request: Request, default: int, *, newest_first: bool) -> Page:
 
 def _id(rows: Sequence[FileObject] | Sequence[BatchObject], at: int) -> str | None:
     return rows[at].id if rows else None
+
+
+def check_expiry(expiry: ExpiresAfter, param: str) -> None:
+    """Raise RequestError for an expiry that OpenAI's API does not have."""
+    if expiry.anchor != ANCHOR:
+        raise RequestError(
+            f"{param}.anchor is {expiry.anchor!r:.60}; it must be {ANCHOR!r}", param=param, code="unknown-anchor"
+        )
+    if not MIN_EXPIRY_S <= expiry.seconds <= MAX_EXPIRY_S:
+        raise RequestError(
+            f"{param}.seconds is {expiry.seconds}; it must be from {MIN_EXPIRY_S} to {MAX_EXPIRY_S}",
+            param=param,
+            code="invalid-expiry",
+        )
+
+
+def form_expiry(form: Form) -> ExpiresAfter | None:
+    """The expiry that the fields of an upload ask for; None if they leave that to the server. Raises RequestError."""
+    anchor, seconds = (form.fields.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))
+    if anchor is None and seconds is None:
+        return None
+    if seconds is None or not seconds.isascii() or not seconds.isdigit() or len(seconds) > 9:
+        raise RequestError(
+            f"expires_after[seconds] is {seconds!r:.60}; it must be a number",
+            param="expires_after",
+            code="invalid-expiry",
+        )
+    given = ExpiresAfter(anchor=anchor or "", seconds=int(seconds))
+    check_expiry(given, "expires_after")
+    return given
