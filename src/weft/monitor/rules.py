@@ -12,18 +12,18 @@ from msgspec.structs import replace
 
 from weft.formatting import format_bytes
 from weft.machine.hardware.gpu_figures import GpuFigures
-from weft.monitor.finding import LIMITS, Change, Code, Finding, Limits
+from weft.monitor.finding import LIMITS, Change, Code, Finding, RuleLimits
 from weft.monitor.history import GpuMoment, History
 from weft.monitor.rank_rules import allreduce_wait, delayed_straggler, straggler
 from weft.monitor.request_rules import batch_small, kv_starved, preemption_storm, prefix_unused
 from weft.monitor.stage_rules import stage_imbalance
 
-Rule = Callable[[History, Limits], Iterator[Finding]]
+Rule = Callable[[History, RuleLimits], Iterator[Finding]]
 
 CODES: tuple[str, ...] = tuple(Code)
 
 
-def diagnose(history: History, limits: Limits = LIMITS) -> list[Finding]:
+def diagnose(history: History, limits: RuleLimits = LIMITS) -> list[Finding]:
     """All faults of a history, the worst of each code; one that follows from another says so."""
     worst: dict[str, Finding] = {}
     if len(history.snapshots) < 2:
@@ -41,7 +41,7 @@ def _excess(finding: Finding) -> float:
     return finding.value / finding.limit if finding.limit else finding.value
 
 
-def throttled(history: History, limits: Limits) -> Iterator[Finding]:
+def throttled(history: History, limits: RuleLimits) -> Iterator[Finding]:
     """A GPU whose clock is lowered at every moment but the first."""
     for gpu in history.last.gpus:
         moments = moments_of(history, gpu.figures.index)
@@ -93,7 +93,7 @@ def moments_of(history: History, index: int) -> list[GpuMoment]:
     return [gpu for snapshot in history.snapshots[1:] for gpu in snapshot.gpus if gpu.figures.index == index]
 
 
-def foreign_memory(history: History, limits: Limits) -> Iterator[Finding]:
+def foreign_memory(history: History, limits: RuleLimits) -> Iterator[Finding]:
     """Memory of our GPUs that other processes hold."""
     for gpu in history.last.gpus:
         held = sum(holder.nbytes or 0 for holder in gpu.foreign)
@@ -114,7 +114,7 @@ def foreign_memory(history: History, limits: Limits) -> Iterator[Finding]:
         )
 
 
-def slow_client(history: History, limits: Limits) -> Iterator[Finding]:
+def slow_client(history: History, limits: RuleLimits) -> Iterator[Finding]:
     """Clients that do not read their answers."""
     slow = [seconds for seconds in history.last.unread_s if seconds > limits.unread_s]
     if slow:
@@ -147,7 +147,7 @@ RULES: tuple[Rule, ...] = (
 COUNTING: tuple[Rule, ...] = (preemption_storm, prefix_unused)
 
 
-class Cause(NamedTuple):
+class RootCause(NamedTuple):
     """A fault that explains another one if both are of the same rank, of the same replica, or of the same server."""
 
     code: Code
@@ -155,11 +155,11 @@ class Cause(NamedTuple):
 
 
 # The causes of a code. The first one that applies is named, so the causes that have causes of their own come last.
-CAUSES: Mapping[Code, tuple[Cause, ...]] = {
-    Code.ALLREDUCE_WAIT: (Cause(Code.STRAGGLER, "replica"), Cause(Code.STAGE_IMBALANCE, "replica")),
-    Code.STRAGGLER: (Cause(Code.THROTTLED, "rank"),),
-    Code.STAGE_IMBALANCE: (Cause(Code.THROTTLED, "rank"), Cause(Code.STRAGGLER, "rank")),
-    Code.PREEMPTION_STORM: (Cause(Code.KV_STARVED, "server"),),
+CAUSES: Mapping[Code, tuple[RootCause, ...]] = {
+    Code.ALLREDUCE_WAIT: (RootCause(Code.STRAGGLER, "replica"), RootCause(Code.STAGE_IMBALANCE, "replica")),
+    Code.STRAGGLER: (RootCause(Code.THROTTLED, "rank"),),
+    Code.STAGE_IMBALANCE: (RootCause(Code.THROTTLED, "rank"), RootCause(Code.STRAGGLER, "rank")),
+    Code.PREEMPTION_STORM: (RootCause(Code.KV_STARVED, "server"),),
 }
 
 
@@ -177,7 +177,7 @@ def _cause_of(finding: Finding, by_code: Mapping[Code, Finding], history: Histor
     return None
 
 
-def _belong_together(finding: Finding, other: Finding, cause: Cause, history: History) -> bool:
+def _belong_together(finding: Finding, other: Finding, cause: RootCause, history: History) -> bool:
     match cause.same:
         case "rank":
             return not set(finding.ranks).isdisjoint(other.ranks)

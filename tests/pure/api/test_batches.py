@@ -21,7 +21,7 @@ from tests.pure.commands import HERE
 from tests.pure.worlds import DEAD, HELLO, FakeEngine, World, dying, endless, refused
 from tests.refusals import refuses
 from weft.api.batches import answers, lines, uploads
-from weft.api.batches.attempts import Attempts, Places
+from weft.api.batches.attempts import Attempts, LinePlaces
 from weft.api.batches.keeper import BatchKeeper
 from weft.api.batches.results import LineChange
 from weft.api.batches.store import Store
@@ -369,7 +369,7 @@ def test_deaths_are_kept_before_a_line_is_asked_and_forgotten_with_its_answer(tm
 
 
 async def test_a_line_that_is_asked_alone_waits_for_all_places() -> None:
-    places, log = Places(3), list[str]()
+    places, log = LinePlaces(3), list[str]()
     go_on = asyncio.Event()
 
     async def hold(name: str, *, alone: bool = False) -> None:

@@ -10,7 +10,7 @@ from contextvars import Context
 from typing import TYPE_CHECKING
 
 from weft.api.batches.answers import Endpoint
-from weft.api.batches.attempts import Places
+from weft.api.batches.attempts import LinePlaces
 from weft.api.batches.runner import BatchRun
 from weft.api.batches.store import Store, UnfinishedBatch
 from weft.api.batches.store_thread import KEEPING_S, StoreThread
@@ -38,7 +38,7 @@ class BatchKeeper:
         self.store = StoreThread(service)
         self.endpoints = endpoints
         most_lines = max(1, min(service.capacity, service.plan.max_running * len(service.engine.replicas)) // 2)
-        self.places = Places(most_lines)  # for lines that are being answered
+        self.places = LinePlaces(most_lines)  # for lines that are being answered
         self.uploads = UploadRoom()
         self._arrived = asyncio.Event()  # a batch arrived
         self._arrivals = 0

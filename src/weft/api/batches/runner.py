@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 import msgspec
 
 from weft.api.batches.answers import Endpoint, NotNowError, answer
-from weft.api.batches.attempts import Attempts, Places
+from weft.api.batches.attempts import Attempts, LinePlaces
 from weft.api.batches.lines import LineLimits, batch_error, check_lines, decode_line, numbered_lines
 from weft.api.batches.results import LineChange
 from weft.api.batches.store import Store, new_id
@@ -50,7 +50,7 @@ class BatchRun:
         service: Service,
         store: StoreThread,
         endpoints: Mapping[str, Endpoint],
-        places: Places,
+        places: LinePlaces,
         owner: str,
         batch: BatchObject,
         *,

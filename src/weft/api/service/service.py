@@ -15,12 +15,12 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 
 from weft.api.observe.device_metrics import DeviceMetrics
-from weft.api.observe.metrics import CacheConfig, Metrics
+from weft.api.observe.metrics import CacheConfig, ServerMetrics
 from weft.api.observe.monitoring import ServerMonitor
 from weft.api.observe.predicted import PredictionCheck
 from weft.api.observe.prefix_debug import PrefixDebug, PrefixReport
 from weft.api.observe.profiling import LastProfile
-from weft.api.observe.progress import Progress
+from weft.api.observe.progress import StepProgress
 from weft.api.parsers.choose import choose_format
 from weft.api.service.engine import ServingEngine, Unloading
 from weft.api.service.engine_stream import EngineStream
@@ -86,7 +86,7 @@ class Service:
         self.pooler = Pooler(frontend, self.names[0])
         self.capacity = capacity
         self.created = int(time.time())
-        self.metrics = Metrics(self.names[0], frontend.max_model_len, lambda: engine.replica_stats)
+        self.metrics = ServerMetrics(self.names[0], frontend.max_model_len, lambda: engine.replica_stats)
         cache = {"block_size": str(self.plan.block_size), "cache_dtype": self.plan.kv_cache_dtype}
         self.metrics.registry.register(CacheConfig(self.names[0], cache, lambda: engine.replica_stats))
         self.devices = DeviceMetrics([replica.plan for replica in engine.replicas], engine.call_each)
@@ -106,7 +106,7 @@ class Service:
         self.spans: RequestSpans | None = None  # with --otlp-traces-endpoint
         self.prediction_check: PredictionCheck | None = None
         self.prefill_tok_s: float | None = None  # by the planner
-        self._progress = Progress(options.progress_timeout, time.monotonic)
+        self._progress = StepProgress(options.progress_timeout, time.monotonic)
         default_bytes = max(LIMITS.body_bytes, LIMITS.bytes_per_token * frontend.max_model_len)
         self.body_bytes = options.max_body_bytes or default_bytes  # longer bodies are refused
         self.json_values = max(LIMITS.json_values, 2 * frontend.max_model_len)  # of one body

@@ -67,7 +67,7 @@ def main(arguments: Namespace) -> int:
         raise UsageError("--check prints a verdict and --html writes a plan; give one of them", code="check-with-html")
     _refuse_flags_of_claim(arguments)
     claim = parse_claim(arguments.check)
-    subject = Subject(getattr(arguments, "hf_token", None))
+    subject = ClaimSubject(getattr(arguments, "hf_token", None))
     judged = judge(claim, subject, arguments.engine)
     if getattr(arguments, "json", False):
         print(json.dumps(verdict_json(arguments.check, judged, subject.remarks)))
@@ -84,7 +84,7 @@ def _refuse_flags_of_claim(arguments: Namespace) -> None:
         raise UsageError(f"--check has the model and the hardware in its claim; leave {flag} out", code="flag-in-claim")
 
 
-def judge(claim: Claim | LinkClaim | GainClaim, subject: Subject, engine: str) -> Judged:
+def judge(claim: Claim | LinkClaim | GainClaim, subject: ClaimSubject, engine: str) -> Judged:
     """The verdict on a claim of any kind."""
     if isinstance(claim, LinkClaim):
         verdict = judge_link(subject.find_gpu(claim.gpu), claim.links, claim.link_Bps)
@@ -105,7 +105,7 @@ def _fields(verdict: msgspec.Struct) -> dict[str, Any]:
     return {name: value for name, value in kept.items() if name not in ("possible", "layout", "note", "reasons")}
 
 
-def _judge_gain(claim: GainClaim, subject: Subject, engine: str) -> Judged:
+def _judge_gain(claim: GainClaim, subject: ClaimSubject, engine: str) -> Judged:
     run = claim.run or SERVED
     model, cluster = subject.find_model(run.model), subject.find_cluster(run.gpus)
     if not has_nvlink(cluster):
@@ -126,7 +126,7 @@ def _judge_gain(claim: GainClaim, subject: Subject, engine: str) -> Judged:
     return judged
 
 
-def _judge_run(claim: Claim, subject: Subject, engine: str) -> Judged:
+def _judge_run(claim: Claim, subject: ClaimSubject, engine: str) -> Judged:
     model = subject.find_model(claim.model)
     tokens = claimed_tokens(model.shape, claim.tokens)
     if tokens > model.shape.longest:
@@ -305,7 +305,7 @@ def verdict_lines(judged: Judged, remarks: Sequence[str]) -> list[str]:
     return [head, *(f"  {line}" for line in (*remarks, *map(str, judged.reasons), *judged.lines))]
 
 
-class Subject:
+class ClaimSubject:
     """Finds models and cards by the names of a claim; `remarks` lists what was taken for something else."""
 
     def __init__(self, hf_token: str | None) -> None:

@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import Any
 
 from weft.cli.parser import UsageError
-from weft.cli.top.top_watch import Machine, Snapshot, Watch, each_gpu
+from weft.cli.top.top_watch import LocalMachine, ServerWatch, TopSnapshot, each_gpu
 from weft.monitor.figures import join_figures
 
 BETWEEN_S = 0.5  # the two samples of --once, of which rates are made
@@ -31,8 +31,8 @@ def main(arguments: Namespace) -> int:
     interval_s = _interval_s(given)
     urls = tuple(given.get("url") or ())
     api_key = given.get("api_key") or os.environ.get("VLLM_API_KEY")
-    watch = Watch(urls, api_key, os.environ.get("WEFT_ADMIN_KEY"))
-    machine = None if urls else Machine()
+    watch = ServerWatch(urls, api_key, os.environ.get("WEFT_ADMIN_KEY"))
+    machine = None if urls else LocalMachine()
     try:
         last = asyncio.run(show(watch, machine, form, interval_s, once=once))
     finally:
@@ -49,14 +49,16 @@ def _interval_s(given: Mapping[str, Any]) -> float:
     return interval_s
 
 
-def _none_answered(last: Snapshot | None) -> bool:
+def _none_answered(last: TopSnapshot | None) -> bool:
     return last is not None and not last.servers
 
 
-async def show(watch: Watch, machine: Machine | None, form: str, interval_s: float, *, once: bool) -> Snapshot | None:
+async def show(
+    watch: ServerWatch, machine: LocalMachine | None, form: str, interval_s: float, *, once: bool
+) -> TopSnapshot | None:
     """Print snapshots in a format until a signal, or only one; return the last."""
     stop = asyncio.Event()
-    last: Snapshot | None = None
+    last: TopSnapshot | None = None
     with contextlib.closing(watch), stopped_by_signals(stop):
         # Textual reads keys from standard input, and draws on standard error.
         if form == "table" and not once and all(one.isatty() for one in (sys.stdin, sys.stdout, sys.stderr)):
@@ -68,7 +70,7 @@ async def show(watch: Watch, machine: Machine | None, form: str, interval_s: flo
     return last
 
 
-async def show_live(snapshots: AsyncIterator[Snapshot], stop: asyncio.Event) -> Snapshot | None:
+async def show_live(snapshots: AsyncIterator[TopSnapshot], stop: asyncio.Event) -> TopSnapshot | None:
     """Show snapshots on the whole terminal until a signal or a key ends it; return the last."""
     from weft.cli.top.top_app import TopApp  # not for --once
 
@@ -81,8 +83,8 @@ async def show_live(snapshots: AsyncIterator[Snapshot], stop: asyncio.Event) -> 
 
 
 async def snapshots(
-    watch: Watch, machine: Machine | None, interval_s: float, stop: asyncio.Event, *, once: bool
-) -> AsyncIterator[Snapshot]:
+    watch: ServerWatch, machine: LocalMachine | None, interval_s: float, stop: asyncio.Event, *, once: bool
+) -> AsyncIterator[TopSnapshot]:
     """A snapshot every `interval_s` seconds until `stop` is set, or only one."""
     if once and machine is not None:
         await asyncio.to_thread(machine.sample)
@@ -96,17 +98,17 @@ async def snapshots(
             await asyncio.wait_for(stop.wait(), max(0.05, began + interval_s - time.monotonic()))
 
 
-async def take_snapshot(watch: Watch, machine: Machine | None) -> Snapshot:
+async def take_snapshot(watch: ServerWatch, machine: LocalMachine | None) -> TopSnapshot:
     """Ask all servers, and sample this machine at the same time."""
     if machine is None:
         local, (servers, problems) = None, await watch.snapshot()
     else:
         local, (servers, problems) = await asyncio.gather(asyncio.to_thread(machine.sample), watch.snapshot())
     figures = join_figures([figures for _, figures in servers], local, time.time())
-    return Snapshot(servers, figures, problems, {} if machine is None else machine.cores)
+    return TopSnapshot(servers, figures, problems, {} if machine is None else machine.cores)
 
 
-def print_snapshot(snapshot: Snapshot, form: str) -> None:
+def print_snapshot(snapshot: TopSnapshot, form: str) -> None:
     """Print a snapshot as a page, as one line of JSON, or as lines of CSV; problems go to standard error."""
     if form == "table":
         from weft.cli.tables import console

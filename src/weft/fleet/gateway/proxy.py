@@ -30,7 +30,7 @@ from weft.fleet.upstreams.config import Objective, Timeouts
 from weft.fleet.upstreams.fleet import Fleet
 from weft.fleet.upstreams.replica import Attempt
 from weft.fleet.upstreams.upstream import ResponseHead, UpstreamError
-from weft.fleet.upstreams.watches import Watch
+from weft.fleet.upstreams.watches import FleetWatch
 from weft.http.errors import WHOLE, HttpError, error_response
 from weft.http.flow import JOINED
 from weft.http.sse import DONE, encode_error_event
@@ -58,7 +58,7 @@ class Proxy:
         timeouts: Timeouts,
         metrics: GatewayMetrics,
         access_log: AccessLog | None = None,
-        watch: Watch | None = None,
+        watch: FleetWatch | None = None,
         *,
         bodies: BodyPool,
         accounts: Accounts,

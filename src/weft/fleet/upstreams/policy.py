@@ -138,7 +138,7 @@ class PowerOfTwo:
         return second if replicas.load(second) < replicas.load(first) else first
 
 
-class Session:
+class SessionAffinity:
     """The same replica for all requests of a session while it exists; without a session, the least loaded replica.
 
     Rendezvous hashing: if a replica comes or goes, only the sessions that it gains or had change their replica.
@@ -244,7 +244,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "random": RandomChoice,
     "power_of_two": PowerOfTwo,
     "prefix": Prefix,
-    "session": Session,
+    "session": SessionAffinity,
 }
 # Names of earlier versions.
 OLD_NAMES = {"least-connections": "least_conn", "round-robin": "round_robin"}

@@ -14,7 +14,7 @@ from weft.errors import QueueFullError, RequestError
 from weft.fleet.upstreams.policy import Fingerprint, Policy, ReplicaViews
 from weft.study.simulate.load import RequestSource
 from weft.study.simulate.replica import ReplicaSpec, SimulatedReplica
-from weft.study.simulate.tally import RequestTimes, Tally
+from weft.study.simulate.tally import SimulatedTimes, Tally
 
 CHECK_EVERY = 4096  # events between two calls of `on_time` and `enough`
 COUNTERS = ("preemptions", "prefix_queries", "prefix_hits", "steps")
@@ -178,7 +178,7 @@ class Simulation:
         replica, measured = self._replicas[index], self._tally.inside(now)
         self._end_requests(index, now, replica.settle(now))
         output_len = min(request.output_len, replica.longest - request.input_len)
-        times = RequestTimes(str(self._arrived), now, request.input_len, output_len, measured)
+        times = SimulatedTimes(str(self._arrived), now, request.input_len, output_len, measured)
         self._arrived += 1
         try:
             replica.add_request(now, request, times)
@@ -191,7 +191,7 @@ class Simulation:
             self.unfinished += measured
         self._schedule_wake(index)
 
-    def _end_requests(self, index: int, now: float, ended: Sequence[RequestTimes]) -> None:
+    def _end_requests(self, index: int, now: float, ended: Sequence[SimulatedTimes]) -> None:
         """Count the requests of a replica that have ended."""
         if ended and self._others:
             self._others.copy_ends(now, self._connections[index], len(ended), now - ended[-1].arrival_s)
