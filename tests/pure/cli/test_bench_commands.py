@@ -19,7 +19,7 @@ from weft.cli.bench import bench_compare, bench_serve
 from weft.cli.bench.bench_view import aligned, number
 from weft.cli.plot import Curve, Panel, ReferenceLine, line_colors, text_plot, write_image
 from weft.errors import ConfigError
-from weft.study.bench.compare import Change, figure_changes, read_result
+from weft.study.bench.compare import FigureChange, figure_changes, read_result
 
 
 @pytest.fixture(scope="module")
@@ -214,13 +214,13 @@ def test_compare(tmp_path: Path, golden: Callable[[str, str], None]) -> None:
 
 
 def test_a_change_has_a_direction() -> None:
-    faster = Change(name="tok_s", old=2, new=4, higher_is_better=True)
-    slower = Change(name="ttft_s", old=2, new=4, higher_is_better=False)
+    faster = FigureChange(name="tok_s", old=2, new=4, higher_is_better=True)
+    slower = FigureChange(name="ttft_s", old=2, new=4, higher_is_better=False)
     assert (faster.ratio, slower.ratio) == (2.0, 0.5)
     assert not faster.worse(0.05) and slower.worse(0.05) and not slower.worse(0.6)
-    assert Change(name="failed", old=3, new=0, higher_is_better=False).ratio is None
-    assert Change(name="failed", old=0, new=0, higher_is_better=False).ratio == 1.0
-    assert Change(name="failed", old=0, new=1, higher_is_better=False).worse(0.99)
+    assert FigureChange(name="failed", old=3, new=0, higher_is_better=False).ratio is None
+    assert FigureChange(name="failed", old=0, new=0, higher_is_better=False).ratio == 1.0
+    assert FigureChange(name="failed", old=0, new=1, higher_is_better=False).worse(0.99)
     assert bench_compare.table_row(slower, True) == ["ttft_s", "2", "4", "0.500", "worse"]
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tests.pure.commands import weft
 from weft.cli import glossary
-from weft.cli.plan import plan_page, plan_picture, plan_view
+from weft.cli.plan import plan_outputs, plan_picture, plan_view
 from weft.cli.plan.plan_picture import numbers, picture
 
 UNEVEN = "plan Qwen3-14B --gpus 1xRTX4090+1xRTX4080"
@@ -143,7 +143,7 @@ def test_memory_that_others_hold_is_drawn() -> None:
     out = io.StringIO()
     plan_view.print_plan_text(plan, out)
     assert "▚ in use" in out.getvalue() and out.getvalue().count("▚▚▚") == 1
-    assert "in use" in plan_page.html_page(plan) and "in use" not in plan_page.html_page(told(EVEN))
+    assert "in use" in plan_outputs.html_page(plan) and "in use" not in plan_outputs.html_page(told(EVEN))
     assert max(map(len, out.getvalue().splitlines()[4:16])) <= 80
 
 
@@ -244,7 +244,7 @@ def figures(value: Any) -> Iterator[float]:
 
 @pytest.mark.parametrize("words", ALL)
 def test_a_page_is_complete_in_itself(words: str) -> None:
-    text = plan_page.html_page(told(words))
+    text = plan_outputs.html_page(told(words))
     page = Page(text)
     assert text.startswith("<!doctype html>") and page.tags & {"script", "link", "img", "iframe", "object"} == set()
     names = {name for name, _ in page.attributes}
@@ -256,7 +256,7 @@ def test_a_page_is_complete_in_itself(words: str) -> None:
 @pytest.mark.parametrize("words", ALL)
 def test_every_figure_of_a_page_is_one_of_the_json(words: str) -> None:
     plan = told(words)
-    page = Page(plan_page.html_page(plan))
+    page = Page(plan_outputs.html_page(plan))
     known = set(figures(json.loads(json.dumps(plan)))) | {0.0}
     assert page.data and set(page.data) <= known
     must = {float(plan["model"]["params"]), *map(float, plan["model"]["weight_bytes_by_precision"].values())}
@@ -272,7 +272,7 @@ def test_every_figure_of_a_page_is_one_of_the_json(words: str) -> None:
 @pytest.mark.parametrize("words", ALL)
 def test_a_page_has_the_reasons_the_advice_and_the_sources(words: str) -> None:
     plan = told(words)
-    text = " ".join(Page(plan_page.html_page(plan)).text.split())
+    text = " ".join(Page(plan_outputs.html_page(plan)).text.split())
     parts = [it["reason"] for it in plan["rejected"]] + plan["advice"] + plan["notes"] + [plan["binding"]["text"]]
     sources = plan["provenance"]
     parts += [sources["model"], *sources["gpus"].values(), *sources["links"].values(), *sources["engine"].values()]
@@ -281,7 +281,7 @@ def test_a_page_has_the_reasons_the_advice_and_the_sources(words: str) -> None:
 
 
 def test_a_page_explains_its_words_once_each() -> None:
-    text = plan_page.html_page(told(EVEN))
+    text = plan_outputs.html_page(told(EVEN))
     titles = dict(re.findall(r'<abbr title="([^"]+)">([^<]+)</abbr>', text))
     explained = list(titles.values())
     assert {"tok/s", "tokens", "context", "TP", "TTFT", "rank", "NVLink", "KV"} <= set(explained)
@@ -301,7 +301,7 @@ def test_the_glossary_has_the_words_of_the_field() -> None:
 
 
 def test_a_narrow_page_stacks_its_tables() -> None:
-    text = plan_page.html_page(told(EVEN))
+    text = plan_outputs.html_page(told(EVEN))
     assert "@media (max-width: 40rem)" in text and "content: attr(data-label)" in text
     cells = re.findall(r"<td[^>]*>", text)
     assert cells and all("data-label=" in cell for cell in cells)
@@ -328,7 +328,7 @@ def test_a_page_escapes_every_name() -> None:
         row["gpu"] = "<b>A100"
     parts = {name: hostile(plan[name]) for name in ("model", "rejected", "advice", "notes", "binding", "provenance")}
     parts["candidates"] = hostile(plan["candidates"])
-    page = Page(plan_page.html_page({**plan, **parts}))
+    page = Page(plan_outputs.html_page({**plan, **parts}))
     assert not page.tags & {"script", "b>A100"} and "<script>alert(" in page.text and "<b>A100-80GB-SXM" in page.text
 
 

@@ -27,7 +27,7 @@ from weft.probes.stored_speeds import Speeds
 from weft.study.bench import __main__ as side
 from weft.study.bench import suite
 from weft.study.bench.compare import figure_changes, read_result
-from weft.study.bench.measure import BatchRun, median_figures, run_batch
+from weft.study.bench.measure import RunFigures, median_figures, run_batch
 from weft.study.bench.predicted import FIGURES, comparison_lines, predict_batch
 from weft.study.bench.workload import BenchRequest, nano_vllm, random_requests
 
@@ -113,8 +113,8 @@ def test_a_run_s_figures() -> None:
 
 
 def test_typical_is_the_median_of_each_figure() -> None:
-    def made(seconds: float, ttft_s: float) -> BatchRun:
-        return BatchRun(seconds=seconds, ttft_s=ttft_s, tpot_s=0.5, input_tokens=10, output_tokens=20)
+    def made(seconds: float, ttft_s: float) -> RunFigures:
+        return RunFigures(seconds=seconds, ttft_s=ttft_s, tpot_s=0.5, input_tokens=10, output_tokens=20)
 
     got = median_figures([made(1, 0.3), made(4, 0.1), made(2, 0.2)])
     assert got == {

@@ -30,7 +30,7 @@ from weft.plan.plan import Plan
 from weft.probes import stored_speeds
 from weft.probes.machine import host_cluster
 from weft.study.bench import fit
-from weft.study.bench.fit import Fit, PointPredictor
+from weft.study.bench.fit import CalibrationFit, PointPredictor
 from weft.study.measure import engine_speed
 from weft.study.measure.engine_speed import (
     BATCHED_TOKENS,
@@ -68,7 +68,7 @@ class DeviceResult:
 
     result: Calibration
     points: list[CalibrationPoint]
-    fit: Fit
+    fit: CalibrationFit
     tunable: Plan | None = None
     tuned: list[TunedSizes] = field(default_factory=list)
 

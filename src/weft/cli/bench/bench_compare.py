@@ -9,7 +9,7 @@ from typing import Any
 from weft.cli.bench.bench_view import aligned, number
 from weft.cli.parser import UsageError
 from weft.errors import ConfigError
-from weft.study.bench.compare import Change, changed_settings, figure_changes, read_result
+from weft.study.bench.compare import FigureChange, changed_settings, figure_changes, read_result
 
 
 def main(arguments: Namespace) -> int:
@@ -37,12 +37,12 @@ def main(arguments: Namespace) -> int:
     return 1 if worse else 0
 
 
-def figure_json(change: Change, worse: bool) -> dict[str, Any]:
+def figure_json(change: FigureChange, worse: bool) -> dict[str, Any]:
     """A figure of both results as JSON."""
     return {"name": change.name, "old": change.old, "new": change.new, "ratio": change.ratio, "worse": worse}
 
 
-def table_row(change: Change, worse: bool) -> list[str]:
+def table_row(change: FigureChange, worse: bool) -> list[str]:
     """A row of the table: a ratio above 1 is better."""
     ratio = "-" if change.ratio is None else f"{change.ratio:.3f}"
     return [change.name, number(change.old), number(change.new), ratio, "worse" if worse else ""]

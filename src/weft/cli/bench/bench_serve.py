@@ -39,7 +39,7 @@ from weft.study.bench.load import (
     run_open_loop,
     send_request,
 )
-from weft.study.bench.prompts import Prompt, length_range, random_prompts, read_prompts
+from weft.study.bench.prompts import BenchPrompt, length_range, random_prompts, read_prompts
 from weft.study.bench.summary import PERCENTILES, parse_limits, summarise_load
 from weft.study.bench.workload import NANO_IDS
 
@@ -73,7 +73,7 @@ class BenchSettings:
     load finds KV blocks of another.
     """
 
-    draw: Callable[[int, int], list[Prompt]]
+    draw: Callable[[int, int], list[BenchPrompt]]
     count: int
     warmups: int
     limits_s: dict[str, float]
@@ -156,7 +156,7 @@ def server_url(given: dict[str, Any]) -> str | None:
     return url and url.rstrip("/").removesuffix("/v1")
 
 
-def prompt_source(arguments: Namespace) -> Callable[[int, int], list[Prompt]]:
+def prompt_source(arguments: Namespace) -> Callable[[int, int], list[BenchPrompt]]:
     """A function from a load's number and a count to its prompts: random ones, or the next ones of a file."""
     given = vars(arguments)
     if given.get("dataset_path"):
@@ -165,7 +165,7 @@ def prompt_source(arguments: Namespace) -> Callable[[int, int], list[Prompt]]:
         return lambda number, count: list(islice(cycle(prompts), number * count, (number + 1) * count))
     ratio, ids = arguments.random_range_ratio, None if arguments.backend == "openai-chat" else vocabulary_size(given)
 
-    def draw(number: int, count: int) -> list[Prompt]:
+    def draw(number: int, count: int) -> list[BenchPrompt]:
         return random_prompts(
             f"{given.get('seed', 0)} {number}",
             count=count,
@@ -178,7 +178,7 @@ def prompt_source(arguments: Namespace) -> Callable[[int, int], list[Prompt]]:
     return draw
 
 
-def _check_api(prompts: list[Prompt], arguments: Namespace) -> None:
+def _check_api(prompts: list[BenchPrompt], arguments: Namespace) -> None:
     """Raise UsageError if the backend does not take the prompts of the file."""
     first_items = [prompt.content[0] for prompt in prompts if isinstance(prompt.content, list)]
     messages = any(isinstance(item, dict) for item in first_items)

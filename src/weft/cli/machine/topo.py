@@ -12,7 +12,7 @@ from weft.cli.tables import console
 from weft.machine.hardware import host, nvml
 from weft.machine.hardware.gpu_figures import GpuSampler, NvLinkState
 from weft.machine.hardware.host import Host
-from weft.monitor.topology import Device, DeviceLink, TopologyReport, report_json, report_topology
+from weft.monitor.topology import DeviceLink, TopologyDevice, TopologyReport, report_json, report_topology
 
 NAMED = 6  # devices or links with the same figures that are still listed by name
 
@@ -57,7 +57,7 @@ def shared_lines(named: Iterable[tuple[str, str]]) -> Iterator[str]:
         yield f"{', '.join(names) if len(names) <= NAMED else f'{names[0]} to {names[-1]} ({len(names)})'}: {text}"
 
 
-def describe_device(device: Device) -> str:
+def describe_device(device: TopologyDevice) -> str:
     """Model, place, and links of one device."""
     parts = [f"{device.model} on {device.node}"]
     if device.numa_node is not None:

@@ -18,7 +18,7 @@ from weft.cli.plan_question import NOTHING_FITS, build_question, find_model
 from weft.cli.tables import NARROW, console, figures_table
 from weft.errors import ConfigError
 from weft.planner.prices import api_prices, economics
-from weft.planner.prices.api_prices import Quote, Usage
+from weft.planner.prices.api_prices import Quote, TokenUsage
 from weft.planner.prices.economics import Fleet, Mix
 from weft.planner.question import Question
 from weft.planner.search.ranking import Candidate
@@ -72,13 +72,13 @@ def rentable_units(best: Candidate) -> int:
     return 1 if layout.shares_experts else layout.data_parallel
 
 
-def request_usage(question: Question, cached: float) -> Usage:
+def request_usage(question: Question, cached: float) -> TokenUsage:
     """Tokens of the mean request; `cached` is the share of its prompt that an API serves from its cache."""
     work = question.workload
-    return Usage(work.input_len, round(work.input_len * cached), work.output_len)
+    return TokenUsage(work.input_len, round(work.input_len * cached), work.output_len)
 
 
-def api_quotes(arguments: Namespace, model: Model, each: Usage) -> list[Quote]:
+def api_quotes(arguments: Namespace, model: Model, each: TokenUsage) -> list[Quote]:
     """Prices of a request: of the APIs that the flags name, else of all APIs that sell the model.
 
     Raises ConfigError if no provider sells the model and --demand needs an API.

@@ -5,16 +5,24 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from weft._version import __version__
 from weft.checkpoint.architectures.model import Model
+from weft.cli.glossary import TermTooltips
 from weft.cli.parser import UsageError
+from weft.cli.plan import plan_text
+from weft.cli.plan.plan_columns import MARK, PlanJson, columns, fullest, shown_and_others
+from weft.cli.plan.plan_picture import LINKS, NAMES, parts_of, picture
 from weft.errors import error_reason
+from weft.formatting import format_bytes
 from weft.planner.report.plan_json import plan_json
 from weft.planner.search.search import SearchResult
 
 STDOUT = "-"  # as the name of a file
+FEW = 8  # rejected layouts that are not folded away
 
 
 def check_outputs(arguments: Namespace) -> None:
@@ -36,7 +44,7 @@ def write_outputs(
     if promise:
         add_promise(plan, promise)
     if page is not None:
-        from weft.cli.plan.plan_page import html_page
+        from weft.cli.plan.plan_outputs import html_page
 
         write_page(page, html_page(plan))
     if getattr(arguments, "json", False):
@@ -72,3 +80,43 @@ def write_page(name: str, text: str) -> None:
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot write {name}: {error_reason(error)}", code="cannot-write-output") from None
     print(f"wrote {name}", file=sys.stderr)
+
+
+def html_page(plan: PlanJson) -> str:
+    """The page; every figure on it has the value from `plan`, the JSON that `planner.report.plan_json.plan_json`
+    builds."""
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    environment.filters |= {"gb": format_bytes, "comma": comma, "explained": TermTooltips()}
+    template = environment.from_string((files("weft.cli") / "data/plan.html").read_text(encoding="utf-8"))
+    best = plan["best"]
+    racks = picture(plan) if best else []
+    shown, others = shown_and_others(plan)
+    return template.render(
+        plan=plan,
+        best=best,
+        version=__version__,
+        hardware=plan_text.hardware_line(plan),
+        remarks=plan_text.remarks(plan),
+        verdict=plan_text.verdict(plan),
+        racks=racks,
+        traffic=plan_text.traffic(plan) if best else [],
+        speeds=[plan_text.table_legend(plan), *plan_text.speeds(plan), *plan_text.steps(plan)] if best else [],
+        bottleneck=plan_text.bottleneck(plan),
+        rejections=plan_text.rejections(plan),
+        columns=columns(plan),
+        fullest=fullest,
+        mark=MARK,
+        parts=parts_of(racks),
+        names=NAMES,
+        links=LINKS,
+        shown=shown,
+        others=others,
+        few=FEW,
+    )
+
+
+def comma(value: float, digits: int = 0) -> str:
+    """ "1,234.5"."""
+    return f"{value:,.{digits}f}"

@@ -16,7 +16,7 @@ LINKS = {"nvlink": "NVLink", "pcie": "PCIe", "memory": "shared memory", "network
 Row = Mapping[str, Any]  # a rank in the JSON
 
 
-class Bar(msgspec.Struct, frozen=True, kw_only=True):
+class GpuBar(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU, or several with equal parts; bytes are per GPU.
 
     `numbers` count within the node. `ranks` is empty if the plan leaves the GPUs idle.
@@ -63,7 +63,7 @@ class Rack(msgspec.Struct, frozen=True, kw_only=True):
     bridged: tuple[tuple[int, ...], ...]
     link: str
     link_Bps: float | None
-    bars: tuple[Bar, ...]
+    bars: tuple[GpuBar, ...]
 
     @property
     def title(self) -> str:
@@ -116,26 +116,28 @@ def parts_of(racks: Sequence[Rack]) -> list[str]:
     return [part for part in PARTS if part != "held" or held]
 
 
-def _bar(number: int, gpu: str, spec: Mapping[str, Any], rows: Sequence[Row]) -> Bar:
+def _bar(number: int, gpu: str, spec: Mapping[str, Any], rows: Sequence[Row]) -> GpuBar:
     parts = {part: sum(row[f"{part}_bytes"] for row in rows) for part in PARTS}
     memory_bytes = rows[0]["memory_bytes"] if rows else spec["memory_bytes"]
     parts["free"] = memory_bytes - sum(parts[part] for part in PARTS[:-1])
-    return Bar(numbers=(number,), kind=spec["kind"], gpu=gpu, memory_bytes=memory_bytes, parts=parts, ranks=tuple(rows))
+    return GpuBar(
+        numbers=(number,), kind=spec["kind"], gpu=gpu, memory_bytes=memory_bytes, parts=parts, ranks=tuple(rows)
+    )
 
 
-def _key(bar: Bar) -> tuple[object, ...]:
+def _key(bar: GpuBar) -> tuple[object, ...]:
     """A key that is equal for GPUs with equally large parts, whichever layers and heads they are."""
     counts = [tuple(row[name] for name in ("layers", "q_heads", "kv_heads", "experts")) for row in bar.ranks]
     return bar.gpu, bar.memory_bytes, tuple(bar.parts.values()), tuple(counts)
 
 
-def _merged(bars: Sequence[Bar], numbers: Iterable[int]) -> Bar:
+def _merged(bars: Sequence[GpuBar], numbers: Iterable[int]) -> GpuBar:
     ranks = tuple(row for bar in bars for row in bar.ranks)
     return msgspec.structs.replace(bars[0], numbers=tuple(numbers), ranks=ranks)
 
 
-def _folded_bars(bars: Sequence[Bar]) -> list[Bar]:
-    groups: dict[object, list[Bar]] = defaultdict(list)
+def _folded_bars(bars: Sequence[GpuBar]) -> list[GpuBar]:
+    groups: dict[object, list[GpuBar]] = defaultdict(list)
     for bar in bars:
         groups[_key(bar)].append(bar)
     return [_merged(alike, (number for bar in alike for number in bar.numbers)) for alike in groups.values()]

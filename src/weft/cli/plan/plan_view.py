@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from weft.cli import tables
 from weft.cli.plan import plan_text
 from weft.cli.plan.plan_columns import MARK, Cell, Column, PlanJson, columns, fullest, shown_and_others
-from weft.cli.plan.plan_picture import NAMES, Bar, Rack, parts_of, picture
+from weft.cli.plan.plan_picture import NAMES, GpuBar, Rack, parts_of, picture
 from weft.formatting import format_bytes
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def shades_legend(parts: Sequence[str], width: int) -> Text:
     return text
 
 
-def bar_lines(bar: Bar, parts: Sequence[str], trunk: tuple[str, str, str], *, last: bool, width: int) -> list[Text]:
+def bar_lines(bar: GpuBar, parts: Sequence[str], trunk: tuple[str, str, str], *, last: bool, width: int) -> list[Text]:
     """The GPU with its part of the model, then its memory as a bar with the figures next to it."""
     branch, end, through = trunk
     below = " " * len(through) if last else through

@@ -18,7 +18,7 @@ def main(arguments: Namespace) -> int:
             "weft batch takes an input and an output file, as in: weft batch rows.jsonl answers.jsonl --model demo",
             code="batch-arguments",
         )
-    from weft.api.offline.job import Job, answer_here, open_job, run_job, summary
+    from weft.api.offline.job import BatchJob, answer_here, open_job, run_job, summary
     from weft.http.options import ServeOptions
 
     source, out = arguments.argument
@@ -38,7 +38,7 @@ def main(arguments: Namespace) -> int:
         from weft.ray.data import answer_on_ray
 
         answer = answer_on_ray
-    job = Job(rows, out, config, options, defaults)
+    job = BatchJob(rows, out, config, options, defaults)
     try:
         counts = run_job(job, answer)
     except KeyboardInterrupt:

@@ -15,7 +15,7 @@ from textual.widgets import Footer, Static
 
 from weft.cli.top.top_sparks import Sparks
 from weft.cli.top.top_tables import headline, sections
-from weft.cli.top.top_watch import Snapshot
+from weft.cli.top.top_watch import TopSnapshot
 
 MARGIN = 6  # columns of borders, padding and the scroll bar
 HEADLINE = "headline"
@@ -39,13 +39,13 @@ class TopApp(App[None]):
         Binding("p", "hold", "Pause / resume"),
     ]
 
-    def __init__(self, snapshots: AsyncIterator[Snapshot], stop: asyncio.Event) -> None:
+    def __init__(self, snapshots: AsyncIterator[TopSnapshot], stop: asyncio.Event) -> None:
         """`snapshots` end once `stop` is set, and `stop` is set once the page ends."""
         super().__init__()
         self._snapshots, self._end = snapshots, stop
         self._sparks = Sparks()
         self._held = False
-        self.last: Snapshot | None = None
+        self.last: TopSnapshot | None = None
 
     def compose(self) -> ComposeResult:
         yield Static(Text("weft top  ·  looking …"), id=HEADLINE)
@@ -69,7 +69,7 @@ class TopApp(App[None]):
         if self.last is not None:
             await self._show(self.last)
 
-    async def _show(self, snapshot: Snapshot) -> None:
+    async def _show(self, snapshot: TopSnapshot) -> None:
         """Draw a snapshot: problems come first, where nothing hides them."""
         self.query_one(f"#{HEADLINE}", Static).update(Text(f"weft top  ·  {headline(snapshot)}"))
         drawn = sections(snapshot, self._sparks, self.size.width - MARGIN)

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from weft.cli.top.top_cells import FAINT, UNKNOWN, VERY_WIDE, WIDE, dense_table, fitted, marked, share, used_of
 from weft.cli.top.top_sparks import Sparks, model_key
-from weft.cli.top.top_watch import Snapshot, rows_of_servers
+from weft.cli.top.top_watch import TopSnapshot, rows_of_servers
 from weft.formatting import format_bytes
 
 STEP_BAR = 20  # characters of a rank's step
@@ -34,14 +34,14 @@ SIZES = (
 )
 
 
-def first_causes(snapshot: Snapshot) -> Iterator[tuple[str, dict[str, Any]]]:
+def first_causes(snapshot: TopSnapshot) -> Iterator[tuple[str, dict[str, Any]]]:
     """The findings that follow from no other one, each with the URL of its server."""
     for url, finding in rows_of_servers(snapshot, "diagnosis"):
         if not finding.get("follows_from"):
             yield url, finding
 
 
-def model_table(snapshot: Snapshot, sparks: Sparks, width: int) -> Table:
+def model_table(snapshot: TopSnapshot, sparks: Sparks, width: int) -> Table:
     """A row for each model of each server."""
     rows = rows_of_servers(snapshot, "models")
     faulty = {(url, finding.get("model")) for url, finding in first_causes(snapshot) if not finding.get("ranks")}
@@ -87,7 +87,7 @@ def _rates(sparks: Sparks, key: str) -> str:
     return f"{line}\n0 to {max(sparks.values(key)):,.0f} tok/s" if line else ""
 
 
-def rank_table(snapshot: Snapshot, width: int) -> Table:
+def rank_table(snapshot: TopSnapshot, width: int) -> Table:
     """A row for each rank: its part of the model, its memory, and the parts of its steps.
 
     Ranks of several servers have a row with the server's URL above them.

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from weft.cli.top.top_watch import Snapshot, each_gpu, rows_of_servers
+from weft.cli.top.top_watch import TopSnapshot, each_gpu, rows_of_servers
 
 SPARKS = "▁▂▃▄▅▆▇█"
 POINTS = 24  # of a sparkline
@@ -19,7 +19,7 @@ class Sparks:
         self._times_s: deque[float] = deque(maxlen=POINTS)
         self._values: dict[str, deque[tuple[float, float]]] = {}  # with the time of each
 
-    def add(self, snapshot: Snapshot) -> None:
+    def add(self, snapshot: TopSnapshot) -> None:
         """Take the figures of one snapshot."""
         self._times_s.append(snapshot.figures["time"])
         for node, gpu in each_gpu(snapshot.figures):

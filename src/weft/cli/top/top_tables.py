@@ -27,8 +27,8 @@ from weft.cli.top.top_cells import (
 )
 from weft.cli.top.top_models import model_table, rank_table
 from weft.cli.top.top_sparks import Sparks, gpu_key
-from weft.cli.top.top_watch import Snapshot, each_gpu, rows_of_servers
-from weft.monitor.finding import Limits
+from weft.cli.top.top_watch import TopSnapshot, each_gpu, rows_of_servers
+from weft.monitor.finding import RuleLimits
 
 FOLLOWS = "└ "  # before a finding that follows from another one
 
@@ -41,12 +41,12 @@ class Section(NamedTuple):
     faulty: bool = False
 
 
-def sections(snapshot: Snapshot, sparks: Sparks, width: int) -> list[Section]:
+def sections(snapshot: TopSnapshot, sparks: Sparks, width: int) -> list[Section]:
     """Everything that is known now, for a page of `width` columns."""
     return [*_machine(snapshot, sparks, width), *_servers(snapshot, sparks, width), verdict(snapshot)]
 
 
-def _machine(snapshot: Snapshot, sparks: Sparks, width: int) -> Iterator[Section]:
+def _machine(snapshot: TopSnapshot, sparks: Sparks, width: int) -> Iterator[Section]:
     gpus = list(each_gpu(snapshot.figures))
     if gpus:
         yield Section("GPUs", gpu_table(gpus, sparks, width))
@@ -55,14 +55,14 @@ def _machine(snapshot: Snapshot, sparks: Sparks, width: int) -> Iterator[Section
         yield Section("Cores (no GPU)", core_table(snapshot.cores, width))
 
 
-def _servers(snapshot: Snapshot, sparks: Sparks, width: int) -> Iterator[Section]:
+def _servers(snapshot: TopSnapshot, sparks: Sparks, width: int) -> Iterator[Section]:
     if rows_of_servers(snapshot, "models"):
         yield Section("Models", model_table(snapshot, sparks, width))
     if rows_of_servers(snapshot, "ranks"):
         yield Section("Ranks", rank_table(snapshot, width))
 
 
-def page(snapshot: Snapshot, sparks: Sparks, width: int) -> RenderableType:
+def page(snapshot: TopSnapshot, sparks: Sparks, width: int) -> RenderableType:
     """All sections below each other, what is wrong at the end."""
     parts: list[RenderableType] = [Text(headline(snapshot), style=FAINT), Text()]
     for section in sections(snapshot, sparks, width):
@@ -70,7 +70,7 @@ def page(snapshot: Snapshot, sparks: Sparks, width: int) -> RenderableType:
     return Group(*parts[:-1])
 
 
-def headline(snapshot: Snapshot) -> str:
+def headline(snapshot: TopSnapshot) -> str:
     """Time, servers, GPUs and tokens per second in a line."""
     gpus, models = list(each_gpu(snapshot.figures)), snapshot.figures["models"]
     rates = [model["tok_s"] for model in models if model["tok_s"] is not None]
@@ -91,7 +91,7 @@ def _count(number: int, noun: str) -> str:
 # --- what is wrong ---
 
 
-def verdict(snapshot: Snapshot) -> Section:
+def verdict(snapshot: TopSnapshot) -> Section:
     """The findings of the diagnosis, and servers that do not answer."""
     findings = list(_findings(snapshot.servers))
     problems = [Text(f"✗ {problem}", style="red") for problem in snapshot.problems]
@@ -104,10 +104,10 @@ def verdict(snapshot: Snapshot) -> Section:
     return Section("Diagnosis", Text(" ✓ Nothing found.", style=GOOD))
 
 
-def _watched(snapshot: Snapshot) -> Iterator[str]:
+def _watched(snapshot: TopSnapshot) -> Iterator[str]:
     """Faults that the tables show, and that the diagnosis may find once they have lasted."""
     ranks = [row for _, row in rows_of_servers(snapshot, "ranks")]
-    if (most := max((row.get("delayed") or 0.0 for row in ranks), default=0.0)) > Limits().delayed:
+    if (most := max((row.get("delayed") or 0.0 for row in ranks), default=0.0)) > RuleLimits().delayed:
         yield f"ranks without a core for up to {most:.0%} of a step"
     for _, row in rows_of_servers(snapshot, "models"):
         if (row["kv_usage"] or 0.0) >= NEARLY_FULL:
@@ -158,7 +158,7 @@ def gpu_name(node: str, gpu: Mapping[str, Any]) -> str:
     return f"{node}:{gpu['index']}"
 
 
-def memory_table(gpus: Sequence[tuple[str, dict[str, Any]]], snapshot: Snapshot, width: int) -> Table:
+def memory_table(gpus: Sequence[tuple[str, dict[str, Any]]], snapshot: TopSnapshot, width: int) -> Table:
     """A row for each GPU: its memory, what the ranks on it hold for weights and KV cache, and each process by name."""
     held = memory_of_ranks(snapshot)
     table = dense_table("GPU", "in use", "of", "", "weights", "KV cache")
@@ -178,7 +178,7 @@ def memory_table(gpus: Sequence[tuple[str, dict[str, Any]]], snapshot: Snapshot,
     return fitted(table, width, ["", "KV cache", "weights", "of"])
 
 
-def memory_of_ranks(snapshot: Snapshot) -> dict[tuple[str, int], tuple[int, int]]:
+def memory_of_ranks(snapshot: TopSnapshot) -> dict[tuple[str, int], tuple[int, int]]:
     """Bytes of weights and of KV cache that the ranks on each GPU hold, by node and index."""
     held: dict[tuple[str, int], tuple[int, int]] = {}
     for _, row in rows_of_servers(snapshot, "ranks"):

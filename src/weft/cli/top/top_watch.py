@@ -25,7 +25,7 @@ ADMIN_KEY_MISSING = ("invalid_admin_key", "admin_key_unset")
 Kind = Literal["gateway", "server"]
 
 
-class Snapshot(NamedTuple):
+class TopSnapshot(NamedTuple):
     """Figures of each server and of this machine, their sum as JSON, and a line for each URL without figures."""
 
     servers: list[tuple[str, dict[str, Any]]]
@@ -107,7 +107,7 @@ def refusal_code(error: HttpRefusal) -> str:
     return ""
 
 
-class Watch:
+class ServerWatch:
     """The servers at the URLs, or of this user on this machine if there are none."""
 
     def __init__(self, urls: Sequence[str], api_key: str | None, admin_key: str | None) -> None:
@@ -175,7 +175,7 @@ def local_urls() -> tuple[str, ...]:
     return tuple(server.url for server in running_servers())
 
 
-class Machine:
+class LocalMachine:
     """This machine: its GPUs, or without any the use of its cores."""
 
     def __init__(self) -> None:
@@ -222,7 +222,7 @@ def _core_line(words: Sequence[str]) -> tuple[int, tuple[int, int]]:
     return int(words[0][3:]), (sum(ticks) - idle, sum(ticks))
 
 
-def rows_of_servers(snapshot: Snapshot, key: str) -> list[tuple[str, dict[str, Any]]]:
+def rows_of_servers(snapshot: TopSnapshot, key: str) -> list[tuple[str, dict[str, Any]]]:
     """The rows under `key` of all servers, each with the URL of its server."""
     return [(url, row) for url, figures in snapshot.servers for row in figures[key]]
 
