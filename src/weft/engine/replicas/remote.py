@@ -41,7 +41,7 @@ from weft.engine.replicas.messages import (
     ToCore,
 )
 from weft.engine.replicas.output_stream import OutputSink, OutputStream
-from weft.engine.replicas.room import QueueLimit
+from weft.engine.replicas.queue_limit import QueueLimit
 from weft.engine.replicas.running import RunningReplica
 from weft.errors import CORE, Cause, EngineError, QueueFullError, RequestError, WeftError
 from weft.plan.plan import Plan

@@ -21,8 +21,8 @@ from weft.planner.memory.footprint import Footprint
 from weft.planner.note import Note, create_note
 from weft.planner.profiles import engine_profile
 from weft.planner.question import LayoutConstraints, Question
-from weft.planner.report.beside_cpu import layers_on_cpu
 from weft.planner.report.binding import MEASURES, MIN_GAIN
+from weft.planner.report.cpu_layers import layers_on_cpu
 from weft.planner.report.other_clusters import MAX_NODES, grown_cluster, is_limited, unlimited, with_gpu
 from weft.planner.search.cuts import Cut
 from weft.planner.search.domains import usable_devices
