@@ -32,7 +32,7 @@ from weft.engine.executors import captures, ranks
 from weft.engine.frontend.outputs import RequestOutput
 from weft.ranks.comm import Links, threads
 from weft.ranks.kernels import contest, create_rounding
-from weft.ranks.kernels.base import AttentionShape
+from weft.ranks.kernels.attention import AttentionShape
 from weft.ranks.kernels.batch import Batch
 from weft.ranks.kernels.capture import WORKSPACE_BYTES, release_cached_memory, synchronize_device
 from weft.ranks.kernels.triton import attention

@@ -21,7 +21,7 @@ LAUNCHES = """
 import sys, types
 import torch
 from scripts.programs.sass.launches import recorded
-from weft.ranks.kernels.base import KVCache
+from weft.ranks.kernels.attention import KVCache
 from weft.ranks.kernels.triton import attention, pointwise, products, reduce, rounding, sampling
 from weft.ranks.kernels.triton.staged import fill_batch
 
@@ -100,7 +100,7 @@ EXPERTS = (
     + """
 from weft.checkpoint.architectures.place import Span
 from weft.checkpoint.architectures.shape import Experts
-from weft.ranks.kernels.base import ExpertStack
+from weft.ranks.kernels.matrices import ExpertStack
 from weft.ranks.kernels.triton.experts import TritonExperts, TritonMixture, TritonStack, pack_stack
 from weft.ranks.kernels.triton.router import create_router
 from weft.ranks.kernels.triton.routing import MOST_ALONE, choose_experts, sort_rows

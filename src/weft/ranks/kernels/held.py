@@ -8,11 +8,10 @@ from typing import Protocol, TypeVar
 import torch
 
 from weft.checkpoint.architectures.shape import Experts
-from weft.ranks.kernels.base import ExpertProducts, ExpertStack, MixtureProducts, Product
 from weft.ranks.kernels.dense_latents import DenseLatentProducts
 from weft.ranks.kernels.experts import GroupedExperts
-from weft.ranks.kernels.fused import FusedMLP
 from weft.ranks.kernels.latents import LatentDims, LatentProducts
+from weft.ranks.kernels.matrices import ExpertProducts, ExpertStack, FusedMLP, MixtureProducts, Product
 from weft.ranks.quant.dense import RouterProduct
 from weft.ranks.quant.quantised import QuantisedWeight, stack_size
 

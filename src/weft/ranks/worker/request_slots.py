@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from weft.engine.core.step import UNKNOWN, Admission, StepPlan
-from weft.ranks.kernels.batch import Lengths, table_columns
-from weft.ranks.kernels.latents import StepForms
+from weft.ranks.kernels.batch import Lengths, StepForms, table_columns
 from weft.ranks.kernels.sampling import Array
 from weft.ranks.kernels.staged import StagedStep
 from weft.ranks.worker.pooling import PooledPrompt

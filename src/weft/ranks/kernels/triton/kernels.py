@@ -12,10 +12,10 @@ from weft.checkpoint.architectures.shape import Experts
 from weft.plan.backends import against_fused_experts
 from weft.ranks.comm import Group
 from weft.ranks.comm.symmetric import SymmetricGroup
-from weft.ranks.kernels.base import EmbeddingTable, ExpertProducts, ExpertStack, HeadNorm, KVCache, Product
+from weft.ranks.kernels.attention import HeadNorm, KVCache
 from weft.ranks.kernels.batch import Batch
-from weft.ranks.kernels.fused import FusedMLP
 from weft.ranks.kernels.held import HeldMatrices
+from weft.ranks.kernels.matrices import EmbeddingTable, ExpertProducts, ExpertStack, FusedMLP, Product
 from weft.ranks.kernels.plain.sampling import score
 from weft.ranks.kernels.sampling import SampledRows, SamplingSettings, SettingsUpdate, SlotSettings
 from weft.ranks.kernels.staged import StagedStep

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.ranks.kernels.base import HeadNorm, KVCache
+from weft.ranks.kernels.attention import HeadNorm, KVCache
 from weft.ranks.kernels.batch import Batch
 
 COLUMNS = 1024  # columns of the MLP that one program of silu_mul computes
