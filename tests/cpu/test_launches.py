@@ -23,7 +23,7 @@ from weft.checkpoint.architectures.shape import Experts, LatentAttention
 from weft.ranks.kernels import triton, warm
 from weft.ranks.kernels.attention import KVCache
 from weft.ranks.kernels.batch import ExpandedRow
-from weft.ranks.kernels.dense_latents import DenseLatentProducts
+from weft.ranks.kernels.held import DenseLatentProducts
 from weft.ranks.kernels.latents import AbsorbedQueries, LatentDims, attend_expanded
 from weft.ranks.kernels.matrices import ExpertStack
 from weft.ranks.kernels.plain import create_plain_kernels

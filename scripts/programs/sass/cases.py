@@ -32,7 +32,6 @@ from weft.ranks.kernels.triton import (
     latents,
     pointwise,
     products,
-    reduce,
     rounding,
     router,
     routing,
@@ -323,7 +322,7 @@ def silu_mul() -> None:
 
 def sum_add_norm() -> None:
     x = torch.empty(2, HIDDEN, dtype=BF16)
-    reduce.sum_add_norm(torch.zeros(RANKS, dtype=torch.int64), x, x[0], 1e-6)
+    pointwise.sum_add_norm(torch.zeros(RANKS, dtype=torch.int64), x, x[0], 1e-6)
 
 
 def sample() -> None:
