@@ -13,10 +13,9 @@ from weft.checkpoint.architectures.shape import Attention, Dense, DType, Experts
 from weft.checkpoint.config.config_rope import with_original
 from weft.checkpoint.files import limits
 from weft.checkpoint.files.fields import Fields
-from weft.checkpoint.files.gguf import Gguf
+from weft.checkpoint.files.gguf import Array, Gguf
 from weft.checkpoint.files.tensor import TensorInfo
 from weft.checkpoint.gguf.gguf_deepseek import latent_attention, read_routing
-from weft.checkpoint.gguf.gguf_fields import own_fields, token_fields
 from weft.checkpoint.gguf.gguf_rope import planned_rope, rope
 from weft.errors import ModelError
 
@@ -59,6 +58,19 @@ NOT_NORMALISED = ("qwen2moe",)
 FLOAT32_ERROR = 1e-5  # of a number that the file has in 32 bits, from the same number here
 LAYERS_OF_GEMMA3_27B = 62
 GEMMA3_LOCAL_BASE = 1e4  # base of the rotary embedding in layers with a window, which older files do not give
+# Arrays with a value for each layer in some files.
+PER_LAYER = (
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.sliding_window",
+    "attention.value_length",
+    "expert_feed_forward_length",
+    "expert_used_count",
+    "feed_forward_length",
+    "rope.dimension_count",
+)
+NO_TOKEN = (-1, 2**32 - 1)  # ids that say that there is no such token, in a signed and an unsigned number
 
 
 def architecture(gguf: Gguf, *, run: bool = True) -> str:
@@ -299,3 +311,26 @@ def recommended_sampling(gguf: Gguf) -> dict[str, float | int | bool]:
     """Sampling that the file recommends, by generation_config.json's names."""
     values = {name: gguf.metadata.get(key) for key, name in SAMPLING.items()}
     return {name: value for name, value in values.items() if isinstance(value, float | int)}
+
+
+def own_fields(gguf: Gguf, prefix: str) -> Fields:
+    """The fields of the file's architecture, without its `prefix`.
+
+    Raises ModelError for a field that differs from layer to layer.
+    """
+    own = {key.removeprefix(prefix): value for key, value in gguf.metadata.items() if key.startswith(prefix)}
+    for key in PER_LAYER:
+        if isinstance(array := own.get(key), Array):
+            values = set(gguf.array(prefix + key)) if array.count <= limits.LAYERS else ()
+            if len(values) != 1:
+                raise ModelError(
+                    f"{gguf.path} has a {prefix}{key} per layer, which Weft does not compute; use another model",
+                    code="gguf-field-per-layer",
+                )
+            own[key] = values.pop()
+    return Fields(own, f"{gguf.path}: {prefix.removesuffix('.')}")
+
+
+def token_fields(gguf: Gguf) -> Fields:
+    """The fields of the file, without values that mean that there is no token."""
+    return Fields({key: value for key, value in gguf.metadata.items() if value not in NO_TOKEN}, gguf.path)

@@ -6,6 +6,7 @@ Only the core is local: its ranks may be processes, or run on other nodes.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import threading
 from collections import deque
@@ -27,7 +28,6 @@ from weft.engine.executors.rank import WORKER
 from weft.engine.executors.ranks import CLOSED
 from weft.engine.processes.causes import cause_of
 from weft.engine.replicas.engine_nodes import EngineNodes
-from weft.engine.replicas.heap import CallersHeap
 from weft.engine.replicas.loop import CoreLoop
 from weft.engine.replicas.running import RunningReplica
 from weft.engine.structured.compiler import GrammarCompiler
@@ -289,3 +289,29 @@ class CoreThread(CoreLoop):
         for submission in submissions:
             submission.outputs.put(EngineError(cause))
         self.core.commands.fail(EngineError(cause))
+
+
+class CallersHeap:
+    """Keeps full garbage collections short while requests run.
+
+    A full collection looks through every object of the process, most of them torch's: 80 ms and more, in which no step
+    is scheduled. A process of our own freezes its heap for good. In the caller's process that must not happen: frozen
+    garbage in reference cycles is never freed. So the objects that exist when the first request comes are frozen until
+    the last request has ended, then unfrozen. A heap that somebody else has frozen is left alone.
+    """
+
+    def __init__(self) -> None:
+        self._busy = False
+        self._frozen = False
+
+    def set_busy(self, busy: bool) -> None:
+        """Freeze the heap when work begins and unfreeze it when all work has ended."""
+        if busy == self._busy:
+            return
+        self._busy = busy
+        if self._frozen:
+            gc.unfreeze()
+            self._frozen = False
+        elif busy and not gc.get_freeze_count():
+            gc.freeze()
+            self._frozen = True

@@ -33,7 +33,7 @@ def main(descriptor: int, lifeline: int) -> None:
 def measure_sizes(task: TuneRequest, parent: Parent[TuneRequest]) -> None:
     """Run the races for each number of ranks; report each race, and then the sizes for that number."""
     from weft.ranks.kernels import attention_obstacle
-    from weft.ranks.kernels.base import AttentionShape
+    from weft.ranks.kernels.attention import AttentionShape
     from weft.ranks.worker import device as devices
 
     device = devices.prepare_device(task.plan, 0)

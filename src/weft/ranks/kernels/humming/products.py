@@ -18,9 +18,9 @@ import torch.nn.functional as F
 
 from weft.checkpoint.architectures.shape import Experts
 from weft.plan.products import BAND_BYTES, COLUMN_MULTIPLE, LOCKS, ROW_MULTIPLE, round_up
-from weft.ranks.kernels.base import ExpertStack
 from weft.ranks.kernels.humming.layout import schema_fields, standard_tensors
 from weft.ranks.kernels.humming.library import Library
+from weft.ranks.kernels.matrices import ExpertStack
 from weft.ranks.kernels.triton.grouped import RoutedBlocks, activate, place_rows
 from weft.ranks.kernels.triton.routing import sort_rows, sum_parts
 from weft.ranks.kernels.warm import KernelLaunch, first_of_variants
