@@ -20,7 +20,7 @@ from weft.engine.cluster import remote
 from weft.engine.cluster.agent_messages import Examined, Started
 from weft.engine.cluster.examination import Visit, node_checks
 from weft.engine.cluster.hosts import Machine, check_model, read_hosts
-from weft.engine.cluster.remote import Launch, own_key, serve_words, start_task
+from weft.engine.cluster.remote import Launch, own_key, serve_arguments, start_task
 from weft.engine.cluster.ssh import Gone, Node, quoted
 from weft.errors import ConfigError
 from weft.machine.check import Check
@@ -106,14 +106,14 @@ def test_ssh_asks_nothing_and_takes_no_option_from_the_file() -> None:
 def test_words_of_head_and_nodes(tmp_path: Path) -> None:
     hosts = read_hosts(written(tmp_path, PAIR))
     launch = Launch(model="a b; c", flags=("--port=8001",))
-    assert serve_words(hosts, launch, 0) == (
+    assert serve_arguments(hosts, launch, 0) == (
         *("a b; c", "--port=8001", "--nnodes", "2", "--node-rank", "0", "--master-addr", "10.0.0.1"),
     )
-    assert serve_words(hosts, launch, 1)[-1] == "--headless"
+    assert serve_arguments(hosts, launch, 1)[-1] == "--headless"
     given = Launch(model="m", flags=("--master-addr=10.9.9.9",))
-    assert serve_words(hosts, given, 1).count("--master-addr") == 0
+    assert serve_arguments(hosts, given, 1).count("--master-addr") == 0
     one = read_hosts(written(tmp_path, "hosts: [{host: a}]"))
-    assert serve_words(one, launch, 0) == ("a b; c", "--port=8001")
+    assert serve_arguments(one, launch, 0) == ("a b; c", "--port=8001")
 
 
 def test_the_key_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_secrets_go_to_standard_input_only(tmp_path: Path) -> None:
     for node in remote.nodes_of(hosts):
         task = start_task(hosts, launch, node, "k" * 64)
         assert task.environment["VLLM_API_KEY"] == "sk-client" and "OTHER" not in task.environment
-        seen = " ".join([*node.command(), *task.words])
+        seen = " ".join([*node.command(), *task.argv])
         assert "sk-client" not in seen and "kkk" not in seen
 
 

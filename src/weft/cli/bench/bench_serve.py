@@ -24,7 +24,7 @@ from weft._version import __version__
 from weft.checkpoint import lookup
 from weft.cli.flags.flags import ENGINE
 from weft.cli.main import INTERRUPTED
-from weft.cli.parser import UsageError, typed_words
+from weft.cli.parser import UsageError, typed_flags
 from weft.engine.client.progress import Progress
 from weft.errors import WeftError
 from weft.http.options import ServeOptions
@@ -219,9 +219,9 @@ def open_target(arguments: Namespace) -> Iterator[BenchTarget]:
         return
     from weft.study.bench.server import ServeProcess
 
-    words = [given["model"], *engine_words(arguments)]
-    print(f"starting weft serve {' '.join(words)}", file=sys.stderr)
-    with ServeProcess(words) as served:
+    flags = [given["model"], *engine_flags(arguments)]
+    print(f"starting weft serve {' '.join(flags)}", file=sys.stderr)
+    with ServeProcess(flags) as served:
         print(f"ready after {served.seconds:.1f} s at {served.url}", file=sys.stderr)
         yield connect(ServerAddress(served.url, headers), arguments)
 
@@ -332,15 +332,15 @@ async def _send_load(
         client.close()
 
 
-def engine_words(arguments: Namespace) -> list[str]:
+def engine_flags(arguments: Namespace) -> list[str]:
     """The engine's flags as words of the `weft serve` command line."""
-    words: list[str] = []
+    flags: list[str] = []
     for flag in (flag for _, group in ENGINE for flag in group if flag.name != "model"):
         if hasattr(arguments, flag.dest):
             value = getattr(arguments, flag.dest)
             value = "auto" if value is None else list(value) if isinstance(value, tuple) else value
-            words += typed_words(flag, value, "")
-    return words
+            flags += typed_flags(flag, value, "")
+    return flags
 
 
 def raise_file_limit(requests: int) -> None:

@@ -11,22 +11,22 @@ from weft.engine.cluster.hosts import read_hosts
 
 def main(arguments: Namespace) -> int:
     """Write the certificates, and say what to do with them."""
-    words: list[str] = list(arguments.argument or [])
+    positional: list[str] = list(arguments.argument or [])
     nodes: int | None = getattr(arguments, "nodes", None)
-    if len(words) > 1 or bool(words) == bool(nodes):
+    if len(positional) > 1 or bool(positional) == bool(nodes):
         raise UsageError("weft cluster cert takes a hosts file or --nodes N, the number of nodes", code="nodes-missing")
     folder = Path(arguments.out).expanduser()
-    if words:
-        hosts = read_hosts(words[0])
+    if positional:
+        hosts = read_hosts(positional[0])
         nodes = len(hosts.hosts)
-        folder = Path(hosts.certificates) if hosts.certificates else Path(words[0]).expanduser().parent / folder
+        folder = Path(hosts.certificates) if hosts.certificates else Path(positional[0]).expanduser().parent / folder
     from weft.engine.cluster.certificates import make_certificates
 
     paths = make_certificates(folder, nodes or 1, arguments.days)
     for path in paths:
         print(path)
-    if words:
-        used = f"with certificates: {folder.resolve()} in {words[0]}, weft cluster up uses them"
+    if positional:
+        used = f"with certificates: {folder.resolve()} in {positional[0]}, weft cluster up uses them"
         print(f"valid for {arguments.days} days; {used}")
     else:
         print(

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from weft.cli import hints
 from weft.cli.commands import COMMANDS
 from weft.cli.flags.flags import engine_config
-from weft.cli.parser import UsageError, full_spelling, parse_command, typed_words
+from weft.cli.parser import UsageError, full_spelling, parse_command, typed_flags
 from weft.engine.cluster import remote
 from weft.engine.cluster.hosts import HostsFile, check_model, read_hosts
 from weft.engine.cluster.remote import Launch
@@ -21,10 +21,10 @@ FOLDER = "--download-dir="
 SECRETS = {"api-key": "VLLM_API_KEY", "hf-token": "HF_TOKEN"}
 
 
-def _check_words(command: str, words: Sequence[str]) -> None:
+def _check_positional(command: str, positional: Sequence[str]) -> None:
     """Raise UsageError unless there is one hosts file; `cluster pull` takes a model in its place, or none."""
     pulls = command == "cluster pull"
-    if len(words) > 1 or not (words or pulls):
+    if len(positional) > 1 or not (positional or pulls):
         raise UsageError(
             f"weft {command} takes one {'model' if pulls else 'hosts file'}; for example: {COMMANDS[command].example}",
             code="hosts-missing",
@@ -33,15 +33,15 @@ def _check_words(command: str, words: Sequence[str]) -> None:
 
 def main(arguments: Namespace) -> int:
     """Run one of the commands."""
-    words: list[str] = list(arguments.argument or [])
-    _check_words(arguments.command, words)
+    positional: list[str] = list(arguments.argument or [])
+    _check_positional(arguments.command, positional)
     match arguments.command:
         case "cluster up":
-            return up(read_hosts(words[0]), arguments, words[0])
+            return up(read_hosts(positional[0]), arguments, positional[0])
         case "cluster down":
-            return 0 if remote.bring_down(read_hosts(words[0]), say) else 1
+            return 0 if remote.bring_down(read_hosts(positional[0]), say) else 1
     hosts = read_hosts(arguments.hosts)
-    model = words[0] if words else hosts.model
+    model = positional[0] if positional else hosts.model
     return 0 if remote.pull_everywhere(hosts, create_pull(hosts, model, arguments.hosts, os.environ), say) else 1
 
 
@@ -91,10 +91,10 @@ def passed_on(hosts: HostsFile, path: str, environment: Mapping[str, str]) -> di
 
 
 def serve_flags(hosts: HostsFile, path: str) -> list[str]:
-    """The words of weft serve's flags in a file. Raises UsageError."""
+    """The arguments of weft serve that the flags of a file make. Raises UsageError."""
     command = COMMANDS["serve"]
     flags = {flag.name: flag for flag in command.flags}
-    words: list[str] = []
+    argv: list[str] = []
     for key, value in hosts.serve.items():
         option = full_spelling(f"--{key}")
         name = option.removeprefix("--")
@@ -112,5 +112,5 @@ def serve_flags(hosts: HostsFile, path: str) -> list[str]:
         if flag is None:
             raise UsageError(f"{path}: unknown flag {key!r}{hints.unknown_flag(command, option)}", code="unknown-flag")
         if value is not None:
-            words += typed_words(flag, value, path)
-    return words
+            argv += typed_flags(flag, value, path)
+    return argv

@@ -73,7 +73,7 @@ class Record(msgspec.Struct, frozen=True):
     """The file about a server that has been started."""
 
     pid: int
-    words: tuple[str, ...]
+    argv: tuple[str, ...] = msgspec.field(name="words")
     since_s: float
     environment: str = ""  # digest of the variables that it was given
 
@@ -168,13 +168,13 @@ class Agent:
         status, printed, complaints = self._run_weft("doctor", "--json", *task.flags)
         self._send(decode_doctor(status, printed, complaints))
 
-    def _run_weft(self, *words: str, variables: Mapping[str, str] | None = None) -> tuple[int, str, list[str]]:
+    def _run_weft(self, *argv: str, variables: Mapping[str, str] | None = None) -> tuple[int, str, list[str]]:
         """Run `weft WORDS`; return its status, what it printed and its lines on standard error, which are sent too.
 
         The end of the input ends it.
         """
         child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "weft", *words],
+            [sys.executable, "-P", "-m", "weft", *argv],
             env=environment(os.environ, variables or {}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -242,13 +242,13 @@ class Server:
         with open(self._record, "a+b", opener=_open_private) as record:
             if not try_lock(record.fileno()):
                 running = self._read_record()
-                same = (running.words, running.environment) == (task.words, _digest(task.environment))
+                same = (running.argv, running.environment) == (task.argv, _digest(task.environment))
                 return Started(running.pid, str(self.log), True, same, running.since_s)
-            words = [*task.words, *self._write_secrets(task)]
+            argv = [*task.argv, *self._write_secrets(task)]
             self._forget(record)
             with self._open_log() as log:
                 self._child = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "weft", "serve", *words],
+                    [sys.executable, "-P", "-m", "weft", "serve", *argv],
                     env=environment(os.environ, task.environment),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -256,7 +256,7 @@ class Server:
                     pass_fds=[record.fileno()],
                     start_new_session=True,
                 )
-            about = Record(self._child.pid, task.words, time.time(), _digest(task.environment))
+            about = Record(self._child.pid, task.argv, time.time(), _digest(task.environment))
             record.write(msgspec.json.encode(about))
             record.flush()
         return Started(about.pid, str(self.log), False, True, about.since_s)
@@ -314,7 +314,7 @@ class Server:
 
     def _write_secrets(self, task: Start) -> list[str]:
         """Write the key and the certificate for this user alone; return the flags that name them."""
-        words = []
+        argv = []
         for flag, name, text in (
             ("--cluster-key-file", "key", task.key),
             ("--cluster-cert-file", "certificate.pem", task.certificate),
@@ -323,8 +323,8 @@ class Server:
             path.unlink(missing_ok=True)
             if text:
                 write_private(path, text)
-                words += [flag, str(path)]
-        return words
+                argv += [flag, str(path)]
+        return argv
 
     def _remove_secrets(self) -> None:
         for name in ("key", "certificate.pem"):

@@ -25,7 +25,7 @@ class Start(Task, frozen=True, kw_only=True, tag=True):
 
     name: str
     node: int
-    words: tuple[str, ...]
+    argv: tuple[str, ...] = msgspec.field(name="words")
     key: str = ""
     certificate: str = ""
     environment: dict[str, str] = {}

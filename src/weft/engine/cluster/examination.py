@@ -104,8 +104,8 @@ def _ray_visit(ray: Any, answer: Any, began_s: float) -> Visit | Check:
 
 def _report_doctor(flags: list[str]) -> bytes:
     """The answer of the node on which this task runs, as JSON."""
-    words = [sys.executable, "-P", "-m", "weft", "doctor", "--json", *flags]
-    ran = subprocess.run(words, capture_output=True, stdin=subprocess.DEVNULL, timeout=DOCTOR_S)
+    argv = [sys.executable, "-P", "-m", "weft", "doctor", "--json", *flags]
+    ran = subprocess.run(argv, capture_output=True, stdin=subprocess.DEVNULL, timeout=DOCTOR_S)
     complaints = ran.stderr.decode("utf-8", "replace").strip().splitlines()
     return msgspec.json.encode(decode_doctor(ran.returncode, ran.stdout, complaints))
 

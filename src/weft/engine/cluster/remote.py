@@ -55,15 +55,15 @@ def nodes_of(hosts: HostsFile) -> list[Node]:
     return [Node(number, machine) for number, machine in enumerate(hosts.hosts)]
 
 
-def serve_words(hosts: HostsFile, launch: Launch, node: int) -> tuple[str, ...]:
+def serve_arguments(hosts: HostsFile, launch: Launch, node: int) -> tuple[str, ...]:
     """Words after `weft serve` for a node, without the file of the key."""
-    words = [launch.model, *launch.flags]
+    argv = [launch.model, *launch.flags]
     if len(hosts.hosts) == 1:
-        return tuple(words)
-    words += ["--nnodes", str(len(hosts.hosts)), "--node-rank", str(node)]
+        return tuple(argv)
+    argv += ["--nnodes", str(len(hosts.hosts)), "--node-rank", str(node)]
     if not any(flag.startswith("--master-addr=") for flag in launch.flags):
-        words += ["--master-addr", hosts.hosts[0].host]
-    return (*words, "--headless") if node else tuple(words)
+        argv += ["--master-addr", hosts.hosts[0].host]
+    return (*argv, "--headless") if node else tuple(argv)
 
 
 def start_task(hosts: HostsFile, launch: Launch, node: Node, key: str, certificate: str = "") -> Start:
@@ -71,7 +71,7 @@ def start_task(hosts: HostsFile, launch: Launch, node: Node, key: str, certifica
     return Start(
         name=hosts.name,
         node=node.number,
-        words=serve_words(hosts, launch, node.number),
+        argv=serve_arguments(hosts, launch, node.number),
         key=key,
         certificate=certificate,
         environment=launch.variables | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}),
@@ -83,15 +83,15 @@ def dry_run(hosts: HostsFile, launch: Launch) -> list[str]:
     lines = []
     for node in nodes_of(hosts):
         gpus = node.machine.visible_gpus
-        words = [node.machine.python, "-P", "-m", "weft", "serve", *serve_words(hosts, launch, node.number)]
+        argv = [node.machine.python, "-P", "-m", "weft", "serve", *serve_arguments(hosts, launch, node.number)]
         if len(hosts.hosts) > 1:
-            words += ["--cluster-key-file", KEY_FILE]
+            argv += ["--cluster-key-file", KEY_FILE]
         if hosts.certificates:
-            words += ["--cluster-cert-file", "CERTIFICATE"]
+            argv += ["--cluster-cert-file", "CERTIFICATE"]
         shown = [f"{name}=..." for name in launch.variables]  # a value may be a secret
         shown += [] if gpus is None else [f"CUDA_VISIBLE_DEVICES={gpus}"]
         lines += [f"# {node.label}:", shlex.join(node.command()), "# which starts there:"]
-        lines.append(" ".join([*shown, shlex.join(words)]))
+        lines.append(" ".join([*shown, shlex.join(argv)]))
     return lines
 
 

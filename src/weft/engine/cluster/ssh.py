@@ -73,14 +73,14 @@ class Node:
     def command(self, ssh: str = "ssh") -> list[str]:
         """The ssh command that starts the agent. Everything that differs from task to task goes to its input."""
         machine = self.machine
-        words = [ssh, "-T"]
+        argv = [ssh, "-T"]
         for option in OPTIONS:
-            words += ["-o", option]
+            argv += ["-o", option]
         if machine.port:
-            words += ["-p", str(machine.port)]
+            argv += ["-p", str(machine.port)]
         if machine.user:
-            words += ["-l", machine.user]
-        return [*words, "--", machine.host, f"{quoted(machine.python)} -P -m {AGENT}"]
+            argv += ["-l", machine.user]
+        return [*argv, "--", machine.host, f"{quoted(machine.python)} -P -m {AGENT}"]
 
     def reason(self, gone: Gone) -> str:
         """Reason why there was no answer, with the way out."""
