@@ -106,10 +106,10 @@ def exit_status(results: Sequence[Mapping[str, Any]]) -> int:
 
 def check_settings(arguments: Namespace) -> BenchSettings:
     """The settings of the flags. Raises UsageError and ConfigError before any request is sent."""
-    given = vars(arguments)
-    _check_server_flags(given)
-    _check_dataset_flags(given)
-    if path := result_path(given):
+    flags = vars(arguments)
+    _check_server_flags(flags)
+    _check_dataset_flags(flags)
+    if path := result_path(flags):
         folder = path.absolute().parent
         if not folder.is_dir():
             raise UsageError(f"--save-result {path}: the directory {folder} does not exist", code="folder-missing")
@@ -117,57 +117,57 @@ def check_settings(arguments: Namespace) -> BenchSettings:
         draw=prompt_source(arguments),
         count=arguments.num_prompts,
         warmups=arguments.num_warmups,
-        limits_s=parse_limits(given.get("goodput", [])),
+        limits_s=parse_limits(flags.get("goodput", [])),
         percents=tuple(sorted({*PERCENTILES, *arguments.metric_percentiles})),
-        seed=given.get("seed", 0),
+        seed=flags.get("seed", 0),
     )
 
 
-def _check_server_flags(given: dict[str, Any]) -> None:
-    if not server_url(given) and not given.get("model"):
+def _check_server_flags(flags: dict[str, Any]) -> None:
+    if not server_url(flags) and not flags.get("model"):
         raise UsageError(
             "which server? Give a MODEL to serve, or --base-url of a running server", code="server-missing"
         )
-    if given.get("base_url") and ("host" in given or "port" in given):
+    if flags.get("base_url") and ("host" in flags or "port" in flags):
         raise UsageError(
             "--base-url and --host or --port both give the server's address; give one of them",
             code="server-address-twice",
         )
 
 
-def _check_dataset_flags(given: dict[str, Any]) -> None:
-    if given.get("dataset_name", "random") != "random" and "dataset_path" not in given:
+def _check_dataset_flags(flags: dict[str, Any]) -> None:
+    if flags.get("dataset_name", "random") != "random" and "dataset_path" not in flags:
         raise UsageError(
-            f"--dataset-name {given['dataset_name']} needs a file; name it with --dataset-path",
+            f"--dataset-name {flags['dataset_name']} needs a file; name it with --dataset-path",
             code="dataset-path-missing",
         )
-    if given.get("dataset_name") == "random" and "dataset_path" in given:
+    if flags.get("dataset_name") == "random" and "dataset_path" in flags:
         raise UsageError(
             "--dataset-name random draws prompts at random; leave --dataset-path out", code="dataset-path-unused"
         )
 
 
-def server_url(given: dict[str, Any]) -> str | None:
+def server_url(flags: dict[str, Any]) -> str | None:
     """The address of a running server from the flags, without /v1; None if they give none."""
-    if "host" in given or "port" in given:
-        host = given.get("host", ServeOptions.host)
-        return f"http://{f'[{host}]' if ':' in host else host}:{given.get('port', ServeOptions.port)}"
-    url: str | None = given.get("base_url")
+    if "host" in flags or "port" in flags:
+        host = flags.get("host", ServeOptions.host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{flags.get('port', ServeOptions.port)}"
+    url: str | None = flags.get("base_url")
     return url and url.rstrip("/").removesuffix("/v1")
 
 
 def prompt_source(arguments: Namespace) -> Callable[[int, int], list[BenchPrompt]]:
     """A function from a load's number and a count to its prompts: random ones, or the next ones of a file."""
-    given = vars(arguments)
-    if given.get("dataset_path"):
+    flags = vars(arguments)
+    if flags.get("dataset_path"):
         prompts = read_prompts(arguments.dataset_path, output_len=arguments.output_len)
         _check_api(prompts, arguments)
         return lambda number, count: list(islice(cycle(prompts), number * count, (number + 1) * count))
-    ratio, ids = arguments.random_range_ratio, None if arguments.backend == "openai-chat" else vocabulary_size(given)
+    ratio, ids = arguments.random_range_ratio, None if arguments.backend == "openai-chat" else vocabulary_size(flags)
 
     def draw(number: int, count: int) -> list[BenchPrompt]:
         return random_prompts(
-            f"{given.get('seed', 0)} {number}",
+            f"{flags.get('seed', 0)} {number}",
             count=count,
             vocab=ids,
             input_len=length_range(arguments.input_len, ratio),
@@ -193,14 +193,14 @@ def _check_api(prompts: list[BenchPrompt], arguments: Namespace) -> None:
         )
 
 
-def vocabulary_size(given: dict[str, Any]) -> int:
+def vocabulary_size(flags: dict[str, Any]) -> int:
     """Limit of random token ids: the model's vocabulary, or if it is not known, a size that every model has."""
-    if not given.get("model"):
+    if not flags.get("model"):
         return NANO_IDS
     try:
-        model = lookup.look_up(given["model"], revision=given.get("revision"), hf_token=given.get("hf_token"))
+        model = lookup.look_up(flags["model"], revision=flags.get("revision"), hf_token=flags.get("hf_token"))
     except WeftError:
-        if server_url(given):  # a running server may have a model that is not known here
+        if server_url(flags):  # a running server may have a model that is not known here
             return NANO_IDS
         raise
     return model.shape.vocab
@@ -228,26 +228,26 @@ def open_target(arguments: Namespace) -> Iterator[BenchTarget]:
 
 def connect(server: ServerAddress, arguments: Namespace) -> BenchTarget:
     """The server as a target, after it has listed its models. Raises WeftError if it does not answer."""
-    given = vars(arguments)
+    flags = vars(arguments)
     asking = RequestOptions(
         api=arguments.backend,
-        path=given.get("endpoint"),
-        model=served_model(server, given),
-        ignore_eos=given.get("ignore_eos", "dataset_path" not in given),
+        path=flags.get("endpoint"),
+        model=served_model(server, flags),
+        ignore_eos=flags.get("ignore_eos", "dataset_path" not in flags),
         temperature=arguments.temperature,
-        extra=given.get("extra_body", {}),
+        extra=flags.get("extra_body", {}),
         timeout_s=arguments.request_timeout,
     )
     return BenchTarget(server, asking)
 
 
-def served_model(server: ServerAddress, given: dict[str, Any]) -> str:
+def served_model(server: ServerAddress, flags: dict[str, Any]) -> str:
     """The model's name in requests: --served-model-name, or the first that the server lists, or MODEL.
 
     Raises WeftError if the server does not answer, refuses the key, or lists no model and the flags give no name.
     """
-    name: str | None = given.get("served_model_name")
-    fallback: str | None = name or given.get("model")
+    name: str | None = flags.get("served_model_name")
+    fallback: str | None = name or flags.get("model")
     try:
         listed = json.loads(run_async(_list_models(server)))["data"]
         first: str = listed[0]["id"]
@@ -352,12 +352,12 @@ def raise_file_limit(requests: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def result_path(given: Mapping[str, Any]) -> Path | None:
+def result_path(flags: Mapping[str, Any]) -> Path | None:
     """The file of --save-result, which may be a switch, as vLLM's is; None without the flag.
 
     Raises UsageError for a folder or a name that says nothing.
     """
-    path, folder, name = (given.get(field) for field in ("save_result", "result_dir", "result_filename"))
+    path, folder, name = (flags.get(field) for field in ("save_result", "result_dir", "result_filename"))
     if path is None:
         unused = "--result-dir" if folder is not None else "--result-filename" if name is not None else ""
         if unused:
@@ -365,9 +365,9 @@ def result_path(given: Mapping[str, Any]) -> Path | None:
         return None
     if path is not True:
         return Path(folder or "", path)
-    rate = given.get("request_rate")
+    rate = flags.get("request_rate")
     rate = f"{rate:g}" if isinstance(rate, float) else "sweep"
-    model = str(given.get("model") or given.get("served_model_name") or "server").rpartition("/")[2]
+    model = str(flags.get("model") or flags.get("served_model_name") or "server").rpartition("/")[2]
     usual = f"weft-{rate}qps-{model}-{time.strftime('%Y%m%d-%H%M%S')}.json"
     return Path(folder or "", name or re.sub(r"[^\w.+-]", "-", usual))
 

@@ -51,8 +51,8 @@ def main(arguments: Namespace) -> int:
 
 def load_points(arguments: Namespace) -> tuple[str, list[LoadPoint]]:
     """The field that varies, `request_rate` or `max_concurrency`, and the loads. Raises UsageError for none or both."""
-    given = vars(arguments)
-    rates, limits = given.get("request_rate") or (), given.get("max_concurrency") or ()
+    flags = vars(arguments)
+    rates, limits = flags.get("request_rate") or (), flags.get("max_concurrency") or ()
     _check_varied(rates, limits)
     if len(rates) > 1 or not limits:
         return "request_rate", _points_by_rate(rates, limits, arguments.burstiness)

@@ -19,11 +19,11 @@ NAMED = 6  # devices or links with the same figures that are still listed by nam
 
 def main(arguments: Namespace) -> int:
     """Print the links of this machine as a page or as one JSON object."""
-    given = vars(arguments)
+    flags = vars(arguments)
     here = host.probe_host()
-    speeds = machine_speeds(here, measure=given.get("measure", True), refresh=given.get("refresh_hardware", False))
+    speeds = machine_speeds(here, measure=flags.get("measure", True), refresh=flags.get("refresh_hardware", False))
     report = report_topology(here, speeds, nvlink_states(here))
-    if given.get("json", False):
+    if flags.get("json", False):
         print(json.dumps(report_json(report)))
         return 0
     out = console()

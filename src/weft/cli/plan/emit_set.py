@@ -54,10 +54,10 @@ def main(arguments: Namespace, config: NodeConfig) -> int:
     from weft.fleet.hosting.set_plan import with_gpus
     from weft.study.export import infernet
 
-    given = next((name for name in OF_ONE if hasattr(arguments, name)), None)
-    if given is not None:
+    flags = next((name for name in OF_ONE if hasattr(arguments, name)), None)
+    if flags is not None:
         raise UsageError(
-            f"--{given.replace('_', '-')} is about one model, and {arguments.infernet_config} has several; leave it "
+            f"--{flags.replace('_', '-')} is about one model, and {arguments.infernet_config} has several; leave it "
             "out, or give MODEL",
             code="emit-flag-beside-set",
         )

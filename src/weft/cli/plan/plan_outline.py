@@ -34,22 +34,22 @@ def main(arguments: Namespace, cluster: Cluster, error: ModelError) -> int:
 
     `error` says why the engine does not run the model; it is raised again if the sizes cannot be read either.
     """
-    given: dict[str, Any] = vars(arguments)
+    flags: dict[str, Any] = vars(arguments)
     try:
-        outline = read_outline(arguments.model, revision=given.get("revision"), hf_token=given.get("hf_token"))
+        outline = read_outline(arguments.model, revision=flags.get("revision"), hf_token=flags.get("hf_token"))
     except ModelError as other:
         raise ModelError(f"{error}; nor can its size be summed: {other}", code=error.code) from other
-    most = given.get("max_model_len") or outline.context or NO_CONTEXT
-    length = given.get("max_model_len") or sum(default_lengths(given.get("input_len"), given.get("output_len"), most))
-    share = given.get("gpu_memory_utilization")
+    most = flags.get("max_model_len") or outline.context or NO_CONTEXT
+    length = flags.get("max_model_len") or sum(default_lengths(flags.get("input_len"), flags.get("output_len"), most))
+    share = flags.get("gpu_memory_utilization")
     fit = fit_outline(
         outline,
         cluster,
         length=length,
-        requests=given.get("concurrency") or 1,
+        requests=flags.get("concurrency") or 1,
         utilization=share[0] if isinstance(share, tuple | list) else share or UTILIZATION,
     )
-    if given.get("json"):
+    if flags.get("json"):
         print(json.dumps(outline_json(outline, fit, cluster, error)))
     else:
         print("\n".join(outline_lines(outline, fit, cluster, error)))

@@ -40,30 +40,30 @@ REFUSED = {
 
 def check_promise_flags(arguments: Namespace) -> None:
     """Raise UsageError for a promise without a load, a load without a promise, and flags that exclude both."""
-    given = vars(arguments)
-    loads = [f"--{name} {given[name]}" for name in ("users", "rate") if name in given]
-    if "slo" not in given:
+    flags = vars(arguments)
+    loads = [f"--{name} {flags[name]}" for name in ("users", "rate") if name in flags]
+    if "slo" not in flags:
         named = loads[0] if loads else "--think"
         raise UsageError(
             f"{named} needs a promise, as in --slo ttft_p95=1s; without a promise: weft simulate MODEL",
             code="promise-missing",
         )
     if not loads:
-        raise UsageError(f"--slo {given['slo']} needs a load, as in --users 300 or --rate 4", code="load-missing")
+        raise UsageError(f"--slo {flags['slo']} needs a load, as in --users 300 or --rate 4", code="load-missing")
     for name, remedy in REFUSED.items():
-        if given.get(name) is not None:
+        if flags.get(name) is not None:
             raise UsageError(remedy, code="excluded-by-slo")
-    simulate_study.check_load_flags(given)
-    parse_objective(given["slo"])
+    simulate_study.check_load_flags(flags)
+    parse_objective(flags["slo"])
 
 
 def main(arguments: Namespace, model: Model) -> int:
     """Print the plan with the verdict on the promise; 3 if it is not kept or nothing fits."""
-    given = with_defaults(arguments)
-    load, longest = simulate_study.parse_load(vars(given), model)
-    question = simulate_study.build_simulation_question(given, model, load, longest)
+    flags = with_defaults(arguments)
+    load, longest = simulate_study.parse_load(vars(flags), model)
+    question = simulate_study.build_simulation_question(flags, model, load, longest)
     answer = search(question)
-    promise = simulated_promise(vars(given), question, answer.best, load) if answer.best else None
+    promise = simulated_promise(vars(flags), question, answer.best, load) if answer.best else None
     plan_outputs.write_outputs(arguments, answer, model, promise)
     return 0 if promise and promise["kept"] else NOTHING_FITS
 
@@ -76,13 +76,13 @@ def with_defaults(arguments: Namespace) -> Namespace:
 
 
 def simulated_promise(
-    given: dict[str, Any], question: Question, best: Candidate, load: SimulatedLoad
+    flags: dict[str, Any], question: Question, best: Candidate, load: SimulatedLoad
 ) -> dict[str, Any]:
     """The verdict as JSON: `kept`, its text, each target, the run, and `needed` replicas if it is not kept."""
-    given = {**given, "duration": f"{simulated_s(given, load, best):g}s"}
-    study = simulate_study.build_study(given, question, best, load)
+    flags = {**flags, "duration": f"{simulated_s(flags, load, best):g}s"}
+    study = simulate_study.build_study(flags, question, best, load)
     report = run_once(study, load)
-    needed = None if report.met else replicas_needed(given, question, best, load, report.replicas)
+    needed = None if report.met else replicas_needed(flags, question, best, load, report.replicas)
     promise = {
         "kept": bool(report.met),
         "text": verdict(load, report),
@@ -92,7 +92,7 @@ def simulated_promise(
         "think_s": load.think_s,
         "replicas": report.replicas,
         "gpus": report.gpus,
-        "command": simulation_command(given, question, best),
+        "command": simulation_command(flags, question, best),
         "targets": [msgspec.to_builtins(target) for target in report.objective],
         "needed": needed,
         "run": report_json(report),
@@ -101,19 +101,19 @@ def simulated_promise(
     return as_json
 
 
-def simulated_s(given: dict[str, Any], load: SimulatedLoad, best: Candidate) -> float:
+def simulated_s(flags: dict[str, Any], load: SimulatedLoad, best: Candidate) -> float:
     """Seconds of virtual time for REQUESTS requests and TURNS of each user, at most the duration of weft simulate."""
     turn_s = best.predicted.ttft_s + load.mean[1] / best.predicted.single_tok_s + load.think_s
     rate = load.offered or (load.users or 1) / turn_s
     enough_s = max(REQUESTS / rate, TURNS * turn_s, 0.0 if load.users else MIN_RUN_S)
-    usual_s = simulate_study.usual_duration(given, load, best, best.layout.engines)
+    usual_s = simulate_study.usual_duration(flags, load, best, best.layout.engines)
     return float(f"{min(usual_s, enough_s):.2g}")
 
 
-def simulation_command(given: dict[str, Any], question: Question, best: Candidate) -> str | None:
+def simulation_command(flags: dict[str, Any], question: Question, best: Candidate) -> str | None:
     """The command that runs the same simulation; None for a device map, which weft simulate does not take."""
     command = simulate_command(question, best)
-    return f"{command} --duration {given['duration']}" if command else None
+    return f"{command} --duration {flags['duration']}" if command else None
 
 
 def verdict(load: SimulatedLoad, report: Report) -> str:
@@ -129,15 +129,15 @@ def verdict(load: SimulatedLoad, report: Report) -> str:
 
 
 def replicas_needed(
-    given: dict[str, Any], question: Question, best: Candidate, load: SimulatedLoad, too_few: int
+    flags: dict[str, Any], question: Question, best: Candidate, load: SimulatedLoad, too_few: int
 ) -> dict[str, Any]:
     """The fewest replicas that keep the promise, with the command that simulates them, or the reason why none do."""
     try:
-        study = simulate_study.build_study({**given, "find": "replicas"}, question, best, load)
+        study = simulate_study.build_study({**flags, "find": "replicas"}, question, best, load)
         result = find_count(study, load, best, too_few=too_few)
     except WeftError as error:
         return {"replicas": None, "gpus": None, "command": None, "text": f"more replicas were not tried: {error}"}
-    return replicas_json(simulation_command(given, question, best), study, result)
+    return replicas_json(simulation_command(flags, question, best), study, result)
 
 
 def replicas_json(command: str | None, study: Study, result: CapacityResult) -> dict[str, Any]:

@@ -30,9 +30,9 @@ def main(arguments: Namespace) -> int:
     arguments.model = model
     config = engine_config(arguments)
     # The same length for rows of any length is a limit and no wish: no row fails by it.
-    given = {"clip_max_tokens": not rows.is_requests, **given_values(arguments, ANSWERS)}
-    names = (*given.pop("served_model_name", ()), name, model)
-    options = ServeOptions(**given, served_model_name=tuple(dict.fromkeys(names)))
+    flags = {"clip_max_tokens": not rows.is_requests, **given_values(arguments, ANSWERS)}
+    names = (*flags.pop("served_model_name", ()), name, model)
+    options = ServeOptions(**flags, served_model_name=tuple(dict.fromkeys(names)))
     answer = answer_here
     if getattr(arguments, "ray", False):
         from weft.ray.data import answer_on_ray

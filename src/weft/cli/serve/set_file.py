@@ -192,10 +192,10 @@ def models_of_node(node: NodeConfig, path: str) -> ModelSet:
 
 def check_front_flags(arguments: Namespace, source: str) -> None:
     """Raise UsageError for an engine's flag given with a set: it would be unclear which engine it is for."""
-    given = next((flag for flag in ENGINE_FLAGS if hasattr(arguments, flag.dest)), None)
-    if given is not None:
+    engine_flag = next((flag for flag in ENGINE_FLAGS if hasattr(arguments, flag.dest)), None)
+    if engine_flag is not None:
         raise UsageError(
-            f"{given.long} is about one engine, and {source} has several; put {given.name} into the file, for one "
+            f"{engine_flag.long} is about one engine, and {source} has several; put {flags.name} into the file, for one "
             "model or next to `models` for all",
             code="engine-flag-beside-set",
         )

@@ -32,72 +32,72 @@ SHARES = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0)  # shares of the predicted capacity: the
 FINDING_RUNS = 8  # about as many runs as a search makes
 
 
-def check_load_flags(given: dict[str, Any]) -> None:
+def check_load_flags(flags: dict[str, Any]) -> None:
     """Raise UsageError for flags that contradict each other, before any file or model is read."""
-    _check_loads(given)
-    _check_lengths(given)
-    if "find" in given:
-        _check_find(given)
-    if "plot" in given:
-        plot.check_image_path(given["plot"])
+    _check_loads(flags)
+    _check_lengths(flags)
+    if "find" in flags:
+        _check_find(flags)
+    if "plot" in flags:
+        plot.check_image_path(flags["plot"])
 
 
-def _check_loads(given: dict[str, Any]) -> None:
-    loads = [f"--{name}" for name in ("rate", "rates", "users") if name in given]
+def _check_loads(flags: dict[str, Any]) -> None:
+    loads = [f"--{name}" for name in ("rate", "rates", "users") if name in flags]
     if len(loads) > 1:
         raise UsageError(f"{loads[0]} and {loads[1]} are different loads; give one of them", code="two-loads")
-    if "users" in given and "trace" in given:
+    if "users" in flags and "trace" in flags:
         raise UsageError("--users and --trace are different loads; give one of them", code="two-loads")
-    if "think" in given and "users" not in given:
+    if "think" in flags and "users" not in flags:
         raise UsageError("--think is the time that users think; give --users too", code="think-without-users")
 
 
-def _check_lengths(given: dict[str, Any]) -> None:
+def _check_lengths(flags: dict[str, Any]) -> None:
     excluded = {"trace": ("input_len", "output_len", "prefix_len", "lengths"), "lengths": ("input_len", "output_len")}
     for file, names in excluded.items():
-        twice = [name for name in names if name in given]
-        if file in given and twice:
+        twice = [name for name in names if name in flags]
+        if file in flags and twice:
             raise UsageError(
                 f"--{file} has lengths of its own; leave --{twice[0].replace('_', '-')} out", code="lengths-given-twice"
             )
 
 
-def _check_find(given: dict[str, Any]) -> None:
-    wanted = given["find"]
-    if "slo" not in given:
+def _check_find(flags: dict[str, Any]) -> None:
+    wanted = flags["find"]
+    if "slo" not in flags:
         raise UsageError(
             f"--find {wanted} needs a promise, as in --slo ttft_p95=1s,tpot_p95=50ms", code="promise-missing"
         )
-    if "users" in given:
+    if "users" in flags:
         raise UsageError("--find needs a rate of requests or a trace, not --users", code="find-with-users")
-    if wanted in given:
+    if wanted in flags:
         raise UsageError(f"--find {wanted} finds that number; leave --{wanted} out", code="found-number-given")
-    if wanted == "replicas" and not {"rate", "trace"} & given.keys():
+    if wanted == "replicas" and not {"rate", "trace"} & flags.keys():
         raise UsageError("--find replicas needs the load, as in --rate 10 or --trace FILE", code="load-missing")
-    if "rates" in given:
+    if "rates" in flags:
         raise UsageError(f"--find {wanted} takes one load; leave --rates out", code="find-with-several-rates")
 
 
-def parse_load(given: dict[str, Any], model: Model) -> tuple[SimulatedLoad, int | None]:
+def parse_load(flags: dict[str, Any], model: Model) -> tuple[SimulatedLoad, int | None]:
     """The load of the flags, and the tokens of its longest request, None if that has no limit.
 
     Raises ConfigError for requests that are longer than the model's context.
     """
-    most = given.get("max_model_len") or model.shape.longest
-    trace = read_trace(given["trace"]) if "trace" in given else ()
-    drawn = parse_drawn(given, model, most)
+    most = flags.get("max_model_len") or model.shape.longest
+    trace = read_trace(flags["trace"]) if "trace" in flags else ()
+    drawn = parse_drawn(flags, model, most)
     load = SimulatedLoad(
         distribution=drawn,
-        rate=given.get("rate"),
-        burstiness=given["burstiness"],
-        users=given.get("users"),
-        think_s=parse_duration(given["think"], "--think") if "think" in given else 0.0,
+        rate=flags.get("rate"),
+        burstiness=flags["burstiness"],
+        users=flags.get("users"),
+        think_s=parse_duration(flags["think"], "--think") if "think" in flags else 0.0,
         trace=trace,
-        seed=given["seed"],
+        seed=flags["seed"],
     )
     if trace and trace_rate(trace) == inf:
         raise ConfigError(
-            f"trace {given['trace']}: all its requests arrive at the same time, so it has no duration",
+            f"trace {flags['trace']}: all its requests arrive at the same time, so it has no duration",
             code="trace-without-duration",
         )
     if rows := trace or drawn.rows:
@@ -111,11 +111,11 @@ def parse_load(given: dict[str, Any], model: Model) -> tuple[SimulatedLoad, int 
     return load, longest
 
 
-def parse_drawn(given: dict[str, Any], model: Model, most: int) -> RequestDistribution:
+def parse_drawn(flags: dict[str, Any], model: Model, most: int) -> RequestDistribution:
     """The distribution of the requests' tokens; no request has more than `most`."""
-    rows = read_trace(given["lengths"]) if "lengths" in given else ()
-    input_len, output_len = drawn_lengths(given, most)
-    prefix_len = given.get("prefix_len", 0)
+    rows = read_trace(flags["lengths"]) if "lengths" in flags else ()
+    input_len, output_len = drawn_lengths(flags, most)
+    prefix_len = flags.get("prefix_len", 0)
     if prefix_len >= most:
         raise ConfigError(
             f"--prefix-len is {prefix_len:,}; {model.name} goes up to {most:,} tokens", code="prefix-above-model"
@@ -124,20 +124,20 @@ def parse_drawn(given: dict[str, Any], model: Model, most: int) -> RequestDistri
         input_len=input_len,
         output_len=output_len,
         rows=rows,
-        prefixes=given["prefixes"],
+        prefixes=flags["prefixes"],
         prefix_len=prefix_len,
         most=most,
     )
 
 
-def drawn_lengths(given: dict[str, Any], most: int) -> tuple[Lengths, Lengths]:
+def drawn_lengths(flags: dict[str, Any], most: int) -> tuple[Lengths, Lengths]:
     """Distributions of the tokens of prompts and answers; together they do not exceed `most` by default.
 
     Without flags, the mean lengths are weft plan's, and answers have from half to one and a half of the mean. If all
     answers had the same length, requests that begin together would end together, and so would those after them.
     """
-    input_len = parse_lengths(given["input_len"], "--input-len") if "input_len" in given else None
-    output_len = parse_lengths(given["output_len"], "--output-len") if "output_len" in given else None
+    input_len = parse_lengths(flags["input_len"], "--input-len") if "input_len" in flags else None
+    output_len = parse_lengths(flags["output_len"], "--output-len") if "output_len" in flags else None
     usual_in, usual_out = default_lengths(longest_or_mean(input_len), longest_or_mean(output_len), most)
     high = max(usual_out, min(usual_out * 3 // 2, most - usual_in))
     return input_len or FixedLength(usual_in), output_len or UniformLength(2 * usual_out - high, high)
@@ -171,51 +171,51 @@ def build_simulation_question(arguments: Namespace, model: Model, load: Simulate
     return msgspec.structs.replace(question, workload=work, flags=tuple(repeated_flags(vars(arguments))))
 
 
-def build_study(given: dict[str, Any], question: Question, best: Candidate, load: SimulatedLoad) -> Study:
+def build_study(flags: dict[str, Any], question: Question, best: Candidate, load: SimulatedLoad) -> Study:
     """The simulation of the best layout. Raises PlanError for a number of replicas that the layout cannot have."""
-    replicas = study_replicas(given, question, best)
-    sample = given.get("sample_replicas")
+    replicas = study_replicas(flags, question, best)
+    sample = flags.get("sample_replicas")
     return Study(
         specs=replicas,
         gpus_each=best.layout.engine_ranks,
         device="CPU" if question.cluster.on_cpu else "GPU",
         capacity=replica_capacity(best, load),
-        times=simulated_times(given, load, usual_duration(given, load, best, len(replicas))),
-        policy=given["policy"],
+        times=simulated_times(flags, load, usual_duration(flags, load, best, len(replicas))),
+        policy=flags["policy"],
         price=question.price,
-        objective=parse_objective(given["slo"]) if "slo" in given else None,
+        objective=parse_objective(flags["slo"]) if "slo" in flags else None,
         sample=len(replicas) if sample == 0 else sample,
-        runs=expected_runs(given),
-        prefix_caching=given.get("enable_prefix_caching"),
-        stretches=given.get("stretches", True),
+        runs=expected_runs(flags),
+        prefix_caching=flags.get("enable_prefix_caching"),
+        stretches=flags.get("stretches", True),
     )
 
 
-def study_replicas(given: dict[str, Any], question: Question, best: Candidate) -> list[ReplicaSpec]:
+def study_replicas(flags: dict[str, Any], question: Question, best: Candidate) -> list[ReplicaSpec]:
     """The replicas of the layout, or as many as --replicas says."""
     limits = SchedulerLimits(
-        max_num_seqs=given.get("max_num_seqs"),
-        lookahead=given.get("async_scheduling"),
-        **({"max_num_queued": given["max_num_queued_reqs"]} if "max_num_queued_reqs" in given else {}),
+        max_num_seqs=flags.get("max_num_seqs"),
+        lookahead=flags.get("async_scheduling"),
+        **({"max_num_queued": flags["max_num_queued_reqs"]} if "max_num_queued_reqs" in flags else {}),
     )
     replicas = replica_specs(question, best, limits)
-    other_count = "replicas" in given or given.get("find") == "replicas"
+    other_count = "replicas" in flags or flags.get("find") == "replicas"
     if other_count and best.layout.shares_experts:
         raise PlanError(
             f"{best.cut}: its replicas share one set of experts, so their number is part of the layout; describe "
             "other hardware, or give --no-enable-expert-parallel",
             code="replicas-share-experts",
         )
-    if "replicas" in given:
-        return [replicas[number % len(replicas)] for number in range(given["replicas"])]
+    if "replicas" in flags:
+        return [replicas[number % len(replicas)] for number in range(flags["replicas"])]
     return replicas
 
 
-def expected_runs(given: dict[str, Any]) -> int:
+def expected_runs(flags: dict[str, Any]) -> int:
     """Number of runs that the flags will need, about."""
-    if "find" in given:
+    if "find" in flags:
         return FINDING_RUNS
-    return len(given.get("rates", SHARES if no_load_given(given) else (1,)))
+    return len(flags.get("rates", SHARES if no_load_given(flags) else (1,)))
 
 
 def replica_capacity(best: Candidate, load: SimulatedLoad) -> float:
@@ -223,26 +223,26 @@ def replica_capacity(best: Candidate, load: SimulatedLoad) -> float:
     return best.predicted.saturated_tok_s / best.layout.engines / load.mean[1]
 
 
-def usual_duration(given: dict[str, Any], load: SimulatedLoad, best: Candidate, replicas: int) -> float:
+def usual_duration(flags: dict[str, Any], load: SimulatedLoad, best: Candidate, replicas: int) -> float:
     """Seconds of virtual time without --duration, long enough for slow answers and low rates; inf for a trace."""
     if load.trace:
         return inf
     answer_s = best.predicted.ttft_s + load.mean[1] / best.predicted.single_tok_s
     enough = [DURATION_S, MIN_ANSWERS * (answer_s + load.think_s)]
-    lowest = min(given.get("rates", ()), default=load.rate)
-    if no_load_given(given):
+    lowest = min(flags.get("rates", ()), default=load.rate)
+    if no_load_given(flags):
         lowest = SHARES[0] * replica_capacity(best, load) * replicas
     if lowest:
         enough.append(MIN_REQUESTS / lowest)
     return float(f"{max(enough):.2g}")
 
 
-def simulated_times(given: dict[str, Any], load: SimulatedLoad, usual_s: float) -> MeasurementWindow:
+def simulated_times(flags: dict[str, Any], load: SimulatedLoad, usual_s: float) -> MeasurementWindow:
     """Duration and warm-up; a trace has no warm-up by default."""
-    duration_s = parse_duration(given["duration"], "--duration") if "duration" in given else usual_s
+    duration_s = parse_duration(flags["duration"], "--duration") if "duration" in flags else usual_s
     warmup_s = 0.0 if load.trace else WARMUP * duration_s
-    if "warmup" in given:
-        warmup_s = 0.0 if given["warmup"].strip() in ("0", "0s") else parse_duration(given["warmup"], "--warmup")
+    if "warmup" in flags:
+        warmup_s = 0.0 if flags["warmup"].strip() in ("0", "0s") else parse_duration(flags["warmup"], "--warmup")
     if warmup_s >= duration_s:
         raise UsageError(
             f"--warmup is {warmup_s:g} s of {duration_s:g} s, which leaves no time to measure", code="warmup-too-long"
@@ -250,6 +250,6 @@ def simulated_times(given: dict[str, Any], load: SimulatedLoad, usual_s: float) 
     return MeasurementWindow(duration_s=duration_s, warmup_s=warmup_s)
 
 
-def no_load_given(given: dict[str, Any]) -> bool:
+def no_load_given(flags: dict[str, Any]) -> bool:
     """Return True if the flags give no load."""
-    return not any(name in given for name in ("rate", "rates", "users", "trace"))
+    return not any(name in flags for name in ("rate", "rates", "users", "trace"))

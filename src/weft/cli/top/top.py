@@ -25,12 +25,12 @@ MISSING = "[N/A]"  # as nvidia-smi writes it
 
 def main(arguments: Namespace) -> int:
     """Print figures once or again and again until Ctrl-C; return 1 if URLs were given and none answered at the end."""
-    given = vars(arguments)
-    form = "json" if given.get("json", False) else given.get("format", "table")
-    once = given.get("once", False) or given.get("json", False)
-    interval_s = _interval_s(given)
-    urls = tuple(given.get("url") or ())
-    api_key = given.get("api_key") or os.environ.get("VLLM_API_KEY")
+    flags = vars(arguments)
+    form = "json" if flags.get("json", False) else flags.get("format", "table")
+    once = flags.get("once", False) or flags.get("json", False)
+    interval_s = _interval_s(flags)
+    urls = tuple(flags.get("url") or ())
+    api_key = flags.get("api_key") or os.environ.get("VLLM_API_KEY")
     watch = ServerWatch(urls, api_key, os.environ.get("WEFT_ADMIN_KEY"))
     machine = None if urls else LocalMachine()
     try:
@@ -41,9 +41,9 @@ def main(arguments: Namespace) -> int:
     return 1 if urls and _none_answered(last) else 0
 
 
-def _interval_s(given: Mapping[str, Any]) -> float:
+def _interval_s(flags: Mapping[str, Any]) -> float:
     """Seconds from one snapshot to the next. Raises UsageError."""
-    interval_s: float = given.get("interval", 2.0)
+    interval_s: float = flags.get("interval", 2.0)
     if interval_s <= 0:
         raise UsageError(f"--interval is {interval_s:g}; give seconds above 0", code="invalid-flag-value")
     return interval_s
