@@ -168,12 +168,12 @@ COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 
 
 def csv_header() -> str:
-    """The first line."""
+    """The first line of the CSV: the names of the columns."""
     return ", ".join(("timestamp", "host", *(name for name, _, _ in COLUMNS)))
 
 
 def csv_lines(figures: dict[str, Any]) -> Iterator[str]:
-    """A line for each GPU."""
+    """A line of the CSV for each GPU."""
     time = datetime.fromtimestamp(figures["time"]).strftime("%Y/%m/%d %H:%M:%S.%f")[:-3]
     for node, gpu in each_gpu(figures):
         values = (MISSING if gpu[field] is None else write(gpu[field]) for _, field, write in COLUMNS)
