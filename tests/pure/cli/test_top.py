@@ -346,7 +346,7 @@ def test_a_key_of_another_service_is_not_sent(monkeypatch: pytest.MonkeyPatch) -
             given.append(api_key)
             super().__init__(urls, api_key, admin_key)
 
-    monkeypatch.setattr(top, "Watch", Spy)
+    monkeypatch.setattr(top, "ServerWatch", Spy)
     weft("top", "--json", "--url", "http://127.0.0.1:1")
     assert given == [None]
 
