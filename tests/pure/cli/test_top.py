@@ -26,12 +26,12 @@ from rich.console import Console
 from tests.pure.commands import HERE, refused_line, weft
 from tests.pure.servers import Exchange, serving, weft_server
 from tests.pure.worlds import FakeEngine, World, saying
-from weft.cli.top import top, top_watch
+from weft.cli.top import top
+from weft.cli.top.app import TopApp
+from weft.cli.top.sparks import Sparks
+from weft.cli.top.tables import page
 from weft.cli.top.top import COLUMNS, MISSING, csv_header, csv_lines
-from weft.cli.top.top_app import TopApp
-from weft.cli.top.top_sparks import Sparks
-from weft.cli.top.top_tables import page
-from weft.cli.top.top_watch import ServerWatch, Target, TopSnapshot, core_ticks
+from weft.cli.top.watch import ServerWatch, Target, TopSnapshot, core_ticks
 from weft.machine.hardware.gpu_figures import GpuFigures
 from weft.machine.hardware.topology import Holder
 from weft.monitor.figures import FINDING_FIELDS, GPU_FIELDS, MODEL_FIELDS, RANK_FIELDS, join_figures
@@ -329,7 +329,7 @@ async def test_a_server_that_is_found_on_this_machine_gets_no_key(monkeypatch: p
         await answering(exchange, {"/monitor": figures()})
 
     async with serving(found_server) as server:
-        monkeypatch.setattr(top_watch, "local_urls", lambda: (server.url,))
+        monkeypatch.setattr("weft.cli.top.watch.local_urls", lambda: (server.url,))
         watch = ServerWatch([], "api", "admin")
         found, _ = await watch.snapshot()
         watch.close()
@@ -346,7 +346,7 @@ def test_a_key_of_another_service_is_not_sent(monkeypatch: pytest.MonkeyPatch) -
             given.append(api_key)
             super().__init__(urls, api_key, admin_key)
 
-    monkeypatch.setattr(top, "Watch", Spy)
+    monkeypatch.setattr(top, "ServerWatch", Spy)
     weft("top", "--json", "--url", "http://127.0.0.1:1")
     assert given == [None]
 
@@ -414,7 +414,7 @@ async def test_what_is_missing_is_said() -> None:
 
 
 async def test_a_server_that_goes_away_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(top_watch, "PATIENCE_S", 0.1)
+    monkeypatch.setattr("weft.cli.top.watch.PATIENCE_S", 0.1)
     silent = asyncio.Event()
 
     async def moody(exchange: Exchange) -> None:
@@ -478,7 +478,7 @@ async def test_a_client_that_does_not_read() -> None:
 
 
 def test_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(top_watch, "local_urls", tuple)
+    monkeypatch.setattr("weft.cli.top.watch.local_urls", tuple)
     monkeypatch.setattr(top, "BETWEEN_S", 0.01)
     status, out, _ = weft("top", "--json")
     (line,) = out.splitlines()

@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from tests.pure.cli.test_top import FINDING, MODEL, RANK, figures, look_at, printed
-from weft.cli.top.top_cells import VERY_WIDE, WIDE, used_of
-from weft.cli.top.top_sparks import POINTS, Sparks
-from weft.cli.top.top_tables import page
-from weft.cli.top.top_watch import TopSnapshot
+from weft.cli.top.cells import VERY_WIDE, WIDE, used_of
+from weft.cli.top.sparks import POINTS, Sparks
+from weft.cli.top.tables import page
+from weft.cli.top.watch import TopSnapshot
 from weft.monitor.figures import join_figures
 
 PAIR = [RANK | {"rank": rank, "node": "rig", "stage": 0, "first_layer": 0, "delayed": 0.0} for rank in range(2)]

@@ -15,7 +15,7 @@ import pytest
 
 from tests.pure.commands import refused_line, weft, weft_json
 from tests.refusals import has_values, refusals, refuses
-from weft.cli.cluster.cluster_hosts import create_launch, create_pull
+from weft.cli.cluster.hosts import create_launch, create_pull
 from weft.engine.cluster import remote
 from weft.engine.cluster.agent_messages import Examined, Started
 from weft.engine.cluster.examination import Visit, node_checks

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.cli.parser import UsageError
 from weft.cli.tables import console, figures_table
-from weft.cli.top.top_watch import refusal_code
+from weft.cli.top.watch import refusal_code
 from weft.errors import WeftError, error_reason
 from weft.monitor.trace_report import KINDS
 from weft.study.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress

@@ -28,7 +28,6 @@ Messages = list[dict[str, str]]
 SWITCH = {"on": True, "off": False}
 FLAGS = {flag.dest: flag for flag in SAMPLING}
 
-
 # Values in words, where the value alone says little.
 NOT_SET = {"max_tokens": "up to the context's end", "seed": "random", "stop": "none", "top_k": "all tokens"}
 NOTES = {("temperature", 0.0): "always the likeliest token", ("min_p", 0.0): "off", ("repetition_penalty", 1.0): "off"}

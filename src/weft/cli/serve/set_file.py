@@ -195,7 +195,7 @@ def check_front_flags(arguments: Namespace, source: str) -> None:
     engine_flag = next((flag for flag in ENGINE_FLAGS if hasattr(arguments, flag.dest)), None)
     if engine_flag is not None:
         raise UsageError(
-            f"{engine_flag.long} is about one engine, and {source} has several; put {flags.name} into the file, for one "
+            f"{engine_flag.long} is about one engine, and {source} has several; put {engine_flag.name} into the file, for one "
             "model or next to `models` for all",
             code="engine-flag-beside-set",
         )

@@ -11,11 +11,10 @@ from typing import Any
 import msgspec
 
 from weft.cli.plan_question import NOTHING_FITS, find_model
-from weft.cli.simulate import simulate_plots as plots
-from weft.cli.simulate import simulate_view as view
-from weft.cli.simulate.simulate_runs import find_limit, finite, first_guess, report_json, run_rates, simulated_rates
-from weft.cli.simulate.simulate_study import build_simulation_question, build_study, check_load_flags, parse_load
-from weft.cli.simulate.simulate_verdict import judge_run, judge_sweep
+from weft.cli.simulate import plots, view
+from weft.cli.simulate.runs import find_limit, finite, first_guess, report_json, run_rates, simulated_rates
+from weft.cli.simulate.study import build_simulation_question, build_study, check_load_flags, parse_load
+from weft.cli.simulate.verdict import judge_run, judge_sweep
 from weft.planner.question import Question
 from weft.planner.report.plan_json import cut_json
 from weft.planner.search.ranking import Candidate

@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import Any
 
 from weft.cli.parser import UsageError
-from weft.cli.top.top_watch import LocalMachine, ServerWatch, TopSnapshot, each_gpu
+from weft.cli.top.watch import LocalMachine, ServerWatch, TopSnapshot, each_gpu
 from weft.monitor.figures import join_figures
 
 BETWEEN_S = 0.5  # the two samples of --once, of which rates are made
@@ -72,7 +72,7 @@ async def show(
 
 async def show_live(snapshots: AsyncIterator[TopSnapshot], stop: asyncio.Event) -> TopSnapshot | None:
     """Show snapshots on the whole terminal until a signal or a key ends it; return the last."""
-    from weft.cli.top.top_app import TopApp  # not for --once
+    from weft.cli.top.app import TopApp  # not for --once
 
     app = TopApp(snapshots, stop)
     # Without the mouse: the terminal's own selection copies what is shown.
@@ -112,8 +112,8 @@ def print_snapshot(snapshot: TopSnapshot, form: str) -> None:
     """Print a snapshot as a page, as one line of JSON, or as lines of CSV; problems go to standard error."""
     if form == "table":
         from weft.cli.tables import console
-        from weft.cli.top.top_sparks import Sparks
-        from weft.cli.top.top_tables import page
+        from weft.cli.top.sparks import Sparks
+        from weft.cli.top.tables import page
 
         out = console()
         out.print(page(snapshot, Sparks(), out.width))
@@ -168,12 +168,12 @@ COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 
 
 def csv_header() -> str:
-    """The first line."""
+    """The first line of the CSV: the names of the columns."""
     return ", ".join(("timestamp", "host", *(name for name, _, _ in COLUMNS)))
 
 
 def csv_lines(figures: dict[str, Any]) -> Iterator[str]:
-    """A line for each GPU."""
+    """A line of the CSV for each GPU."""
     time = datetime.fromtimestamp(figures["time"]).strftime("%Y/%m/%d %H:%M:%S.%f")[:-3]
     for node, gpu in each_gpu(figures):
         values = (MISSING if gpu[field] is None else write(gpu[field]) for _, field, write in COLUMNS)

@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 
 PIECE_TOKENS = 64  # tokens of a prompt that one digest of its `Fingerprint.prefix` covers
 LONGEST_MEMORY = 4096  # replicas for which round robin keeps a position; it forgets older positions
-CAPACITY = 2**16  # beginnings that are remembered, of about 200 bytes each
-MAX_REPLICAS = 2**14  # names that are remembered; beyond it, the map is cleared
+CAPACITY = 2**16  # beginnings that a PrefixMap remembers, of about 200 bytes each
+MAX_REPLICAS = 2**14  # names of replicas that it remembers; beyond it, it is cleared
 
 
 class Fingerprint(NamedTuple):

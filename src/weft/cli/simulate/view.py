@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from weft.cli.simulate.simulate_plots import METRICS, text_plots
-from weft.cli.simulate.simulate_verdict import is_overloaded
+from weft.cli.simulate.plots import METRICS, text_plots
+from weft.cli.simulate.verdict import is_overloaded
 from weft.cli.tables import console, figures_table
 from weft.formatting import format_counts
 from weft.planner.question import Question

@@ -8,9 +8,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from weft.cli.top.top_cells import FAINT, UNKNOWN, VERY_WIDE, WIDE, dense_table, fitted, marked, share, used_of
-from weft.cli.top.top_sparks import Sparks, model_key
-from weft.cli.top.top_watch import TopSnapshot, rows_of_servers
+from weft.cli.top.cells import FAINT, UNKNOWN, VERY_WIDE, WIDE, dense_table, fitted, marked, share, used_of
+from weft.cli.top.sparks import Sparks, model_key
+from weft.cli.top.watch import TopSnapshot, rows_of_servers
 from weft.formatting import format_bytes
 
 STEP_BAR = 20  # characters of a rank's step

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from weft.cli.top.top_watch import TopSnapshot, each_gpu, rows_of_servers
+from weft.cli.top.watch import TopSnapshot, each_gpu, rows_of_servers
 
 SPARKS = "▁▂▃▄▅▆▇█"
 POINTS = 24  # of a sparkline

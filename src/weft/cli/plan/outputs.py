@@ -14,8 +14,8 @@ from weft.checkpoint.architectures.model import Model
 from weft.cli.glossary import TermTooltips
 from weft.cli.parser import UsageError
 from weft.cli.plan import plan_text
-from weft.cli.plan.plan_columns import MARK, PlanJson, columns, fullest, shown_and_others
-from weft.cli.plan.plan_picture import LINKS, NAMES, parts_of, picture
+from weft.cli.plan.columns import MARK, PlanJson, columns, fullest, shown_and_others
+from weft.cli.plan.picture import LINKS, NAMES, parts_of, picture
 from weft.errors import error_reason
 from weft.formatting import format_bytes
 from weft.planner.report.plan_json import plan_json
@@ -38,19 +38,19 @@ def write_outputs(
 ) -> None:
     """Write everything that the flags ask for; standard output gets one thing, by default the text.
 
-    `promise` is the verdict of a simulation, from `cli.plan.plan_promise`.
+    `promise` is the verdict of a simulation, from `cli.plan.promise`.
     """
     plan, page = plan_json(answer, model), getattr(arguments, "html", None)
     if promise:
         add_promise(plan, promise)
     if page is not None:
-        from weft.cli.plan.plan_outputs import html_page
+        from weft.cli.plan.outputs import html_page
 
         write_page(page, html_page(plan))
     if getattr(arguments, "json", False):
         print(json.dumps(plan))
     elif page != STDOUT:
-        from weft.cli.plan.plan_view import print_plan_text
+        from weft.cli.plan.view import print_plan_text
 
         print_plan_text(plan)
 

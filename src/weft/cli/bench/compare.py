@@ -6,7 +6,7 @@ import json
 from argparse import Namespace
 from typing import Any
 
-from weft.cli.bench.bench_view import aligned, number
+from weft.cli.bench.view import aligned, number
 from weft.cli.parser import UsageError
 from weft.errors import ConfigError
 from weft.study.bench.compare import FigureChange, changed_settings, figure_changes, read_result

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from weft.cli.bench.bench_view import aligned, number
+from weft.cli.bench.view import aligned, number
 from weft.cli.flags.flags import engine_config
 from weft.cli.parser import UsageError
 from weft.config import EngineConfig

@@ -91,7 +91,7 @@ def main(arguments: Namespace) -> int:
     if getattr(arguments, "json", False):
         print(json.dumps(result))
     else:
-        from weft.cli.bench.bench_view import print_load
+        from weft.cli.bench.view import print_load
 
         print_load(result, getattr(arguments, "percentile_metrics", ()))
     return exit_status([result])

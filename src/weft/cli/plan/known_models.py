@@ -14,7 +14,7 @@ from weft.checkpoint.names import catalogue
 from weft.cli import tables
 from weft.cli.flags import plan_flags
 from weft.cli.parser import UsageError
-from weft.cli.plan import plan_columns, plan_text
+from weft.cli.plan import columns, plan_text
 from weft.cli.plan_question import NOTHING_FITS, build_question, planned_cluster
 from weft.errors import WeftError
 from weft.formatting import format_bytes, weft_command
@@ -269,7 +269,7 @@ def models_table(overview: dict[str, Any], rows: Sequence[dict[str, Any]], *, ra
         if ranged:
             low, high = predicted["bands"]["single_tok_s"]
             alone += f" ({rate(low)}-{rate(high)})"
-        figures = (plan_columns.tokens(row["kv_tokens"]), alone, rate(predicted["output_tok_s"]))
+        figures = (columns.tokens(row["kv_tokens"]), alone, rate(predicted["output_tok_s"]))
         runs = "yes" if row["runs"] else "not yet"
         table.add_row(short_name(row), precision_name(row["precision"]), row["layout"], *figures, runs)
     return table

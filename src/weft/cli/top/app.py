@@ -13,9 +13,9 @@ from textual.containers import VerticalScroll
 from textual.events import Resize
 from textual.widgets import Footer, Static
 
-from weft.cli.top.top_sparks import Sparks
-from weft.cli.top.top_tables import headline, sections
-from weft.cli.top.top_watch import TopSnapshot
+from weft.cli.top.sparks import Sparks
+from weft.cli.top.tables import headline, sections
+from weft.cli.top.watch import TopSnapshot
 
 MARGIN = 6  # columns of borders, padding and the scroll bar
 HEADLINE = "headline"

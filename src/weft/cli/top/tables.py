@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from weft.cli.top.top_cells import (
+from weft.cli.top.cells import (
     BAD,
     FAINT,
     GOOD,
@@ -25,9 +25,9 @@ from weft.cli.top.top_cells import (
     fitted,
     share,
 )
-from weft.cli.top.top_models import model_table, rank_table
-from weft.cli.top.top_sparks import Sparks, gpu_key
-from weft.cli.top.top_watch import TopSnapshot, each_gpu, rows_of_servers
+from weft.cli.top.models import model_table, rank_table
+from weft.cli.top.sparks import Sparks, gpu_key
+from weft.cli.top.watch import TopSnapshot, each_gpu, rows_of_servers
 from weft.monitor.finding import RuleLimits
 
 FOLLOWS = "└ "  # before a finding that follows from another one

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from math import inf
 from typing import Any
 
-from weft.cli.bench.bench_serve import LoadPoint, check_settings, exit_status, measure_load, open_target, save_result
-from weft.cli.bench.bench_view import aligned, number
+from weft.cli.bench.serve import LoadPoint, check_settings, exit_status, measure_load, open_target, save_result
+from weft.cli.bench.view import aligned, number
 from weft.cli.parser import UsageError
 from weft.cli.plot import Curve, Panel, check_image_path, text_plot, write_image
 from weft.study.bench.summary import load_warnings

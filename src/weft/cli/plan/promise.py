@@ -10,10 +10,11 @@ import msgspec
 from weft.checkpoint.architectures.model import Model
 from weft.cli.flags.simulate_flags import SIMULATE
 from weft.cli.parser import UsageError
-from weft.cli.plan import plan_outputs
+from weft.cli.plan import outputs
 from weft.cli.plan_question import NOTHING_FITS
-from weft.cli.simulate import simulate_study, simulate_view
-from weft.cli.simulate.simulate_runs import find_count, finite, report_json, run_once
+from weft.cli.simulate import study as simulate_study
+from weft.cli.simulate import view
+from weft.cli.simulate.runs import find_count, finite, report_json, run_once
 from weft.errors import WeftError
 from weft.planner.question import Question
 from weft.planner.report.plan_json import simulate_command
@@ -64,7 +65,7 @@ def main(arguments: Namespace, model: Model) -> int:
     question = simulate_study.build_simulation_question(flags, model, load, longest)
     answer = search(question)
     promise = simulated_promise(vars(flags), question, answer.best, load) if answer.best else None
-    plan_outputs.write_outputs(arguments, answer, model, promise)
+    outputs.write_outputs(arguments, answer, model, promise)
     return 0 if promise and promise["kept"] else NOTHING_FITS
 
 
@@ -147,7 +148,7 @@ def replicas_json(command: str | None, study: Study, result: CapacityResult) -> 
         return {"replicas": None, "gpus": None, "command": None, "text": text}
     count = result.report.replicas
     with_replicas = f"{command} --replicas {count}" if command else None
-    text = f"{count:,} replicas ({simulate_view.devices(result.report.gpus, study)}) keep it"
+    text = f"{count:,} replicas ({view.devices(result.report.gpus, study)}) keep it"
     if with_replicas:
         text += f": {with_replicas}"
     return {"replicas": count, "gpus": result.report.gpus, "command": with_replicas, "text": text}

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from weft.cli.simulate.simulate_study import SHARES, no_load_given
+from weft.cli.simulate.study import SHARES, no_load_given
 from weft.planner.search.ranking import Candidate
 from weft.study.simulate.capacity_search import (
     CapacityResult,

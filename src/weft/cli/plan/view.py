@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from weft.cli import tables
 from weft.cli.plan import plan_text
-from weft.cli.plan.plan_columns import MARK, Cell, Column, PlanJson, columns, fullest, shown_and_others
-from weft.cli.plan.plan_picture import NAMES, GpuBar, Rack, parts_of, picture
+from weft.cli.plan.columns import MARK, Cell, Column, PlanJson, columns, fullest, shown_and_others
+from weft.cli.plan.picture import NAMES, GpuBar, Rack, parts_of, picture
 from weft.formatting import format_bytes
 
 if TYPE_CHECKING:
