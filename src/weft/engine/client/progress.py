@@ -66,7 +66,7 @@ class RichBar:
         # Imported here, because that takes a tenth of a second and most programs show no bar.
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
-        from rich.progress import ProgressBar as RichProgress
+        from rich.progress import Progress as RichProgress
 
         self._progress = RichProgress(
             "{task.description}:",

@@ -114,7 +114,7 @@ def _of_provider(provider: Provider, name: str) -> Iterator[tuple[Provider, Mode
 
 def _quote(provider: Provider, model: ModelInfo, usage: TokenUsage) -> Quote | None:
     """None if the model is not priced by tokens in and out, or is free (a trial, not an offer)."""
-    from genai_prices import TokenUsage as Tokens
+    from genai_prices import Usage as Tokens
 
     def priced(**tokens: int) -> float:
         # The tier depends on the whole prompt, whichever part of it is priced.
