@@ -18,10 +18,10 @@ from weft.cli.plan.check_subject import Subject
 from weft.cli.plan_question import NOTHING_FITS, compared_precisions
 from weft.formatting import format_bytes
 from weft.machine.hardware.cluster import Cluster
-from weft.planner.claims.claim_text import GAIN_GPUS, Claim, GainClaim, LinkClaim, parse_claim
 from weft.planner.claims.claims import RESERVED_BYTES, ClaimVerdict, claimed_tokens, judge_claim
-from weft.planner.claims.link_claims import has_nvlink, judge_gain, judge_link
-from weft.planner.claims.memory_claims import fewest_gpus, judge_memory
+from weft.planner.claims.links import has_nvlink, judge_gain, judge_link
+from weft.planner.claims.memory import fewest_gpus, judge_memory
+from weft.planner.claims.text import GAIN_GPUS, Claim, GainClaim, LinkClaim, parse_claim
 from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.note import Note, create_note
 from weft.planner.profiles import load_profile

@@ -5,7 +5,7 @@ from __future__ import annotations
 from weft.checkpoint.architectures.place import Place, whole
 from weft.checkpoint.architectures.shape import ModelShape
 from weft.plan.memory import LOGITS_BYTES, step_bytes
-from weft.planner.memory.draft_memory import draft_on_rank, draft_tokens
+from weft.planner.memory.drafts import draft_on_rank, draft_tokens
 from weft.planner.profiles import EngineProfile
 
 MIB = 1 << 20

@@ -17,7 +17,7 @@ from weft.machine.hardware.gpus import GpuSpec
 from weft.plan.memory import CPU_KV_BYTES, CPU_KV_SHARE
 from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.memory.activations import MIB, activation_bytes
-from weft.planner.memory.draft_memory import draft_weight_bytes
+from weft.planner.memory.drafts import draft_weight_bytes
 from weft.planner.memory.request_kv import BLOCK, RequestKV, num_blocks, request_kv
 from weft.planner.profiles import OURS, EngineProfile
 from weft.planner.work.batch import KV_SHARE_FOR_STEP, TokenBudget, token_budgets, with_token_budget

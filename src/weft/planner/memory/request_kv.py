@@ -12,7 +12,7 @@ from weft.checkpoint.architectures.kv import KVLayout, kv_bytes, kv_bytes_per_to
 from weft.checkpoint.architectures.place import Place
 from weft.checkpoint.architectures.shape import ModelShape
 from weft.plan.plan import Speculation
-from weft.planner.memory.draft_memory import draft_kv_bytes
+from weft.planner.memory.drafts import draft_kv_bytes
 from weft.planner.profiles import OURS, EngineProfile
 
 BLOCK = 16  # tokens of a KV block, EngineConfig.block_size
