@@ -20,7 +20,7 @@ from tests.pure.joining import facts, free_port, joining_settings
 from tests.refusals import has_values
 from weft.engine.cluster.groups import JoinedGroup
 from weft.engine.cluster.join_listener import JoinListener
-from weft.engine.cluster.node import Session, run_sessions
+from weft.engine.cluster.node import NodeSession, run_sessions
 from weft.engine.core.commands import RankReport, RankStats
 from weft.engine.executors.node_messages import NodeSocket, OtherNodes, RankLost, ToNode
 from weft.engine.executors.node_ranks import NodeRanks
@@ -223,7 +223,7 @@ def test_a_node_joins_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run() -> None:
         try:
-            run_sessions([Session(there, here, "", 0)])
+            run_sessions([NodeSession(there, here, "", 0)])
             ends.append(None)
         except WeftError as error:
             ends.append(error)

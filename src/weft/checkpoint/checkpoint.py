@@ -15,7 +15,7 @@ from weft.checkpoint.config import config_json, pooling
 from weft.checkpoint.files import gguf, safetensors, sharded
 from weft.checkpoint.files.model_file import file_error
 from weft.checkpoint.files.tensor import DENSE, ENCODINGS, TensorInfo
-from weft.checkpoint.gguf import gguf_shape
+from weft.checkpoint.gguf import shape as gguf_shape
 from weft.checkpoint.hub import demo, hub, model_names
 from weft.checkpoint.names import gguf_reference
 from weft.checkpoint.quantised import packed

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tests.pure.commands import refused_line, weft, weft_json
 from weft.cli import main
 from weft.planner.prices.api_prices import TokenUsage, find_quote, find_quotes, stated_quote
-from weft.planner.prices.economics import Fleet, cheapest_mix, rent_and_api_mix, replicas_for_peak
+from weft.planner.prices.economics import RentedReplicas, cheapest_mix, rent_and_api_mix, replicas_for_peak
 
 LLAMA = ["cost", "Llama-3.1-8B-Instruct", "--gpus", "2xL40S", "--price", "0.9"]
-REPLICA = Fleet(dollars_per_hour=2.0, requests_per_s=5.0, tokens_per_s=1000.0, replicas=1)
+REPLICA = RentedReplicas(dollars_per_hour=2.0, requests_per_s=5.0, tokens_per_s=1000.0, replicas=1)
 
 
 def said(*words: str) -> tuple[int, str, str]:
@@ -69,7 +69,7 @@ def test_stated_prices():
 
 
 def test_quotes_agree_with_the_library():
-    from genai_prices import Usage as Tokens
+    from genai_prices import TokenUsage as Tokens
     from genai_prices import calc_price
 
     for ref, provider in (("gpt-4o-mini", "openai"), ("gemini-2.5-pro", "google")):

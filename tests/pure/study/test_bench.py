@@ -17,7 +17,7 @@ from weft.cli import engine, main
 from weft.cli.bench import bench
 from weft.config import EngineConfig
 from weft.engine.core.token_ids import TokenIds
-from weft.engine.executors.base import Ready
+from weft.engine.executors.base import StartResult
 from weft.engine.frontend.outputs import CompletionOutput, Metrics, RequestOutput
 from weft.engine.replicas.running import RunningReplica
 from weft.errors import ConfigError, WeftError
@@ -81,7 +81,7 @@ class FakeLLM:
 
     @property
     def replicas(self) -> list[RunningReplica]:
-        return [RunningReplica(self.plan, Ready(num_blocks=self.num_blocks, ranks=[]))]
+        return [RunningReplica(self.plan, StartResult(num_blocks=self.num_blocks, ranks=[]))]
 
     def generate(self, prompts: Any, params: Any, use_tqdm: bool) -> list[RequestOutput]:
         self.asked.append((prompts, params))

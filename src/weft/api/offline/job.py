@@ -21,7 +21,7 @@ from weft.api.offline.rows import RowFile, import_arrow, is_parquet, open_rows
 from weft.api.service.embedded import OpenedModel, open_for_service, run_service
 from weft.api.service.service import Service
 from weft.config import EngineConfig
-from weft.engine.client.progress import Progress
+from weft.engine.client.progress import ProgressBar
 from weft.errors import ConfigError, EngineError, error_reason
 from weft.http.options import ServeOptions
 
@@ -104,7 +104,7 @@ def run_job(job: BatchJob, answer: Answer) -> tuple[int, int]:
     journal = Journal(journal_path(job.out), job.about)
     try:
         done = journal.answered()
-        with Progress(job.rows.count, bar=True, description="Rows, loading the model") as progress:
+        with ProgressBar(job.rows.count, bar=True, description="Rows, loading the model") as progress:
             for _ in done:
                 progress.advance()
 

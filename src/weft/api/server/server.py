@@ -23,7 +23,7 @@ from weft.api.service.service import Service
 from weft.checkpoint.checkpoint import Checkpoint
 from weft.config import EngineConfig
 from weft.engine.cluster.assembly import AnyAssembly, assemble
-from weft.engine.executors.base import Ready
+from weft.engine.executors.base import StartResult
 from weft.engine.frontend.frontend import Frontend
 from weft.engine.frontend.text_tools import TextTools
 from weft.engine.replicas.engine_nodes import EngineNodes
@@ -316,7 +316,7 @@ def _prefill_speed(expected: Forecast) -> float:
     return tokens / expected.speed(tokens, 1).ttft_s
 
 
-def _compare_start(expected: Forecast, ready: Ready) -> str:
+def _compare_start(expected: Forecast, ready: StartResult) -> str:
     """Log line that compares the ranks' reports at the start with the prediction."""
     from weft.planner.execution.forecast import start_report
 

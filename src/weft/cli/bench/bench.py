@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.cli import engine
 from weft.engine.client.control import replica_rows
-from weft.engine.client.progress import Progress
+from weft.engine.client.progress import ProgressBar
 from weft.errors import ConfigError
 from weft.study.bench.measure import RunFigures, median_figures, run_batch
 from weft.study.bench.predicted import comparison_lines, predict_batch
@@ -32,7 +32,7 @@ def main(arguments: Namespace) -> int:
         runs: list[RunFigures] = []
         # Every run has other tokens, so that no run finds KV blocks of another.
         numbers = range(-arguments.num_iters_warmup, arguments.num_iters)
-        with Progress(len(numbers), True, "Runs", animated=False) as progress:
+        with ProgressBar(len(numbers), True, "Runs", animated=False) as progress:
             for number in numbers:
                 measured = run_batch(llm, workload(number))
                 print(run_line("warm-up" if number < 0 else f"run {number + 1}", measured), file=sys.stderr)

@@ -20,7 +20,7 @@ from weft.cli.bench.view import aligned, number
 from weft.cli.flags.flags import engine_config
 from weft.cli.parser import UsageError
 from weft.config import EngineConfig
-from weft.engine.client.progress import Progress
+from weft.engine.client.progress import ProgressBar
 from weft.errors import ConfigError
 from weft.machine.hardware import calibration, host
 from weft.machine.hardware.calibration import Calibration
@@ -246,7 +246,7 @@ class DeviceMeasurements:
             with LLM.from_config(config) as llm:
                 self.runtime_bytes.append(engine_speed.runtime_bytes(llm, before))
                 self.plans[name] = llm.plan
-                with Progress(len(loads) * MAX_REPEATS, True, name, animated=False) as progress:
+                with ProgressBar(len(loads) * MAX_REPEATS, True, name, animated=False) as progress:
                     return engine_speed.measure_loads(llm, name, loads, print_point, progress.advance)
 
 

@@ -25,7 +25,7 @@ from weft.checkpoint import lookup
 from weft.cli.flags.flags import ENGINE
 from weft.cli.main import INTERRUPTED
 from weft.cli.parser import UsageError, typed_flags
-from weft.engine.client.progress import Progress
+from weft.engine.client.progress import ProgressBar
 from weft.errors import WeftError
 from weft.http.options import ServeOptions
 from weft.study.bench.arrivals import arrival_times
@@ -285,7 +285,7 @@ async def _list_models(server: ServerAddress) -> bytes:
 def measure_load(settings: BenchSettings, target: BenchTarget, point: LoadPoint, number: int = 0) -> dict[str, Any]:
     """Send one load and return the result as JSON. Raises WeftError if not even a warm-up request is answered."""
     due = arrival_times(f"{settings.seed} {number}", count=settings.count, rate=point.rate, burstiness=point.burstiness)
-    with Progress(settings.count, True) as bar:
+    with ProgressBar(settings.count, True) as bar:
         load = run_async(_send_load(settings, target, due, point.max_concurrency, number, bar.advance))
     return {
         "task": "serve",

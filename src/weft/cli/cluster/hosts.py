@@ -12,7 +12,7 @@ from weft.cli.flags.flags import engine_config
 from weft.cli.parser import UsageError, full_spelling, parse_command, typed_flags
 from weft.engine.cluster import remote
 from weft.engine.cluster.hosts import HostsFile, check_model, read_hosts
-from weft.engine.cluster.remote import Launch
+from weft.engine.cluster.remote import ClusterLaunch
 from weft.errors import ConfigError, printable
 
 # Flags that weft cluster up gives itself, and flags whose value `ps` would show to everybody.
@@ -61,7 +61,7 @@ def up(hosts: HostsFile, arguments: Namespace, path: str) -> int:
     return 0
 
 
-def create_launch(hosts: HostsFile, model: str, path: str, environment: Mapping[str, str]) -> Launch:
+def create_launch(hosts: HostsFile, model: str, path: str, environment: Mapping[str, str]) -> ClusterLaunch:
     """The model and flags of a file, checked as weft serve checks them. Raises UsageError and ConfigError."""
     model = model or hosts.model
     if not model:
@@ -73,13 +73,13 @@ def create_launch(hosts: HostsFile, model: str, path: str, environment: Mapping[
             f"{path}: distributed-executor-backend is {config.executor}; several machines through ssh run processes",
             code="backend-with-hosts",
         )
-    return Launch(model=model, flags=tuple(flags), variables=passed_on(hosts, path, environment))
+    return ClusterLaunch(model=model, flags=tuple(flags), variables=passed_on(hosts, path, environment))
 
 
-def create_pull(hosts: HostsFile, model: str, path: str, environment: Mapping[str, str]) -> Launch:
+def create_pull(hosts: HostsFile, model: str, path: str, environment: Mapping[str, str]) -> ClusterLaunch:
     """The model to fetch, to where the file's engine looks for it. Raises as `create_launch`."""
     flags = [word for word in serve_flags(hosts, path) if word.startswith(FOLDER)]
-    return Launch(model=check_model(model), flags=tuple(flags), variables=passed_on(hosts, path, environment))
+    return ClusterLaunch(model=check_model(model), flags=tuple(flags), variables=passed_on(hosts, path, environment))
 
 
 def passed_on(hosts: HostsFile, path: str, environment: Mapping[str, str]) -> dict[str, str]:

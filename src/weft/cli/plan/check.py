@@ -22,10 +22,10 @@ from weft.errors import ConfigError, ModelError
 from weft.formatting import format_bytes
 from weft.machine.hardware.cluster import Cluster, parse_cluster
 from weft.machine.hardware.gpus import GpuSpec, find_gpu, generic_gpu, nearest_gpu
-from weft.planner.claims.claim_text import GAIN_GPUS, Claim, GainClaim, LinkClaim, parse_claim
 from weft.planner.claims.claims import RESERVED_BYTES, ClaimVerdict, claimed_tokens, judge_claim
-from weft.planner.claims.link_claims import has_nvlink, judge_gain, judge_link
-from weft.planner.claims.memory_claims import fewest_gpus, judge_memory
+from weft.planner.claims.links import has_nvlink, judge_gain, judge_link
+from weft.planner.claims.memory import fewest_gpus, judge_memory
+from weft.planner.claims.text import GAIN_GPUS, Claim, GainClaim, LinkClaim, parse_claim
 from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.note import Note, create_note
 from weft.planner.profiles import load_profile

@@ -192,10 +192,10 @@ def models_of_node(node: NodeConfig, path: str) -> ModelSet:
 
 def check_front_flags(arguments: Namespace, source: str) -> None:
     """Raise UsageError for an engine's flag given with a set: it would be unclear which engine it is for."""
-    engine_flag = next((flag for flag in ENGINE_FLAGS if hasattr(arguments, flag.dest)), None)
-    if engine_flag is not None:
+    misplaced = next((flag for flag in ENGINE_FLAGS if hasattr(arguments, flag.dest)), None)
+    if misplaced is not None:
         raise UsageError(
-            f"{engine_flag.long} is about one engine, and {source} has several; put {engine_flag.name} into the file, for one "
+            f"{misplaced.long} is about one engine, and {source} has several; put {misplaced.name} into the file, for one "
             "model or next to `models` for all",
             code="engine-flag-beside-set",
         )

@@ -30,10 +30,9 @@ from weft.engine.cluster.agent_messages import (
     Ended,
     Examine,
     Examined,
-    Failed,
     Fetched,
     Leave,
-    Progress,
+    ProgressLine,
     Pull,
     Ready,
     Reply,
@@ -41,6 +40,7 @@ from weft.engine.cluster.agent_messages import (
     Started,
     Stop,
     Stopped,
+    TaskFailed,
 )
 from weft.engine.cluster.facts import torch_version
 from weft.engine.processes.keys import KEY_MODE, VARIABLE
@@ -57,7 +57,7 @@ TAIL_BYTES = 8192
 FindUrl = Callable[[int], str | None]
 
 
-class Version(msgspec.Struct):
+class TaskVersion(msgspec.Struct):
     """The part of every task that all versions understand."""
 
     weft: str
@@ -106,10 +106,10 @@ class Agent:
     def do_task(self) -> None:
         line = self._given.line(None) or b""
         try:
-            version = msgspec.json.decode(line, type=Version).weft
+            version = msgspec.json.decode(line, type=TaskVersion).weft
             if version != __version__:
                 has = f"it has Weft {__version__} for {sys.executable}, and this machine has {version}"
-                self._send(Failed(f"{has}; install the same on both"))
+                self._send(TaskFailed(f"{has}; install the same on both"))
                 return
             task = msgspec.json.decode(line, type=AnyTask)
             match task:
@@ -122,11 +122,11 @@ class Agent:
                 case Examine():
                     self._examine(task)
         except msgspec.DecodeError as error:
-            self._send(Failed(f"a task that it does not know: {error}"))
+            self._send(TaskFailed(f"a task that it does not know: {error}"))
         except WeftError as error:
-            self._send(Failed(str(error)))
+            self._send(TaskFailed(str(error)))
         except OSError as error:
-            self._send(Failed(f"{error_reason(error)}{f': {error.filename}' if error.filename else ''}"))
+            self._send(TaskFailed(f"{error_reason(error)}{f': {error.filename}' if error.filename else ''}"))
 
     def _start(self, task: Start) -> None:
         server = Server(task.name, task.node)
@@ -147,7 +147,7 @@ class Agent:
                 self._send(Ready(url))
             if not ready and time.monotonic() > say_at:
                 say_at += SAY_S
-                self._send(Progress(server.last_line()))
+                self._send(ProgressLine(server.last_line()))
             line = self._given.line(LOOK_S)
             if line is not None:
                 with contextlib.suppress(msgspec.DecodeError):
@@ -161,7 +161,7 @@ class Agent:
         if status == 0:
             self._send(Fetched(printed))
         else:
-            self._send(Failed((complaints or [f"weft pull ended with status {status}"])[-1]))
+            self._send(TaskFailed((complaints or [f"weft pull ended with status {status}"])[-1]))
 
     def _examine(self, task: Examine) -> None:
         """Run `weft doctor`; the end of the input ends it. Its status says only if a check has failed."""
@@ -204,7 +204,7 @@ class Agent:
         with child.stderr as lines:
             for line in lines:
                 into.append(line.decode("utf-8", "replace").strip())
-                self._send(Progress(into[-1]))
+                self._send(ProgressLine(into[-1]))
 
 
 def _read_output(child: subprocess.Popen[bytes], printed: list[bytes]) -> None:
@@ -214,7 +214,7 @@ def _read_output(child: subprocess.Popen[bytes], printed: list[bytes]) -> None:
         printed.append(output.read())
 
 
-def decode_doctor(status: int, printed: str | bytes, complaints: Sequence[str]) -> Examined | Failed:
+def decode_doctor(status: int, printed: str | bytes, complaints: Sequence[str]) -> Examined | TaskFailed:
     """This machine's answer by what `weft doctor --json` has printed; its status says only if a check has failed.
 
     `complaints` are the lines of its standard error.
@@ -222,7 +222,7 @@ def decode_doctor(status: int, printed: str | bytes, complaints: Sequence[str]) 
     try:
         checks = msgspec.json.decode(printed, type=DoctorReport).checks
     except msgspec.DecodeError:
-        return Failed((complaints or [f"weft doctor ended with status {status}"])[-1])
+        return TaskFailed((complaints or [f"weft doctor ended with status {status}"])[-1])
     return Examined(checks, torch_version(), time.time())
 
 

@@ -90,7 +90,7 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
     killed: bool = False
 
 
-class Progress(msgspec.Struct, frozen=True, tag=True):
+class ProgressLine(msgspec.Struct, frozen=True, tag="Progress"):
     """A line about what goes on."""
 
     line: str
@@ -110,10 +110,10 @@ class Examined(msgspec.Struct, frozen=True, tag=True):
     clock_s: float
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class TaskFailed(msgspec.Struct, frozen=True, tag="Failed"):
     """The task cannot be done: the reason, with the way out."""
 
     reason: str
 
 
-Reply = Started | Ready | Ended | Stopped | Progress | Fetched | Examined | Failed
+Reply = Started | Ready | Ended | Stopped | ProgressLine | Fetched | Examined | TaskFailed

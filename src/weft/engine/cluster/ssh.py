@@ -52,7 +52,7 @@ class Gone(msgspec.Struct, frozen=True):
     line: str
 
 
-class Node:
+class SshNode:
     """A machine of the file, with its number among the nodes."""
 
     def __init__(self, number: int, machine: Machine) -> None:
@@ -105,7 +105,7 @@ def quoted(program: str) -> str:
 class Conversation:
     """The agent of a node. `take` is called from threads with every reply, and once with Gone at the end."""
 
-    def __init__(self, node: Node, task: msgspec.Struct, take: Callable[[Node, Reply | Gone], None]) -> None:
+    def __init__(self, node: SshNode, task: msgspec.Struct, take: Callable[[SshNode, Reply | Gone], None]) -> None:
         """Raises ConfigError if there is no ssh."""
         program = shutil.which("ssh")
         if program is None:

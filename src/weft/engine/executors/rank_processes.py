@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 
 from weft.cache import cache_path, make_private
-from weft.engine.executors.messages import Failed, FromRank, PhaseEntered, ToRank
+from weft.engine.executors.messages import FromRank, PhaseEntered, RankFailed, ToRank
 from weft.engine.executors.rank import SPIN_COUNT, SPIN_VARIABLE
 from weft.engine.processes.causes import cause_of
 from weft.engine.processes.fork_client import ForkClient
@@ -98,7 +98,7 @@ class RankProcesses:
                     self.steps[rank] = message.steps
                     self.silences[rank].hear(busy=message.computes)
                     continue
-                failed = isinstance(message, Failed)
+                failed = isinstance(message, RankFailed)
                 if isinstance(message, PhaseEntered):
                     self.phases[rank] = message.phase
                 self._take(rank, message)

@@ -19,18 +19,18 @@ from typing import Any, TypeVar
 
 from weft.engine.core.commands import CaptureGraph, GraphsLeft, RankCommand, Replies, Reply
 from weft.engine.core.step import EngineStep, LockStep, LockStepResult, StepPlan, StepResult
-from weft.engine.executors.base import Ready
+from weft.engine.executors.base import StartResult
 from weft.engine.executors.messages import (
     Allocate,
     Allocated,
     Capturing,
     CommandDone,
-    Failed,
     FromRank,
     Listening,
     Loaded,
     Loading,
     PhaseEntered,
+    RankFailed,
     RunCommand,
     RunStep,
     StepDone,
@@ -125,7 +125,7 @@ class RankExecutor(ABC):
         self._reading, self._captures = ReadingProgress(), CapturingProgress()
         self._start_phases = StartPhases(0)
 
-    def start(self, plan: Plan) -> Ready:
+    def start(self, plan: Plan) -> StartResult:
         self._phases = ["start"] * len(plan.places)
         self._ranks, self._groups = range(len(plan.places)), plan.attention_groups
         self._group_of = [place.dp_rank for place in plan.places]
@@ -151,7 +151,7 @@ class RankExecutor(ABC):
         except BaseException:  # after Ctrl-C, too, no rank may be left behind
             self.close()
             raise
-        return Ready(num_blocks=num_blocks, ranks=capacities)
+        return StartResult(num_blocks=num_blocks, ranks=capacities)
 
     def submit(self, step: EngineStep) -> Future[Any]:
         pending = PendingStep(step)
@@ -262,7 +262,7 @@ class RankExecutor(ABC):
             case PhaseEntered(phase):
                 self._phases[rank] = phase[:PHASE_CHARACTERS]
                 self._start_phases.enter(phase)
-            case Failed(cause, lost_peer):
+            case RankFailed(cause, lost_peer):
                 self._fail(cause, lost_peer)
             case _:
                 raise UnexpectedMessageError(message)

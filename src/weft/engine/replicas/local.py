@@ -23,7 +23,7 @@ from weft.engine.core.commands import Command, Replies, ResetPrefixCache
 from weft.engine.core.engine import EngineCore
 from weft.engine.core.request import Output, Request, Stats
 from weft.engine.executors import create_executor
-from weft.engine.executors.base import Ready
+from weft.engine.executors.base import StartResult
 from weft.engine.executors.rank import WORKER
 from weft.engine.executors.ranks import CLOSED
 from weft.engine.processes.causes import cause_of
@@ -91,7 +91,7 @@ class LocalEngine:
     @property
     def replicas(self) -> list[RunningReplica]:
         """The engines that run: this one."""
-        return [RunningReplica(self.plan, Ready(num_blocks=self.num_blocks, ranks=self.capacities))]
+        return [RunningReplica(self.plan, StartResult(num_blocks=self.num_blocks, ranks=self.capacities))]
 
     def stats(self) -> Stats:
         """Return the core's stats after everything that this thread has sent to it. Raises EngineError."""

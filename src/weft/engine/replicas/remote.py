@@ -13,7 +13,7 @@ from typing import cast
 from weft.config import EngineConfig
 from weft.engine.core.commands import Command, Replies, ResetPrefixCache
 from weft.engine.core.request import Output, Request, Stats
-from weft.engine.executors.base import Ready
+from weft.engine.executors.base import StartResult
 from weft.engine.executors.node_messages import OtherNodes
 from weft.engine.executors.rank import WORKER
 from weft.engine.executors.ranks import CLOSED
@@ -61,7 +61,7 @@ class AsyncEngine:
     """
 
     plan: Plan
-    ready: Ready
+    ready: StartResult
 
     def __init__(self, limit: QueueLimit, child: Child[FromCore]) -> None:
         loop = asyncio.get_running_loop()

@@ -17,9 +17,9 @@ from weft.machine.hardware.gpus import GpuSpec
 from weft.plan.memory import CPU_KV_BYTES, CPU_KV_SHARE
 from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.memory.activations import MIB, activation_bytes
-from weft.planner.memory.draft_memory import draft_weight_bytes
+from weft.planner.memory.drafts import draft_weight_bytes
 from weft.planner.memory.request_kv import BLOCK, RequestKV, num_blocks, request_kv
-from weft.planner.profiles import OURS, Profile
+from weft.planner.profiles import OURS, EngineProfile
 from weft.planner.work.batch import KV_SHARE_FOR_STEP, TokenBudget, token_budgets, with_token_budget
 from weft.planner.work.replica import PlannedReplica
 from weft.planner.work.work import LayerKind, layer_kinds
@@ -150,7 +150,11 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def footprint(
-    shape: ModelShape, layout: DeploymentLayout, cluster: Cluster, profile: Profile, workload: Workload | None = None
+    shape: ModelShape,
+    layout: DeploymentLayout,
+    cluster: Cluster,
+    profile: EngineProfile,
+    workload: Workload | None = None,
 ) -> Footprint:
     """Memory of every rank of `layout` on `cluster` under an engine. `workload` gives the length that must fit."""
     workload = workload or Workload()
@@ -236,7 +240,7 @@ class EngineMemory(msgspec.Struct, frozen=True):
     shape: ModelShape
     precision: str
     kv_dtype: str
-    profile: Profile
+    profile: EngineProfile
 
     @property
     def kv(self) -> RequestKV:

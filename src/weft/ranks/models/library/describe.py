@@ -59,7 +59,7 @@ class LayerTable(NamedTuple):
     whole: str
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """The arguments that a layer's attention was called with."""
 
     heads: int
@@ -87,7 +87,7 @@ def describe(text: str) -> LibraryReport:
     config = read_config(text)
     check_config(config)
     check_class(cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]))
-    calls: dict[int, Call] = {}
+    calls: dict[int, AttentionCall] = {}
 
     def probe(
         module: nn.Module, query: Any, key: Any, value: Any, mask: Any = None, **options: Any
@@ -185,7 +185,9 @@ def check_windows(config: PreTrainedConfig, windows: Sequence[int | None]) -> No
         raise ClassError("it has sliding windows that its attention is not told of")
 
 
-def read_call(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, options: Mapping[str, Any]) -> Call:
+def read_call(
+    module: nn.Module, query: Any, key: Any, value: Any, mask: Any, options: Mapping[str, Any]
+) -> AttentionCall:
     """One call of an attention function. Raises ClassError for an option that Weft's attention does not have."""
     for name in ("softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
@@ -195,7 +197,7 @@ def read_call(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, op
     scale, window = options.get("scaling"), options.get("sliding_window")
     head_dim = query.shape[3]
     scale = head_dim**-0.5 if scale is None else float(scale)
-    return Call(query.shape[1], key.shape[1], head_dim, value.shape[3], scale, window)
+    return AttentionCall(query.shape[1], key.shape[1], head_dim, value.shape[3], scale, window)
 
 
 def describe_tensors(model: PreTrainedModel, text: str, head_dim: int, run: MetaRun) -> LibraryModel:

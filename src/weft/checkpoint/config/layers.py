@@ -5,8 +5,8 @@ from __future__ import annotations
 from weft.checkpoint.architectures.architecture import EXPERT_COUNTS, Architecture, ConfigFields
 from weft.checkpoint.architectures.compose import compose_layers
 from weft.checkpoint.architectures.shape import Activation, Attention, Dense, Experts, LayerSpec, Rope
-from weft.checkpoint.config.config_deepseek import read_latent_attention, read_routing
-from weft.checkpoint.config.config_rope import read_base, read_ropes
+from weft.checkpoint.config.deepseek import read_latent_attention, read_routing
+from weft.checkpoint.config.rope import read_base, read_ropes
 from weft.checkpoint.files import limits
 from weft.checkpoint.files.fields import Fields
 from weft.errors import ModelError

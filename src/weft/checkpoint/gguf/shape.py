@@ -10,13 +10,13 @@ from weft.checkpoint.architectures.architecture import Architecture
 from weft.checkpoint.architectures.compose import compose_layers
 from weft.checkpoint.architectures.registry import ARCHITECTURES, find_architecture
 from weft.checkpoint.architectures.shape import Attention, Dense, DType, Experts, LayerSpec, ModelShape, Norm, Rope
-from weft.checkpoint.config.config_rope import with_original
+from weft.checkpoint.config.rope import with_original
 from weft.checkpoint.files import limits
 from weft.checkpoint.files.fields import Fields
 from weft.checkpoint.files.gguf import Array, Gguf
 from weft.checkpoint.files.tensor import TensorInfo
-from weft.checkpoint.gguf.gguf_deepseek import latent_attention, read_routing
-from weft.checkpoint.gguf.gguf_rope import planned_rope, rope
+from weft.checkpoint.gguf.deepseek import latent_attention, read_routing
+from weft.checkpoint.gguf.rope import planned_rope, rope
 from weft.errors import ModelError
 
 # Hugging Face's name by general.architecture. `llama` is Llama, Mistral, SmolLM2 and all that compute like them.

@@ -10,9 +10,9 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from weft.checkpoint.architectures.shape import LatentAttention, Rope
-from weft.checkpoint.config.config_deepseek import latent_scale, read_groups
+from weft.checkpoint.config.deepseek import latent_scale, read_groups
 from weft.checkpoint.files.fields import Fields
-from weft.checkpoint.gguf.gguf_rope import planned_rope, yarn
+from weft.checkpoint.gguf.rope import planned_rope, yarn
 
 # By expert_gating_func; 0, which files before version 3 have, stands for the architecture's own.
 SCORINGS: dict[int | None, Literal["softmax", "sigmoid"]] = {0: "softmax", 1: "softmax", 2: "sigmoid"}

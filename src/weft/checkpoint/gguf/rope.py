@@ -11,7 +11,7 @@ from weft.checkpoint.architectures.shape import THETA, Rope
 from weft.checkpoint.files.fields import Fields
 from weft.checkpoint.files.gguf import Gguf
 from weft.checkpoint.files.model_file import read_tensor
-from weft.checkpoint.gguf.gguf_names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
+from weft.checkpoint.gguf.names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 from weft.errors import ModelError
 
 
