@@ -17,7 +17,6 @@ from weft.engine.core.params import SamplingParams
 from weft.engine.core.request import Output, Request
 from weft.engine.core.scheduler import Scheduler
 from weft.engine.core.step import LockStep, LockStepResult, StepPlan, StepResult
-from weft.engine.core.token_ids import TokenIds
 from weft.planner.speed.steps import StepPredictor, StepSeconds
 from weft.study.simulate.simulated_request import SimulatedRequest
 from weft.study.simulate.tally import SimulatedTimes, Tally
@@ -147,9 +146,7 @@ class SimulatedReplica:
         Raises QueueFullError, and RequestError for a request that can never run.
         """
         params = _sampling_params(simulated.output_len)
-        self.scheduler.add(
-            Request(id=times.id, prompt=TokenIds.pack(simulated.prompt()), params=params, key=simulated.own)
-        )
+        self.scheduler.add(Request(id=times.id, prompt=simulated.packed_prompt(), params=params, key=simulated.own))
         self._unfinished[times.id] = times
         if self.due == inf:
             self._count_use(now, 0, 0)
