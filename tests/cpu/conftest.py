@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -18,6 +19,7 @@ from weft.engine.processes import forks
 from weft.engine.processes.forks import MIN_FORKS, pool
 from weft.machine.hardware import host
 from weft.plan import memory
+from weft.ranks.worker import worker
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
     from tests.cpu.interpreter import remember_searches
@@ -38,6 +40,28 @@ def kept_fork_server() -> Iterator[None]:
     pool.min_forks, pool.keep = MIN_FORKS, False
     pool.close()
     end_kept_server()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def frozen_heap() -> Iterator[None]:
+    """What was frozen once the tests were collected stays so while an engine sleeps: nothing of the engine is in it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "unfreeze_start", lambda: None)
+        yield
+
+
+MANY_MODULES = 100
+_modules = [0]  # imported when the heap was frozen
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    """Have the collector skip what libraries have created that were imported since: it would look through Transformers'
+    objects for each engine that sleeps or changes its weights."""
+    if len(sys.modules) >= _modules[0] + MANY_MODULES:
+        gc.collect()
+        gc.freeze()
+        _modules[0] = len(sys.modules)
 
 
 MUCH_MEMORY = 500e6  # bytes
