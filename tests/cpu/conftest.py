@@ -44,7 +44,7 @@ def kept_fork_server() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def frozen_heap() -> Iterator[None]:
-    """What was frozen once the tests were collected stays so while an engine sleeps: nothing of the engine is in it."""
+    """Heap that stays frozen, since the tests were collected, while an engine sleeps: nothing of the engine is in it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker, "unfreeze_start", lambda: None)
         yield
