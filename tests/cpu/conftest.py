@@ -12,11 +12,9 @@ import psutil
 import pytest
 import torch
 
-from tests.cpu.kept_forks import end_kept_server, lend_server
+from tests.cpu.kept_forks import servers_kept
 from tests.cpu.shared_threads import threads_share_memory
-from weft.engine.executors import processes
 from weft.engine.processes import forks
-from weft.engine.processes.forks import MIN_FORKS, pool
 from weft.machine.hardware import host
 from weft.plan import memory
 from weft.ranks.worker import worker
@@ -28,18 +26,10 @@ if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kept_fork_server() -> Iterator[None]:
-    """Ranks of all tests come from one fork server, also those that are alone in their engine: 2 s less for each.
-
-    Those of engines with a process for the core come from another one.
-    """
-    pool.min_forks, pool.keep = 1, True
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "ForkClient", lend_server)
+def kept_fork_servers() -> Iterator[None]:
+    """Ranks of all tests come from a few fork servers, also those that are alone in their engine: 3 s less for each."""
+    with servers_kept():
         yield
-    pool.min_forks, pool.keep = MIN_FORKS, False
-    pool.close()
-    end_kept_server()
 
 
 @pytest.fixture(scope="session", autouse=True)
