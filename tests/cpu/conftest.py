@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -11,13 +12,12 @@ import psutil
 import pytest
 import torch
 
-from tests.cpu.kept_forks import end_kept_server, lend_server
+from tests.cpu.kept_forks import servers_kept
 from tests.cpu.shared_threads import threads_share_memory
-from weft.engine.executors import processes
 from weft.engine.processes import forks
-from weft.engine.processes.forks import MIN_FORKS, pool
 from weft.machine.hardware import host
 from weft.plan import memory
+from weft.ranks.worker import worker
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
     from tests.cpu.interpreter import remember_searches
@@ -26,18 +26,32 @@ if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kept_fork_server() -> Iterator[None]:
-    """Ranks of all tests come from one fork server, also those that are alone in their engine: 2 s less for each.
-
-    Those of engines with a process for the core come from another one.
-    """
-    pool.min_forks, pool.keep = 1, True
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "ForkClient", lend_server)
+def kept_fork_servers() -> Iterator[None]:
+    """Ranks of all tests come from a few fork servers, also those that are alone in their engine: 3 s less for each."""
+    with servers_kept():
         yield
-    pool.min_forks, pool.keep = MIN_FORKS, False
-    pool.close()
-    end_kept_server()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def frozen_heap() -> Iterator[None]:
+    """Heap that stays frozen, since the tests were collected, while an engine sleeps: nothing of the engine is in it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "unfreeze_start", lambda: None)
+        yield
+
+
+MANY_MODULES = 100
+_modules = [0]  # imported when the heap was frozen
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    """Have the collector skip what libraries have created that were imported since: it would look through Transformers'
+    objects for each engine that sleeps or changes its weights."""
+    if len(sys.modules) >= _modules[0] + MANY_MODULES:
+        gc.collect()
+        gc.freeze()
+        _modules[0] = len(sys.modules)
 
 
 MUCH_MEMORY = 500e6  # bytes

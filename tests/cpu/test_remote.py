@@ -22,6 +22,7 @@ from weft.engine.core.params import SamplingParams
 from weft.engine.core.request import Output, Request
 from weft.engine.core.token_ids import TokenIds
 from weft.engine.executors.processes import start_server
+from weft.engine.processes import forks
 from weft.engine.replicas import remote
 from weft.engine.replicas.remote import AsyncEngine
 from weft.errors import CORE, EngineError, QueueFullError, RequestError
@@ -44,7 +45,10 @@ async def start(
 ) -> AsyncEngine:
     """Start an engine in new interpreters, as a first start does."""
     plan = make_plan(model, tensor=tensor, stages=stages)
-    return await AsyncEngine.start(plan, EngineConfig(model=model, max_num_queued_reqs=max_num_queued_reqs), HERE)
+    config = EngineConfig(model=model, max_num_queued_reqs=max_num_queued_reqs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forks, "can_fork", lambda environment: False)
+        return await AsyncEngine.start(plan, config, HERE)
 
 
 async def fork(model: str = "fine", *, max_num_queued_reqs: int = 1024, **layout: int) -> AsyncEngine:
@@ -54,8 +58,8 @@ async def fork(model: str = "fine", *, max_num_queued_reqs: int = 1024, **layout
 
 async def fork_plan(plan: Plan, *, max_num_queued_reqs: int = 1024) -> AsyncEngine:
     config = EngineConfig(model=plan.model, max_num_queued_reqs=max_num_queued_reqs)
-    forks = start_server(plan)
-    return await AsyncEngine.start(plan, config, HERE, forks=forks, forks_core=forks is not None)
+    server = start_server(plan)
+    return await AsyncEngine.start(plan, config, HERE, forks=server, forks_core=server is not None)
 
 
 def ask(id: str, tokens: int = 3, prompt: int = 2) -> Request:

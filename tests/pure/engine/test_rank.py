@@ -98,10 +98,20 @@ def test_a_failure_in_a_result_is_the_last_message() -> None:
 def test_nothing_is_collected_while_torch_is_imported(before: bool) -> None:
     was = gc.isenabled()
     (gc.enable if before else gc.disable)()
+    gc.unfreeze()
     try:
         with pytest.raises(ImportError), gc_paused():
             assert not gc.isenabled()
             raise ImportError
         assert gc.isenabled() == before and not gc.get_freeze_count()
     finally:
+        gc.freeze()
         (gc.enable if was else gc.disable)()
+
+
+def test_a_heap_that_the_caller_has_frozen_stays_so_if_all_is_imported() -> None:
+    gc.freeze()
+    before = gc.get_freeze_count()
+    with gc_paused():
+        import weft.engine.executors.rank  # noqa: F401
+    assert gc.get_freeze_count() > 0.9 * before > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -167,15 +168,16 @@ def gc_paused() -> Iterator[None]:
     """Pause garbage collection while torch is imported, and count all objects as old afterwards.
 
     The objects of the import stay. Python would look through them for garbage again and again, a tenth of the import's
-    time.
+    time. If all was imported before, nothing changes, also in a heap that the caller has frozen.
     """
-    collecting = gc.isenabled()
+    collecting, before = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
-        freeze_start()
-        unfreeze_start()
+        if len(sys.modules) > before:
+            freeze_start()
+            unfreeze_start()
         if collecting:
             gc.enable()
 
