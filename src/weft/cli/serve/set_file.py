@@ -195,7 +195,7 @@ def check_front_flags(arguments: Namespace, source: str) -> None:
     misplaced = next((flag for flag in ENGINE_FLAGS if hasattr(arguments, flag.dest)), None)
     if misplaced is not None:
         raise UsageError(
-            f"{misplaced.long} is about one engine, and {source} has several; put {misplaced.name} into the file, for one "
-            "model or next to `models` for all",
+            f"{misplaced.long} is about one engine, and {source} has several; put {misplaced.name} into the file, for "
+            "one model or next to `models` for all",
             code="engine-flag-beside-set",
         )
