@@ -69,7 +69,7 @@ def test_stated_prices():
 
 
 def test_quotes_agree_with_the_library():
-    from genai_prices import TokenUsage as Tokens
+    from genai_prices import Usage as Tokens
     from genai_prices import calc_price
 
     for ref, provider in (("gpt-4o-mini", "openai"), ("gemini-2.5-pro", "google")):
