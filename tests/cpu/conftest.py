@@ -34,7 +34,7 @@ def kept_fork_servers() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def frozen_heap() -> Iterator[None]:
-    """Heap that stays frozen, since the tests were collected, while an engine sleeps: nothing of the engine is in it."""
+    """Heap that stays frozen while an engine sleeps: it was when the tests were collected, and holds nothing of engines."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker, "unfreeze_start", lambda: None)
         yield
