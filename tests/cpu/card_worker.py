@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.cpu.fake_cuda import card, installed
+from tests.cpu.interpreter import remember_searches
 from weft.plan.plan import Plan
 from weft.ranks.comm import Links
 from weft.ranks.worker.worker import Worker
@@ -28,6 +29,7 @@ class CardWorker(Worker):
         self._stack = ExitStack()
         patch = self._stack.enter_context(pytest.MonkeyPatch.context())
         if self._on_card:
+            remember_searches()
             self._stack.enter_context(installed(patch))
         else:
             for name in ("set_device", "mem_get_info", "synchronize", "current_stream", "Event", "CUDAGraph"):
