@@ -11,8 +11,8 @@ class CallersHeap:
     A full collection looks through every object of the process, most of them torch's: 80 ms and more, in which no step
     is scheduled. A process of our own freezes its heap for good. In the caller's process that must not happen: frozen
     garbage in reference cycles is never freed. So the objects that exist when the first request comes are frozen until
-    the last request has ended, then unfrozen. A heap that the caller has frozen is left alone from then on: Python counts
-    frozen objects each time, in as long as a step takes.
+    the last request has ended, then unfrozen. A heap that the caller has frozen is left alone from then on:
+    to count its objects takes Python as long as a step.
     """
 
     frozen = False  # by an engine of this process
