@@ -34,7 +34,7 @@ def kept_fork_servers() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def frozen_heap() -> Iterator[None]:
-    """Heap that stays frozen while an engine sleeps: it was when the tests were collected, without any engine."""
+    """Heap that stays frozen while an engine sleeps: it was frozen before there were engines, so none is part of it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker, "unfreeze_start", lambda: None)
         yield
