@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import os
@@ -128,10 +129,8 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # libraries tell of what is left at the end
+        # Libraries tell of what is left at the end. Not before: pytest looks for what tests have left.
+        atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(autouse=True)

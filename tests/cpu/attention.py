@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from weft.ranks.kernels.base import AttentionShape, KVCache
+from weft.ranks.kernels.attention import AttentionShape, KVCache
 from weft.ranks.kernels.batch import Batch
 from weft.ranks.kernels.staged import StagedStep
 

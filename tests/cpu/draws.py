@@ -10,7 +10,7 @@ import torch
 from tests.cpu.kernels import native, triton_kernels
 from weft.engine.core.params import SamplingParams
 from weft.ranks.kernels.plain import PlainSampling
-from weft.ranks.kernels.plain.filters import weigh
+from weft.ranks.kernels.plain.sampling import weigh
 from weft.ranks.kernels.random import block_sums, exponentials, seeds
 from weft.ranks.kernels.sampling import Sampling, SlotSettings
 from weft.ranks.kernels.streams import SAMPLING_BLOCK

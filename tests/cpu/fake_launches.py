@@ -13,7 +13,7 @@ import torch
 
 from tests.cpu.fake_cuda import CardError, OnCard, card, plainly
 from weft.checkpoint.quantised.schemes import ALL_SCHEMES, Scheme
-from weft.ranks.kernels.base import HeadNorm, KVCache
+from weft.ranks.kernels.attention import HeadNorm, KVCache
 from weft.ranks.kernels.plain import create_plain_kernels
 from weft.ranks.kernels.plain.sampling import PlainTokenSampler
 from weft.ranks.quant.quantised import QuantisedWeight

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from tests.cpu.attention import ragged
-from weft.ranks.kernels.base import KVCache
-from weft.ranks.kernels.batch import Batch
-from weft.ranks.kernels.latents import AbsorbedQueries, LatentDims, StepForms, divide_batch
+from weft.ranks.kernels.attention import KVCache
+from weft.ranks.kernels.batch import Batch, StepForms, divide_batch
+from weft.ranks.kernels.latents import AbsorbedQueries, LatentDims
 
 # heads, rank, rope_dim, nope_dim, value_dim
 SMALL = LatentDims(3, 32, 8, 16, 12)

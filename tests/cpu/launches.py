@@ -17,7 +17,6 @@ from weft.ranks.kernels.triton import (
     latents,
     pointwise,
     products,
-    reduce,
     router,
     routing,
     sampling,
@@ -25,7 +24,7 @@ from weft.ranks.kernels.triton import (
 )
 
 MODULES: tuple[ModuleType, ...] = (
-    *(attention, latents, staged, pointwise, products, reduce, sampling),
+    *(attention, latents, staged, pointwise, products, sampling),
     *(router, routing, experts),
 )
 TARGET = GPUTarget("cuda", 90, 32)

@@ -11,7 +11,7 @@ import torch
 from weft.checkpoint.architectures.place import Span
 from weft.checkpoint.architectures.shape import Experts
 from weft.checkpoint.quantised.schemes import SCHEMES
-from weft.ranks.kernels.base import ExpertStack
+from weft.ranks.kernels.matrices import ExpertStack
 from weft.ranks.quant.quantised import QuantisedWeight
 from weft.ranks.weights.quantised import quantise
 

@@ -49,8 +49,8 @@ class Row:
         return replace(self, output=[*self.output, token])
 
 
-def shaped(row: Row, logits: list[float]) -> list[float]:
-    """Logits after bias, penalties and masks, in float32."""
+def shaped(row: Row, logits: list[float], *, fallback: bool) -> list[float]:
+    """Logits after bias, penalties and masks, in float32; with `fallback`, some token is always left."""
     params, f32 = row.params, np.float32
     forbidden = set()
     for word in params.bad_word_ids:
@@ -68,7 +68,7 @@ def shaped(row: Row, logits: list[float]) -> list[float]:
         x = x - (f32(count) * f32(params.frequency_penalty) + f32(count > 0) * f32(params.presence_penalty))
         allowed = params.allowed_token_ids is None or token in params.allowed_token_ids
         result.append(float(x) if allowed and token not in forbidden else -math.inf)
-    if max(result) == -math.inf:
+    if fallback and max(result) == -math.inf:
         result[params.allowed_token_ids[0] if params.allowed_token_ids else 0] = 0.0
     return result
 
@@ -100,7 +100,7 @@ def mix(x: int) -> int:
 
 def expected(row: Row, logits: list[float], allowed: Collection[int] | None = None) -> int:
     """The token of a row, from its logits in float32. `allowed` are the tokens that its mask allows, if it has one."""
-    logits = shaped(row, logits)
+    logits = shaped(row, logits, fallback=allowed is None)
     if allowed is not None:
         logits = [x if token in allowed else -math.inf for token, x in enumerate(logits)]
     if max(logits) == -math.inf:

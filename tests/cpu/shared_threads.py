@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from weft.engine.executors.shared_files import open_group_files
+from weft.engine.executors.rank_processes import open_group_files
 from weft.plan.wiring import GroupFiles
 from weft.ranks.comm.shared import SharedMemoryGroup
 from weft.ranks.comm.threads import Threads

@@ -16,8 +16,7 @@ from tests.cpu.attention import shaped
 from tests.cpu.kernels import built
 from tests.cpu.programs import compiler
 from weft.machine.native import build, structures
-from weft.machine.native.abi import check_abi, expected_abi, find_mismatch, read_abi
-from weft.machine.native.library import SOURCES, open_library
+from weft.machine.native.library import SOURCES, check_abi, expected_abi, find_mismatch, open_library, read_abi
 from weft.machine.native.structures import CONSTANTS, STRUCTURES, LayerDescriptor, RoundingDescriptor
 from weft.ranks.kernels import create_kernels
 

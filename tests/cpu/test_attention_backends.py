@@ -26,7 +26,8 @@ from weft.errors import ConfigError
 from weft.plan import backends
 from weft.ranks import kernels
 from weft.ranks.kernels import attention_inputs, contest, create_kernels, flashinfer, triton, usable, varlen
-from weft.ranks.kernels.base import AttentionShape, HeadNorm, Kernels, KVCache, PagedAttention, apply_sinks
+from weft.ranks.kernels.attention import AttentionShape, HeadNorm, KVCache, PagedAttention, apply_sinks
+from weft.ranks.kernels.base import Kernels
 from weft.ranks.kernels.batch import Batch
 from weft.ranks.kernels.plain import PlainAttention, PlainPointwise, create_plain_kernels
 from weft.ranks.kernels.triton import attention, tuning

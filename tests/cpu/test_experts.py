@@ -14,10 +14,12 @@ from tests.cpu.matrices import KINDS, MXFP4, random, random_stacks
 from weft.checkpoint.architectures.place import Span
 from weft.checkpoint.architectures.shape import Experts
 from weft.ranks.comm import Solo
-from weft.ranks.kernels.base import ExpertProducts, ExpertStack, Kernels, KVCache
+from weft.ranks.kernels.attention import KVCache
+from weft.ranks.kernels.base import Kernels
 from weft.ranks.kernels.batch import Batch
 from weft.ranks.kernels.experts import choose_experts
-from weft.ranks.kernels.fused import FusedLayer, FusedMixture, FusedMLP
+from weft.ranks.kernels.fused import FusedLayer, FusedMixture
+from weft.ranks.kernels.matrices import ExpertProducts, ExpertStack, FusedMLP
 from weft.ranks.kernels.plain import create_plain_kernels
 from weft.ranks.quant.quantised import QuantisedWeight
 

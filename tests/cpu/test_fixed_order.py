@@ -16,7 +16,7 @@ from weft.checkpoint.quantised.schemes import WIDE_SCHEMES
 from weft.machine.hardware.cpu import probe_cpu
 from weft.machine.native.prebuilt import BF16, TILES, V3, V4
 from weft.plan.determinism import FEATURES
-from weft.ranks.kernels.base import KVCache
+from weft.ranks.kernels.attention import KVCache
 from weft.ranks.kernels.native import entries
 from weft.ranks.quant.quantised import QuantisedWeight
 

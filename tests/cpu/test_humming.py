@@ -27,8 +27,8 @@ from weft.checkpoint.architectures.place import Span
 from weft.checkpoint.architectures.shape import Experts
 from weft.checkpoint.quantised.schemes import ALL_SCHEMES
 from weft.plan.products import LOCKS, VERSION, against_scheme, format_of
-from weft.ranks.kernels.base import ExpertStack
 from weft.ranks.kernels.experts import GroupedExperts, choose_experts
+from weft.ranks.kernels.matrices import ExpertStack
 from weft.ranks.kernels.plain import create_plain_kernels
 from weft.ranks.kernels.usable import UnusableError
 from weft.ranks.quant.quantised import QuantisedWeight

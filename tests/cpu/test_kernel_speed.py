@@ -13,7 +13,7 @@ from tests.cpu.kernels import built
 from weft.checkpoint.quantised.schemes import Scheme
 from weft.machine.hardware.cpus import HELD, bytes_of
 from weft.probes import kernel_speed
-from weft.probes.kernel_speed import COLS, SOME, Kernels
+from weft.probes.kernel_speed import COLS, SOME, MeasuredKernels
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_a_product_reads_all_of_its_weights_and_nothing_else(
     rows = 64
     size = int(rows * COLS * bytes_of(scheme))
     memory = np.full(size, SOME, np.uint8)
-    kernels, outs = Kernels(library, 1, memory), list[np.ndarray]()
+    kernels, outs = MeasuredKernels(library, 1, memory), list[np.ndarray]()
     filled = kernel_speed.filled
 
     def kept(rows: int, cols: int) -> np.ndarray:

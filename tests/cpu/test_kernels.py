@@ -15,7 +15,8 @@ from tests.cpu.programs import has_no_warnings, passes
 from weft.machine.native.build import build_library, load_library
 from weft.machine.native.library import CPP_TYPES
 from weft.ranks.kernels import create_kernels
-from weft.ranks.kernels.base import HeadNorm, Kernels, KVCache, apply_sinks
+from weft.ranks.kernels.attention import HeadNorm, KVCache, apply_sinks
+from weft.ranks.kernels.base import Kernels
 from weft.ranks.kernels.batch import Batch
 from weft.ranks.kernels.plain import PlainPointwise, create_plain_kernels
 

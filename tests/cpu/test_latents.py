@@ -15,7 +15,8 @@ from tests.pure.shapes import dense_shape
 from weft.checkpoint.architectures.place import whole
 from weft.checkpoint.architectures.shape import LatentAttention, ModelShape
 from weft.plan.memory import step_bytes
-from weft.ranks.kernels.base import Kernels, KVCache
+from weft.ranks.kernels.attention import KVCache
+from weft.ranks.kernels.base import Kernels
 from weft.ranks.kernels.latents import LatentDims, LatentNorm, attend_by_latents
 from weft.ranks.kernels.plain import create_plain_kernels
 
@@ -64,7 +65,7 @@ def test_either_form_is_the_published_one(kind: str, case: tuple, dtype: torch.d
     q, weight, cache, batch = random_latents(dims, counts, contexts, dtype, block_size)
     scale = (dims.nope_dim + dims.rope_dim) ** -0.5
     want = attend_as_published(q, weight, dims, cache, batch, scale)
-    got = attend_by_latents(kernels, kernels.matrices.latent_products(weight, dims), q, cache, batch, scale)
+    got = attend_by_latents(kernels.latents, kernels.matrices.latent_products(weight, dims), q, cache, batch, scale)
     # Absorbed queries and mixed latents are rounded once more.
     tolerance = 2 * TOLERANCE[dtype]
     torch.testing.assert_close(got.double(), want, atol=tolerance, rtol=tolerance)
@@ -75,7 +76,7 @@ def test_rows_of_many_tokens_are_expanded_a_few_heads_at_a_time(monkeypatch: pyt
     kernels = create_plain_kernels()
     q, weight, cache, batch = random_latents(dims, counts, contexts, torch.float32)
     products = kernels.matrices.latent_products(weight, dims)
-    want = attend_by_latents(kernels, products, q, cache, batch, 0.2)
+    want = attend_by_latents(kernels.latents, products, q, cache, batch, 0.2)
     expanded, expand = list[tuple[int, slice]](), type(products).expand
 
     def record(self: object, latents: torch.Tensor, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,7 +85,7 @@ def test_rows_of_many_tokens_are_expanded_a_few_heads_at_a_time(monkeypatch: pyt
 
     monkeypatch.setattr(type(products), "expand", record)
     monkeypatch.setattr("weft.plan.memory.EXPANDED_BYTES", 2 * 200 * (16 + 8 + 12) * 4)
-    got = attend_by_latents(kernels, products, q, cache, batch, 0.2)
+    got = attend_by_latents(kernels.latents, products, q, cache, batch, 0.2)
     torch.testing.assert_close(got, want)
     assert dims.expands_from in range(6, 41)
     assert expanded == [(40, slice(0, 3)), (200, slice(0, 2)), (200, slice(2, 3))]
@@ -151,7 +152,7 @@ def test_a_projection_of_latents_takes_other_values(kind: str) -> None:
     q, weight, cache, batch = random_latents(SMALL, [1, 50], [40, 60], torch.float32)
     products = kernels.matrices.latent_products(torch.zeros_like(weight), SMALL, "kv_b.weight")
     kernels.matrices.replace("kv_b.weight", weight)
-    got = attend_by_latents(kernels, products, q, cache, batch, 0.2)
+    got = attend_by_latents(kernels.latents, products, q, cache, batch, 0.2)
     want = attend_as_published(q, weight, SMALL, cache, batch, 0.2)
     torch.testing.assert_close(got.double(), want, atol=4e-5, rtol=4e-5)
 
@@ -162,7 +163,7 @@ def test_values_longer_than_keys(kind: str) -> None:
     q, weight, cache, batch = random_latents(dims, [1, 120], [40, 130], torch.float32)
     assert dims.expands_from < 120
     products = kernels.matrices.latent_products(weight, dims, "kv_b.weight")
-    got = attend_by_latents(kernels, products, q, cache, batch, 0.2)
+    got = attend_by_latents(kernels.latents, products, q, cache, batch, 0.2)
     want = attend_as_published(q, weight, dims, cache, batch, 0.2)
     torch.testing.assert_close(got.double(), want, atol=4e-5, rtol=4e-5)
 
@@ -207,7 +208,7 @@ def test_the_memory_of_an_expanded_context_is_counted(monkeypatch: pytest.Monkey
     for most in (1 << 30, 2 * 2000 * (24 + 12) * 4):
         taken.clear()
         monkeypatch.setattr("weft.plan.memory.EXPANDED_BYTES", most)
-        attend_by_latents(kernels, products, q, cache, batch, 0.2)
+        attend_by_latents(kernels.latents, products, q, cache, batch, 0.2)
         assert len(taken) == (1 if most == 1 << 30 else 2)
         counted = step_bytes(shape, whole(shape), 60, 1, 4, context=2000) - step_bytes(shape, whole(shape), 60, 1, 4)
         assert max(taken) <= counted <= 2 * max(taken)

@@ -21,9 +21,11 @@ from weft import LLM, SamplingParams
 from weft.checkpoint.architectures.place import Span
 from weft.checkpoint.architectures.shape import Experts, LatentAttention
 from weft.ranks.kernels import triton, warm
-from weft.ranks.kernels.base import ExpertStack, KVCache
-from weft.ranks.kernels.dense_latents import DenseLatentProducts
-from weft.ranks.kernels.latents import AbsorbedQueries, ExpandedRow, LatentDims, attend_expanded
+from weft.ranks.kernels.attention import KVCache
+from weft.ranks.kernels.batch import ExpandedRow
+from weft.ranks.kernels.held import DenseLatentProducts
+from weft.ranks.kernels.latents import AbsorbedQueries, LatentDims, attend_expanded
+from weft.ranks.kernels.matrices import ExpertStack
 from weft.ranks.kernels.plain import create_plain_kernels
 from weft.ranks.kernels.triton import attention, pointwise, products, tuning
 from weft.ranks.kernels.triton.kernels import TritonMatrices
@@ -159,7 +161,7 @@ def test_latent_attention_warms_what_any_step_launches(
             out = torch.zeros(tokens, heads * 128, dtype=torch.bfloat16)
             q = torch.zeros(tokens, heads, 192, dtype=torch.bfloat16)
             row = ExpandedRow(slice(0, tokens), context, batch.tables[0])
-            attend_expanded(kernels, products, q, latents, row, 0.1, out)
+            attend_expanded(kernels.latents, products, q, latents, row, 0.1, out)
     assert [*launches.variants] == before
 
 

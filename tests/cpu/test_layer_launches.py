@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="needs triton")
 from tests.cpu import checkpoints
 from tests.cpu.fake_cuda import Card, the_card  # noqa: F401
 from weft import LLM, SamplingParams
-from weft.ranks.kernels.base import KVCache
+from weft.ranks.kernels.attention import KVCache
 from weft.ranks.kernels.batch import Batch
 from weft.ranks.layers.experts import ExpertsBlock
 from weft.ranks.layers.norm import ResidualStream

@@ -20,8 +20,8 @@ from weft.engine.core.step import Admission
 from weft.engine.core.token_ids import TokenIds
 from weft.ranks.kernels.native.sampling import NativeSampling
 from weft.ranks.kernels.plain.sampling import score
-from weft.ranks.worker.logprobs import unpack_logprobs
 from weft.ranks.worker.request_slots import RequestSlots
+from weft.ranks.worker.sampler import unpack_logprobs
 
 KINDS = ["native", "torch"]
 DTYPES = [torch.bfloat16, torch.float32]

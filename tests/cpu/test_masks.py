@@ -101,6 +101,15 @@ def test_a_mask_for_each_draft_token() -> None:
     assert late.result()[0][:4] == [5, 7, 8, 9]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_that_is_forbidden_is_not_sampled_because_a_mask_allows_no_other(kind: str) -> None:
+    sampler = Sampler(50, 2, (EOS,), sampling_of(kind))
+    for slot, params in enumerate([SamplingParams(bad_word_ids=[[0]]), SamplingParams(allowed_token_ids=[3])]):
+        sampler.admit(Row(slot, params, [1], []).admission(slot))
+    masks = {0: mask_of([0], 50), 1: mask_of([0], 50)}
+    assert sampled(sampler, grid(50, 2, 3), [0, 1], [4, 4], masks).result()[0] == [NOT_FINITE] * 2
+
+
 def test_a_row_whose_mask_allows_nothing_fails_alone() -> None:
     sampler = Sampler(50, 3, (EOS,), sampling_of("torch"))
     for slot in range(3):

@@ -16,11 +16,11 @@ import pytest
 from fake_worker import HERE, make_plan, make_step, total
 
 from tests.cpu.families import command_line, family
-from tests.pure.joining import at_door, facts, free_port
+from tests.pure.joining import facts, free_port, joining_settings
 from tests.refusals import has_values
-from weft.engine.cluster.door import JoinListener
 from weft.engine.cluster.groups import JoinedGroup
-from weft.engine.cluster.node import Session, run_sessions
+from weft.engine.cluster.join_listener import JoinListener
+from weft.engine.cluster.node import NodeSession, run_sessions
 from weft.engine.core.commands import RankReport, RankStats
 from weft.engine.executors.node_messages import NodeSocket, OtherNodes, RankLost, ToNode
 from weft.engine.executors.node_ranks import NodeRanks
@@ -213,26 +213,26 @@ def test_a_side_that_is_silent(
 
 
 def test_a_node_joins_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does so as often as the engine starts again, and ends with the head, whose door is closed then."""
+    """It does so as often as the engine starts again, and ends with the head, whose port is closed then."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     monkeypatch.setattr("weft.engine.cluster.node.CLOSED_S", 0.0)
-    settings = at_door(free_port())
+    settings = joining_settings(free_port())
     there = msgspec.structs.replace(settings, node=1)
     here = facts(1, address="127.0.0.1", interface="lo")
     ends: list[BaseException | None] = []
 
     def run() -> None:
         try:
-            run_sessions([Session(there, here, "", 0)])
+            run_sessions([NodeSession(there, here, "", 0)])
             ends.append(None)
         except WeftError as error:
             ends.append(error)
 
     node = threading.Thread(target=run)
-    with JoinListener(settings) as door:
+    with JoinListener(settings) as listener:
         node.start()
         for action in ("kill 1 step", "fine"):
-            [[joined]] = door.wait_for([0])
+            [[joined]] = listener.wait_for([0])
             group = JoinedGroup(facts(0, address="127.0.0.1", interface="lo"), [joined], [], [], 0, lasting=True)
             executor = NodesExecutor(group.hand_over(), HERE)
             plan = over_nodes(make_plan(action, stages=2), 0, 1)

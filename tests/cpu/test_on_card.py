@@ -28,11 +28,11 @@ from tests.cpu.test_commands import with_other_weights
 from weft import LLM, SamplingParams
 from weft.engine.core import kv
 from weft.engine.core.step import StepPlan
-from weft.engine.executors import captures, ranks
+from weft.engine.executors import ranks
 from weft.engine.frontend.outputs import RequestOutput
 from weft.ranks.comm import Links, threads
 from weft.ranks.kernels import contest, create_rounding
-from weft.ranks.kernels.base import AttentionShape
+from weft.ranks.kernels.attention import AttentionShape
 from weft.ranks.kernels.batch import Batch
 from weft.ranks.kernels.capture import WORKSPACE_BYTES, release_cached_memory, synchronize_device
 from weft.ranks.kernels.triton import attention
@@ -47,7 +47,7 @@ from weft.ranks.worker.device import ToHost
 from weft.ranks.worker.graphs import CudaGraphs
 from weft.ranks.worker.host_copies import SPARE_BYTES
 from weft.ranks.worker.importance import measure_importance
-from weft.ranks.worker.staging import BUFFERS, Staging
+from weft.ranks.worker.request_slots import BUFFERS, Staging
 from weft.ranks.worker.swap import WeightSwap
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
@@ -416,7 +416,7 @@ def test_graphs_are_captured_behind_steps_in_flight(path: str, card: Card, monke
     """Each step is scheduled ahead of the tokens of the one before, and a capture comes between any two."""
     monkeypatch.setattr(graphs, "CAPTURE_S", 0.0)
     monkeypatch.setattr(ranks, "IDLE_S", 0.001)
-    monkeypatch.setattr(captures.CapturePace, "is_due", lambda self, idle: True)
+    monkeypatch.setattr(ranks.CapturePace, "is_due", lambda self, idle: True)
     params = asked([{"max_tokens": 12}, {"temperature": 0.0, "max_tokens": 20}, {"max_tokens": 9, "logprobs": 1}])
     want = answers(path, params, **ON_CPU)
     in_flight: list[int] = []

@@ -21,13 +21,12 @@ pytest.importorskip("triton", reason="needs triton")
 from tests.cpu import checkpoints
 from tests.cpu.kernels import triton_kernels
 from weft import LLM, SamplingParams
-from weft.ranks.comm.parts import TURNS, Parts
-from weft.ranks.comm.symmetric import PUBLISHED_BYTES, SymmetricGroup
+from weft.ranks.comm.symmetric import PUBLISHED_BYTES, TURNS, Parts, SymmetricGroup
 from weft.ranks.comm.threads import Meeting, ThreadGroup
 from weft.ranks.comm.trial import all_add_up
 from weft.ranks.kernels.base import Kernels
 from weft.ranks.kernels.plain import PlainPointwise, create_plain_kernels
-from weft.ranks.kernels.triton import reduce
+from weft.ranks.kernels.triton import pointwise
 
 T = TypeVar("T")
 
@@ -75,13 +74,13 @@ class Group:
 @pytest.fixture(autouse=True)
 def one_launch_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than that the interpreter does not know."""
-    lock, made = threading.Lock(), reduce.sum_add_norm
+    lock, made = threading.Lock(), pointwise.sum_add_norm
 
     def sum_add_norm(*given: Any) -> torch.Tensor:
         with lock:
             return made(*given)
 
-    monkeypatch.setattr(reduce, "sum_add_norm", sum_add_norm)
+    monkeypatch.setattr(pointwise, "sum_add_norm", sum_add_norm)
 
 
 def brought(rank: int, turn: int, dims: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:

@@ -22,7 +22,7 @@ from weft.checkpoint.quantised.schemes import ALL_SCHEMES, SCHEMES, Scheme
 from weft.machine.native.structures import LOWEST_KINDS
 from weft.plan.fills import rank_fills
 from weft.ranks.kernels import create_rounding
-from weft.ranks.kernels.base import AttentionShape
+from weft.ranks.kernels.attention import AttentionShape
 from weft.ranks.kernels.native.rounding import NativeRounding, supports_scheme
 from weft.ranks.quant.quantised import QuantisedWeight
 from weft.ranks.quant.rounding import ROUND, Rounding, round_into

@@ -19,7 +19,7 @@ from weft.engine.core.params import SamplingParams
 from weft.engine.core.step import Admission
 from weft.engine.core.token_ids import TokenIds
 from weft.ranks.kernels import rows as kernel_rows
-from weft.ranks.kernels.plain.filters import weigh
+from weft.ranks.kernels.plain.sampling import weigh
 from weft.ranks.kernels.random import SAMPLING_BLOCK, exponentials, race, seeds
 from weft.ranks.kernels.streams import NOT_FINITE
 from weft.ranks.worker import sampler as sampler_module

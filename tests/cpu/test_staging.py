@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from weft.ranks.worker.staging import ALIGNMENT, Staging
+from weft.ranks.worker.request_slots import ALIGNMENT, Staging
 
 Copy = tuple[torch.Tensor, torch.Tensor]
 

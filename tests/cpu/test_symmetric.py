@@ -25,7 +25,7 @@ from weft.ranks.comm import symmetric, trial
 from weft.ranks.comm.base import add_up
 from weft.ranks.comm.distributed import DistributedGroup
 from weft.ranks.comm.symmetric import PUBLISHED_BYTES, TWO_SHOT_BYTES, SymmetricGroup
-from weft.ranks.comm.votes import Votes
+from weft.ranks.comm.trial import Votes
 
 CPU, SOON = torch.device("cpu"), timedelta(seconds=0.2)
 

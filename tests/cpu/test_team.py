@@ -14,8 +14,9 @@ from tests.cpu.programs import passes
 from weft.checkpoint.architectures.place import Span
 from weft.checkpoint.architectures.shape import Experts
 from weft.ranks.comm import Solo
-from weft.ranks.kernels.base import KVCache
-from weft.ranks.kernels.fused import FusedLayer, FusedMixture, FusedMLP
+from weft.ranks.kernels.attention import KVCache
+from weft.ranks.kernels.fused import FusedLayer, FusedMixture
+from weft.ranks.kernels.matrices import FusedMLP
 from weft.ranks.kernels.native.matrix import NativeMatrix
 
 

@@ -21,7 +21,7 @@ from tests.refusals import refuses
 from weft import LLM, RequestOutput, SamplingParams
 from weft.engine.core.step import StepPlan, StepResult
 from weft.engine.executors.ranks import CLOSED
-from weft.engine.replicas.heap import CallersHeap
+from weft.engine.replicas.local import CallersHeap
 from weft.errors import Cause, EngineError, RequestError
 
 WAIT_S = 60

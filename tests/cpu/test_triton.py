@@ -11,7 +11,7 @@ import torch
 from tests.cpu.attention import ragged, spoil_behind
 from tests.cpu.kernels import triton_kernels
 from tests.cpu.test_kernels import CASES, TOLERANCE, attend_by_loop, joined_is_whole
-from weft.ranks.kernels.base import HeadNorm, KVCache, apply_sinks
+from weft.ranks.kernels.attention import HeadNorm, KVCache, apply_sinks
 from weft.ranks.kernels.batch import Batch, Lengths
 from weft.ranks.kernels.plain import create_plain_kernels
 from weft.ranks.kernels.staged import StagedStep

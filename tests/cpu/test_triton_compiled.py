@@ -21,8 +21,8 @@ LAUNCHES = """
 import sys, types
 import torch
 from scripts.programs.sass.launches import recorded
-from weft.ranks.kernels.base import KVCache
-from weft.ranks.kernels.triton import attention, pointwise, products, reduce, rounding, sampling
+from weft.ranks.kernels.attention import KVCache
+from weft.ranks.kernels.triton import attention, pointwise, products, rounding, sampling
 from weft.ranks.kernels.triton.staged import fill_batch
 
 capability = int(sys.argv[1])
@@ -61,7 +61,7 @@ def launch_all():
                                    tables=ints[None], rows=2, decodes=2, width=4)
     batch.tokens, batch.decodes, batch.groups = ints[0], 2, (batch,)
     fill_batch(staged, batch)
-    reduce.sum_add_norm(torch.zeros(8, dtype=torch.int64), wide, wide[0], 1e-6)
+    pointwise.sum_add_norm(torch.zeros(8, dtype=torch.int64), wide, wide[0], 1e-6)
     longs = torch.zeros(2, dtype=torch.int64)
     settings = torch.zeros(2, 4, dtype=torch.float64)
     logits = torch.zeros(2, 151936, dtype=dtype)
@@ -100,7 +100,7 @@ EXPERTS = (
     + """
 from weft.checkpoint.architectures.place import Span
 from weft.checkpoint.architectures.shape import Experts
-from weft.ranks.kernels.base import ExpertStack
+from weft.ranks.kernels.matrices import ExpertStack
 from weft.ranks.kernels.triton.experts import TritonExperts, TritonMixture, TritonStack, pack_stack
 from weft.ranks.kernels.triton.router import create_router
 from weft.ranks.kernels.triton.routing import MOST_ALONE, choose_experts, sort_rows

@@ -13,9 +13,9 @@ from tests.cpu.matrices import KINDS, MXFP4, TYPICAL_KINDS, random_stacks
 from weft.checkpoint.architectures.place import Span
 from weft.checkpoint.architectures.shape import Experts
 from weft.plan.backends import against_fused_experts
-from weft.ranks.kernels.base import ExpertProducts, ExpertStack, Kernels
+from weft.ranks.kernels.base import Kernels
 from weft.ranks.kernels.experts import choose_experts
-from weft.ranks.kernels.fused import FusedMLP
+from weft.ranks.kernels.matrices import ExpertProducts, ExpertStack, FusedMLP
 from weft.ranks.kernels.plain import create_plain_kernels
 
 pytest.importorskip("triton", reason="needs triton")

@@ -11,8 +11,9 @@ import torch
 from tests.cpu.attention import ragged
 from tests.cpu.kernels import triton_kernels
 from tests.cpu.latents import PUBLISHED, SMALL, attend_absorbed_by_loop, attend_as_published, random_latents
-from weft.ranks.kernels.base import KVCache
-from weft.ranks.kernels.latents import ExpandedRow, LatentDims, LatentNorm, attend_by_latents, attend_expanded
+from weft.ranks.kernels.attention import KVCache
+from weft.ranks.kernels.batch import ExpandedRow
+from weft.ranks.kernels.latents import LatentDims, LatentNorm, attend_by_latents, attend_expanded
 from weft.ranks.kernels.plain import create_plain_kernels
 
 pytest.importorskip("triton", reason="needs triton")
@@ -129,7 +130,7 @@ def test_a_row_in_the_expanded_form_is_the_published_one(
     products = kernels.matrices.latent_products(weight, dims)
     row = ExpandedRow(slice(0, tokens), positions, batch.tables[0])
     got = q.new_full((tokens, dims.heads * dims.value_dim), torch.nan)
-    attend_expanded(kernels, products, q, cache, row, 0.2, got)
+    attend_expanded(kernels.latents, products, q, cache, row, 0.2, got)
     want = attend_as_published(q, weight, dims, cache, batch, 0.2)
     tolerance = 2 * TOLERANCE[dtype]
     torch.testing.assert_close(got.double(), want, atol=tolerance, rtol=tolerance)
@@ -138,7 +139,7 @@ def test_a_row_in_the_expanded_form_is_the_published_one(
 def test_either_form_is_the_published_one() -> None:
     dims, kernels = SMALL, triton_kernels()
     q, weight, cache, batch = random_latents(dims, [1, 40, 5], [50, 90, 20], torch.float32)
-    got = attend_by_latents(kernels, kernels.matrices.latent_products(weight, dims), q, cache, batch, 0.2)
+    got = attend_by_latents(kernels.latents, kernels.matrices.latent_products(weight, dims), q, cache, batch, 0.2)
     want = attend_as_published(q, weight, dims, cache, batch, 0.2)
     torch.testing.assert_close(got.double(), want, atol=4e-5, rtol=4e-5)
 

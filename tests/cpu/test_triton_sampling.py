@@ -19,13 +19,11 @@ from tests.cpu.reference_sampler import EOS, FILTERS, Row, grid
 from weft import LLM
 from weft.engine.core.params import SamplingParams
 from weft.ranks.kernels import rows
-from weft.ranks.kernels.plain import filters
 from weft.ranks.kernels.plain import sampling as plain_sampling
-from weft.ranks.kernels.plain.filters import weigh
+from weft.ranks.kernels.plain.sampling import weigh
 from weft.ranks.kernels.random import SAMPLING_BLOCK, block_sums, exponentials, seeds
-from weft.ranks.worker.request_slots import RequestSlots
+from weft.ranks.worker.request_slots import RequestSlots, Staging
 from weft.ranks.worker.sampler import Sampler
-from weft.ranks.worker.staging import Staging
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -130,7 +128,7 @@ def test_a_step_has_one_copy_to_the_device(tmp_path: Path, monkeypatch: pytest.M
 
     counted(Staging, "put")
     counted(RequestSlots, "stage")
-    for module in (plain_sampling, rows, filters):
+    for module in (plain_sampling, rows):
         monkeypatch.setattr(module, "copy_to_device", alone)
     path = checkpoints.make("llama", tmp_path)
     wishes = [{"logprobs": 2}, {"temperature": 0.0}, {"top_p": 0.9, "logprobs": 0}, {"repetition_penalty": 1.2}]

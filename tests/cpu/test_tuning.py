@@ -18,7 +18,7 @@ from tests.cpu.fake_worker import make_plan
 from tests.refusals import refuses
 from weft.errors import ConfigError
 from weft.ranks import kernels
-from weft.ranks.kernels.base import AttentionShape
+from weft.ranks.kernels.attention import AttentionShape
 from weft.ranks.probes import tuner
 from weft.study.measure.tuning import RaceResult, TunedSizes, TuneRequest, tune_attention
 

@@ -26,7 +26,7 @@ from weft.plan.memory import LOGITS_BYTES
 from weft.plan.plan import Plan, Speculation
 from weft.ranks.comm import Links
 from weft.ranks.kernels import create_kernels
-from weft.ranks.kernels.base import Matrices, Product
+from weft.ranks.kernels.matrices import Matrices, Product
 from weft.ranks.layers import rope
 from weft.ranks.models.decoder import DecoderModel
 from weft.ranks.worker import prompt_logprobs, rehearsal

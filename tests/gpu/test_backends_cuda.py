@@ -16,7 +16,7 @@ from tests.cpu.test_attention_backends import CASES
 from tests.gpu.test_triton_cuda import CUDA, LONG, TOLERANCE, there
 from weft import LLM, SamplingParams
 from weft.ranks.kernels import attention_obstacle, create_kernels
-from weft.ranks.kernels.base import KVCache, PagedAttention
+from weft.ranks.kernels.attention import KVCache, PagedAttention
 from weft.ranks.kernels.batch import Batch
 from weft.ranks.kernels.plain import PlainAttention
 from weft.ranks.worker.graphs import CudaGraphs, blank_batch

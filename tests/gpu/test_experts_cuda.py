@@ -12,9 +12,8 @@ from msgspec.structs import replace as changed
 from tests.cpu.matrices import KINDS, MXFP4, random_stacks
 from weft.checkpoint.architectures.place import Span
 from weft.checkpoint.architectures.shape import Experts
-from weft.ranks.kernels.base import ExpertStack
 from weft.ranks.kernels.experts import choose_experts
-from weft.ranks.kernels.fused import FusedMLP
+from weft.ranks.kernels.matrices import ExpertStack, FusedMLP
 from weft.ranks.kernels.plain import create_plain_kernels
 from weft.ranks.kernels.triton import routing
 from weft.ranks.kernels.triton.experts import MAX_SHARED_TOKENS, TritonExperts

@@ -12,9 +12,9 @@ from tests.cpu.matrices import random, random_stacks
 from tests.gpu.test_products_cuda import there
 from weft.checkpoint.architectures.place import Span
 from weft.checkpoint.architectures.shape import Experts
-from weft.ranks.kernels.base import ExpertStack
 from weft.ranks.kernels.capture import capture_graph
 from weft.ranks.kernels.experts import choose_experts
+from weft.ranks.kernels.matrices import ExpertStack
 from weft.ranks.kernels.usable import multiprocessor_count
 from weft.ranks.quant.quantised import QuantisedWeight
 

@@ -10,7 +10,7 @@ import torch
 from tests.cpu.attention import ragged, shaped
 from tests.cpu.latents import PUBLISHED, SMALL, in_forms, random_latents
 from weft.ranks.kernels import create_kernels
-from weft.ranks.kernels.base import KVCache
+from weft.ranks.kernels.attention import KVCache
 from weft.ranks.kernels.batch import Batch
 from weft.ranks.kernels.latents import LatentDims, LatentNorm, attend_by_latents
 from weft.ranks.kernels.plain import create_plain_kernels
@@ -43,11 +43,11 @@ def on_card(batch: Batch) -> Batch:
 def test_latent_attention_is_that_of_torch(case: tuple, dtype: torch.dtype) -> None:
     dims, counts, contexts = case
     q, weight, cache, batch = random_latents(dims, counts, contexts, torch.float32)
-    want = attend_by_latents(PLAIN, PLAIN.matrices.latent_products(weight, dims), q, cache, batch, 0.07)
+    want = attend_by_latents(PLAIN.latents, PLAIN.matrices.latent_products(weight, dims), q, cache, batch, 0.07)
     kernels = create_kernels("triton", CUDA, shaped(dtype))
     products = kernels.matrices.latent_products(weight.to(CUDA, dtype), dims)
     there = KVCache.of_latents(cache.keys.to(CUDA, dtype), dims.rank)
-    got = attend_by_latents(kernels, products, q.to(CUDA, dtype), there, in_forms(on_card(batch), dims), 0.07)
+    got = attend_by_latents(kernels.latents, products, q.to(CUDA, dtype), there, in_forms(on_card(batch), dims), 0.07)
     torch.testing.assert_close(got.cpu().float(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
@@ -81,7 +81,7 @@ def test_a_decode_step_is_captured() -> None:
     queries = q.to(CUDA)
 
     def attend() -> torch.Tensor:
-        return attend_by_latents(kernels, products, queries, there, filled, 0.07)
+        return attend_by_latents(kernels.latents, products, queries, there, filled, 0.07)
 
     want = attend()
     graph = torch.cuda.CUDAGraph()

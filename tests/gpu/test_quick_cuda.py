@@ -19,10 +19,11 @@ from tests.cpu.matrices import MXFP4, random, random_stacks
 from weft.checkpoint.architectures.place import Span
 from weft.checkpoint.architectures.shape import Experts
 from weft.ranks.kernels import create_kernels
-from weft.ranks.kernels.base import ChoosingProduct, ExpertStack, HeadNorm, KVCache
+from weft.ranks.kernels.attention import HeadNorm, KVCache
 from weft.ranks.kernels.batch import Batch
 from weft.ranks.kernels.capture import capture_graph
 from weft.ranks.kernels.latents import LatentNorm, attend_by_latents
+from weft.ranks.kernels.matrices import ChoosingProduct, ExpertStack
 from weft.ranks.kernels.plain import create_plain_kernels
 from weft.ranks.kernels.triton import routing
 from weft.ranks.quant.quantised import QuantisedWeight
@@ -116,17 +117,17 @@ def test_latents(heads: int, rows: int) -> None:
     steps = [([1] * rows, [30 + 7 * row for row in range(rows)]), ([1, 3, 200], [150, 40, 270])]
     for counts, contexts in steps:
         q, weight, cache, batch = random_latents(dims, counts, contexts, torch.float32)
-        want = attend_by_latents(PLAIN, PLAIN.matrices.latent_products(weight, dims), q, cache, batch, 0.07)
+        want = attend_by_latents(PLAIN.latents, PLAIN.matrices.latent_products(weight, dims), q, cache, batch, 0.07)
         products = KERNELS.matrices.latent_products(weight.to(CUDA, DTYPE), dims)
         card, on_card = KVCache.of_latents(cache.keys.to(CUDA, DTYPE), dims.rank), there(batch)
         queries = q.to(CUDA, DTYPE)
         if batch.decodes < batch.rows:
             divided = in_forms(on_card, dims)
             assert divided.forms is not None and len(divided.forms.expanded) == 1
-            assert_close(attend_by_latents(KERNELS, products, queries, card, divided, 0.07), want)
+            assert_close(attend_by_latents(KERNELS.latents, products, queries, card, divided, 0.07), want)
             continue
         filled = replace(on_card, fixed=True)
-        assert_close(captured(lambda: attend_by_latents(KERNELS, products, queries, card, filled, 0.07)), want)  # noqa: B023
+        assert_close(captured(lambda: attend_by_latents(KERNELS.latents, products, queries, card, filled, 0.07)), want)  # noqa: B023
 
 
 def test_latents_are_stored() -> None:

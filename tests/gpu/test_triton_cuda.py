@@ -18,7 +18,7 @@ from tests.cpu.test_kernels import attend_by_loop
 from tests.cpu.test_triton import MIXED
 from weft import LLM, SamplingParams
 from weft.ranks.kernels import create_kernels
-from weft.ranks.kernels.base import HeadNorm, KVCache
+from weft.ranks.kernels.attention import HeadNorm, KVCache
 from weft.ranks.kernels.batch import Batch
 from weft.ranks.kernels.plain import PlainAttention, PlainPointwise
 from weft.ranks.worker import runner

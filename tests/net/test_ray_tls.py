@@ -1,4 +1,4 @@
-"""Ray actors whose connections to the driver are inside TLS, and strangers at the driver's door."""
+"""Ray actors whose connections to the driver are inside TLS, and strangers at the driver's port."""
 
 from __future__ import annotations
 

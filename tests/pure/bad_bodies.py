@@ -75,7 +75,7 @@ BROKEN_BODIES: list[tuple[bytes, str]] = [
     (b'{"model": NaN}', "body-not-json"),
     (b'{"temperature": 1e999}', "body-not-json"),
     (b'{"model": "\xff"}', "body-not-utf8"),
-    (b"\xff\xfe", "body-not-json"),
+    (b"\xff\xfe", "body-not-utf8"),
     (b"[" * 100_000, "json-nested-too-deeply"),
     (b'{"model": "\\ud800"}', "body-not-json"),
 ]

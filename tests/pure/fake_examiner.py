@@ -7,15 +7,15 @@ import signal
 import sys
 
 from weft.engine.processes.launch import Parent
-from weft.study.measure.links import Begun, Ended, Examine, GpuResult, PairResult
+from weft.study.measure.links import Begun, ExaminerEnded, GpuResult, MeasureTasks, PairResult
 
 
 def main(descriptor: int, lifeline: int) -> None:
-    parent: Parent[Examine] = Parent(descriptor, Examine, lifeline)
+    parent: Parent[MeasureTasks] = Parent(descriptor, MeasureTasks, lifeline)
     deeds = dict(deed.split() for deed in os.environ["WEFT_FAKE_EXAMINER"].split(",") if deed)
     examine = parent.inbox.get()
     if deeds.get("start") == "fail":
-        parent.send(Ended("torch sees no GPU"))
+        parent.send(ExaminerEnded("torch sees no GPU"))
         signal.pause()
     for task in examine.tasks:
         parent.send(Begun(task))
@@ -25,7 +25,7 @@ def main(descriptor: int, lifeline: int) -> None:
             case "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "fail":
-                parent.send(Ended("CUDA error: an illegal memory access was encountered"))
+                parent.send(ExaminerEnded("CUDA error: an illegal memory access was encountered"))
                 signal.pause()
             case "garble":
                 parent.send(
@@ -35,7 +35,7 @@ def main(descriptor: int, lifeline: int) -> None:
                 parent.send(GpuResult(index=task[0], copy_Bps=9e11, from_host_Bps=2e10, to_host_Bps=2.1e10))
             case _:
                 parent.send(PairResult(first=task[0], second=task[1], peer=True, Bps=1e10, detail=""))
-    parent.send(Ended(""))
+    parent.send(ExaminerEnded(""))
     while True:
         signal.pause()
 

@@ -14,7 +14,7 @@ from tests.pure.servers import PATIENCE_S, Client, Exchange, serving
 from weft.fleet.gateway.proxy import Proxy
 from weft.fleet.gateway.server import GatewayServer, create_proxy
 from weft.fleet.upstreams.config import make_config
-from weft.fleet.upstreams.replica import Replica
+from weft.fleet.upstreams.replica import UpstreamReplica
 from weft.http import listen
 from weft.http.admission import ConnectionLimits
 from weft.http.options import ServeOptions
@@ -101,7 +101,7 @@ class LiveGateway:
             with suppress(OSError):
                 await client.writer.wait_closed()
 
-    def replica(self, stub: Upstream) -> Replica:
+    def replica(self, stub: Upstream) -> UpstreamReplica:
         return self.proxy.fleet.find(stub.url)
 
     def assert_idle(self) -> None:

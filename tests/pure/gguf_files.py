@@ -13,7 +13,7 @@ import numpy as np
 from weft.checkpoint.architectures.registry import ARCHITECTURES, find_architecture
 from weft.checkpoint.architectures.shape import LatentAttention, ModelShape
 from weft.checkpoint.files.tensor import ENCODINGS
-from weft.checkpoint.gguf.gguf_names import layer_modules, outer_modules
+from weft.checkpoint.gguf.names import layer_modules, outer_modules
 from weft.checkpoint.tensor_index import expected_tensors
 
 GGML = {name: known.gguf for name, known in ARCHITECTURES.items() if known.gguf}

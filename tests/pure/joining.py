@@ -38,7 +38,7 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def at_door(port: int, **others: Any) -> NodeSettings:
+def joining_settings(port: int, **others: Any) -> NodeSettings:
     values: dict[str, Any] = {"nodes": 2, "node": 0, "address": "127.0.0.1", "port": port}
     values |= {"start_timeout_s": 30.0, "allow_public": False, "key": b"a" * 32}
     return NodeSettings(**(values | others))

@@ -17,7 +17,7 @@ from weft.checkpoint.quantised.precision import canonical
 from weft.machine.hardware.cluster import Cluster, parse_gpus
 from weft.plan.split import split
 from weft.planner.deployment import DeploymentLayout, Workload, deploy
-from weft.planner.profiles import Profile, load_profile
+from weft.planner.profiles import EngineProfile, load_profile
 from weft.planner.speed.cost import Prediction, predict
 
 TABLE = Path(__file__).parents[1] / "data/measured_speed.csv"
@@ -39,11 +39,11 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     layout: DeploymentLayout
     workload: Workload
 
-    def predicted(self, profiles: Mapping[str, Profile] | None = None) -> float:
+    def predicted(self, profiles: Mapping[str, EngineProfile] | None = None) -> float:
         """The planner's figure for it, with other constants where `profiles` gives them."""
         return self.figure(self.prediction((profiles or {}).get(self.engine) or load_profile(self.engine)))
 
-    def prediction(self, constants: Profile) -> Prediction:
+    def prediction(self, constants: EngineProfile) -> Prediction:
         return predict(self.shape, self.layout, self.cluster, self.workload, constants)
 
     def figure(self, prediction: Prediction) -> float:
@@ -54,7 +54,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
                 return prediction.tpot_s * 1e3
         return prediction.saturated_tok_s / (len(self.layout.gpus) if self.per_gpu else 1)
 
-    def error(self, profiles: Mapping[str, Profile] | None = None) -> float:
+    def error(self, profiles: Mapping[str, EngineProfile] | None = None) -> float:
         """Relative, with its sign."""
         return self.predicted(profiles) / self.value - 1
 
@@ -118,7 +118,7 @@ def ranking_error(pair: tuple[Case, Case]) -> float:
     return max(off, 1 / off) - 1
 
 
-def mean_errors(some: Iterable[Case], profiles: Mapping[str, Profile] | None = None) -> dict[str, float]:
+def mean_errors(some: Iterable[Case], profiles: Mapping[str, EngineProfile] | None = None) -> dict[str, float]:
     """Mean absolute error by kind."""
     by_kind: dict[str, list[float]] = {}
     for case in some:

@@ -189,7 +189,7 @@ def is_killed(mutant: Mutant) -> bool:
         copy = Path(folder) / "src"
         shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
         (copy / module.relative_to(ROOT / "src")).write_text(ast.unparse(tree), encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", "-qx", "--tb=no", "-p", "no:cacheprovider", "-p", "no:schemathesis"]
+        command = [sys.executable, "-m", "pytest", "-qx", "--tb=no", "-p", "no:cacheprovider"]
         command += map(str, covering_tests(module))
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(copy), str(ROOT)])}
         try:

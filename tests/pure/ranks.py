@@ -5,8 +5,10 @@ The "model" is a hash of the whole context, so that a wrong token anywhere chang
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from weft.engine.core.request import Request
 from weft.engine.core.step import UNKNOWN, Admission, StepPlan, StepResult, TokenLogprobs
@@ -80,8 +82,8 @@ class Ranks:
         self.live: dict[int, Row] = {}
         # By group its window; then come the groups of states.
         self.windows, self.states = windows, states
-        # What lies at a block's offset: the group and the context of a token. By group and number, a state's context.
-        self.kv: dict[tuple[int, int], tuple[int, int]] = {}
+        # What lies at a block's offsets: the group and the context of a token. By group and number, a state's context.
+        self.kv: dict[int, list[tuple[int, int] | None]] = defaultdict(lambda: [None] * block_size)
         self.kept: dict[tuple[int, int], int] = {}
         self.steps = 0
         self.computed = 0
@@ -114,7 +116,7 @@ class Ranks:
             for table, new in zip(row.tables, blocks, strict=True):
                 table += new
                 assert len(table) == -(-row.reach // self.block_size), "a block too many or too few"
-            assert all(0 <= block < self.num_blocks for table in row.tables[: len(self.windows)] for block in table)
+            assert all(0 <= block < self.num_blocks for new in blocks[: len(self.windows)] for block in new)
             computed = [next(tokens) for _ in range(count)]
             assert 0 <= guessed < count and (not guessed or count == guessed + 1)
             for position, token in enumerate(computed[: count - guessed], start):
@@ -127,7 +129,8 @@ class Ranks:
                     place = self.place(row, group, position)
                     assert place not in written, "two rows write to one place"
                     written.add(place)
-                    self.kv[place] = group, known[position]
+                    block, offset = place
+                    self.kv[block][offset] = group, known[position]
             if row.admission.params.prompt_logprobs is not None and fresh and not row.admission.output:
                 assert start == 0
         assert next(tokens, None) is None
@@ -140,9 +143,12 @@ class Ranks:
             row = self.live[slot]
             assert row.end is not None
             for group, window in enumerate(self.windows):
-                for position in range(max(0, start + 1 - window) if window else 0, row.end):
-                    kept = self.kv[self.place(row, group, position)]
-                    assert kept == (group, row.known[position]), "attention would read another context"
+                table, first = row.tables[group], max(0, start + 1 - window) if window else 0
+                before = first - first % self.block_size
+                read = table[before // self.block_size : -(-row.end // self.block_size)]
+                kept = list(chain.from_iterable(map(self.kv.__getitem__, read)))[first - before : row.end - before]
+                known = [(group, digest) for digest in row.known[first : row.end]]
+                assert kept == known, "attention would read another context"
             params = row.admission.params
             if params.prompt_logprobs is not None and not row.admission.output:
                 ends = min(row.end, len(row.admission.prompt) - 1)

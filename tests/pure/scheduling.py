@@ -158,6 +158,8 @@ class Engine:
         policy "fair", of the same owner."""
         scheduler, shared = self.scheduler, self.limits["policy"] == "fair"
         new = [sequence for id, sequence in scheduler._running.items() if id not in before]
+        if not new:
+            return
         waiting = scheduler._unfinished.keys() - scheduler._running.keys() - scheduler._unprepared.keys()
         left = [scheduler._unfinished[id] for id in waiting - scheduler._pooling]
         for admitted in new:
@@ -185,7 +187,10 @@ class Engine:
         for group in kv.groups:
             pool, counts = group.pool, held[id(group.pool)]
             assert isinstance(pool, NumberedBlocks)
-            assert pool.references == [counts[block] for block in range(len(pool.references))]
+            references = [0] * len(pool.references)
+            for block, count in counts.items():
+                references[block] = count
+            assert pool.references == references
             assert pool.free == len(pool.references) - len(counts)
         assert kv.promised == sum(sequence.promised for sequence in running) >= 0
         assert kv.reserved == sum(sequence.reserved for sequence in running) >= 0

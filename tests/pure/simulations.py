@@ -15,7 +15,7 @@ from weft.planner.speed.steps import StepPredictor
 from weft.planner.work.replica import build_replicas
 from weft.study.simulate.lengths import FixedLength, Lengths, UniformLength
 from weft.study.simulate.load import RequestDistribution, RequestSource, SimulatedLoad
-from weft.study.simulate.objective import Objective
+from weft.study.simulate.objective import LatencyObjective
 from weft.study.simulate.replica import ReplicaSpec
 from weft.study.simulate.report import Report, create_report
 from weft.study.simulate.simulated_request import SimulatedRequest
@@ -91,7 +91,9 @@ def run(
     return simulate(specs, wrap(source), LeastConnections(), warmup_s=warmup_s, end_s=end_s, **options)
 
 
-def told(specs: list[ReplicaSpec], asked: SimulatedLoad, objective: Objective | None = None, **options: Any) -> Report:
+def told(
+    specs: list[ReplicaSpec], asked: SimulatedLoad, objective: LatencyObjective | None = None, **options: Any
+) -> Report:
     """A run's report."""
     whole = len(specs) + options.get("unsimulated", 0)
     return create_report(

@@ -29,7 +29,7 @@ from weft.engine.core.commands import (
     level_after,
 )
 from weft.engine.core.request import Output, Request, Stats
-from weft.engine.executors.base import Ready
+from weft.engine.executors.base import StartResult
 from weft.engine.frontend.text_tools import TextTools
 from weft.engine.replicas.running import RunningReplica
 from weft.errors import Cause, EngineError, QueueFullError
@@ -108,7 +108,7 @@ PLAN = Plan(
     max_num_batched_tokens=64,
     block_size=16,
 )
-READY = Ready(
+READY = StartResult(
     num_blocks=10,
     ranks=[
         Capacity(

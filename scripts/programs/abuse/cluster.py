@@ -18,7 +18,7 @@ from scripts.programs.abuse.target import Size, Target
 
 ADDRESS = "127.0.0.1"
 FLOOD = 1000  # connections to each port; 300 were enough to see that gloo kept them
-SETTLE_S = 10.0  # seconds for the door to close connections that prove nothing, which it does within 5
+SETTLE_S = 10.0  # seconds for the head to close connections that prove nothing, which it does within 5
 ASK = {"prompt": "a", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
 

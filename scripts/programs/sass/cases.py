@@ -19,9 +19,10 @@ from weft.checkpoint.architectures.place import Span
 from weft.checkpoint.architectures.shape import Experts
 from weft.checkpoint.quantised.schemes import UNIT, Scheme
 from weft.machine.hardware.gpus import FP8_CAPABILITY
-from weft.ranks.kernels.base import ExpertStack, HeadNorm, KVCache
+from weft.ranks.kernels.attention import HeadNorm, KVCache
 from weft.ranks.kernels.batch import NO_ROWS, Batch
 from weft.ranks.kernels.latents import AbsorbedQueries, ExpandedContext, LatentNorm
+from weft.ranks.kernels.matrices import ExpertStack
 from weft.ranks.kernels.sampling import mask_words
 from weft.ranks.kernels.staged import StagedStep
 from weft.ranks.kernels.triton import (
@@ -31,7 +32,6 @@ from weft.ranks.kernels.triton import (
     latents,
     pointwise,
     products,
-    reduce,
     rounding,
     router,
     routing,
@@ -322,7 +322,7 @@ def silu_mul() -> None:
 
 def sum_add_norm() -> None:
     x = torch.empty(2, HIDDEN, dtype=BF16)
-    reduce.sum_add_norm(torch.zeros(RANKS, dtype=torch.int64), x, x[0], 1e-6)
+    pointwise.sum_add_norm(torch.zeros(RANKS, dtype=torch.int64), x, x[0], 1e-6)
 
 
 def sample() -> None:

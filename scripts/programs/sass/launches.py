@@ -23,7 +23,6 @@ from weft.ranks.kernels.triton import (
     latents,
     pointwise,
     products,
-    reduce,
     rounding,
     router,
     routing,
@@ -32,7 +31,7 @@ from weft.ranks.kernels.triton import (
 )
 
 MODULES = (
-    *(attention, latents, staged, pointwise, products, reduce, rounding, sampling),
+    *(attention, latents, staged, pointwise, products, rounding, sampling),
     *(router, routing, experts, grouped),
 )
 

@@ -14,8 +14,8 @@ from weft.checkpoint.architectures.shape import DType, ModelShape
 from weft.checkpoint.config import config_json, pooling
 from weft.checkpoint.files import gguf, safetensors, sharded
 from weft.checkpoint.files.model_file import file_error
-from weft.checkpoint.files.tensor import ENCODINGS, TensorInfo
-from weft.checkpoint.gguf import gguf_shape
+from weft.checkpoint.files.tensor import DENSE, ENCODINGS, TensorInfo
+from weft.checkpoint.gguf import shape as gguf_shape
 from weft.checkpoint.hub import demo, hub, model_names
 from weft.checkpoint.names import gguf_reference
 from weft.checkpoint.quantised import packed
@@ -28,13 +28,14 @@ from weft.checkpoint.tensor_index import (
     rename_tensors,
     select_tensors,
 )
-from weft.checkpoint.tied_heads import with_own_head
 from weft.errors import ModelError, error_reason
 from weft.logs import event_fields
+from weft.regular_files import open_regular
 
 logger = logging.getLogger("weft")
 
 DTYPES: dict[str, DType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+CHUNK = 1 << 20  # bytes that are compared at once
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -299,3 +300,41 @@ def _check_shape(shape: ModelShape, where: str) -> None:
             raise ModelError(
                 f"{where}: token id {token} is beyond the vocabulary of {shape.vocab}", code="token-beyond-vocabulary"
             )
+
+
+def with_own_head(shape: ModelShape, index: Mapping[str, TensorInfo], path: str) -> ModelShape:
+    """A shape that is not tied if the files have a head that is not the embedding, as Transformers 5 has it.
+
+    A head that is equal to the embedding is left out: the model needs half the memory for both.
+    """
+    if not shape.tied or shape.library:
+        return shape
+    names = find_architecture(shape.architecture).names
+    head, embedding = index.get(names.head + ".weight"), index.get(names.embed + ".weight")
+    if head is None or embedding is None or not _can_be_head(head, embedding) or _is_same(head, embedding):
+        return shape
+    logger.warning(
+        "%s: the config ties the head to the embedding, and the files have another; theirs is used",
+        path,
+        extra=event_fields("own-head", path=path),
+    )
+    return msgspec.structs.replace(shape, tied=False)
+
+
+def _can_be_head(head: TensorInfo, embedding: TensorInfo) -> bool:
+    """Return True for a head that is not quantised, and has a row for each token."""
+    return head.type in DENSE and head.dims == embedding.dims and not (head.transposed or embedding.transposed)
+
+
+def _is_same(head: TensorInfo, embedding: TensorInfo) -> bool:
+    """Return True if two tensors have the same bytes."""
+    if head.type != embedding.type or head.nbytes != embedding.nbytes:
+        return False
+    with open_regular(head.file) as first, open_regular(embedding.file) as second:
+        first.seek(head.offset)
+        second.seek(embedding.offset)
+        for start in range(0, head.nbytes, CHUNK):
+            size = min(CHUNK, head.nbytes - start)
+            if first.read(size) != second.read(size):
+                return False
+    return True

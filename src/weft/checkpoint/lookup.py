@@ -13,7 +13,7 @@ from weft.checkpoint.architectures.shape import ModelShape
 from weft.checkpoint.config import config_json
 from weft.checkpoint.files import gguf, safetensors, sharded
 from weft.checkpoint.files.gguf_types import FILE_TYPES
-from weft.checkpoint.gguf import gguf_shape
+from weft.checkpoint.gguf import shape as gguf_shape
 from weft.checkpoint.hub import demo, hub, model_names
 from weft.checkpoint.names import catalogue, gguf_reference
 from weft.checkpoint.quantised.precision import OF_DTYPE, canonical, is_precision
@@ -92,7 +92,7 @@ def _without_hub(model: str, known: Model | None, *, ask_hub: bool) -> Model | N
 
 def _from_hub(name: str, revision: str | None, token: str | None, patience: float) -> Model:
     """The model as its repository on the hub describes it."""
-    from weft.checkpoint.hub import hub_headers  # imports HTTP and TLS, which most look-ups do without
+    from weft.checkpoint.hub import headers as hub_headers
 
     description = hub_headers.describe_repository(name, revision=revision, token=token, patience=patience)
     shape = config_json.shape_from_config(description.config, run=False)

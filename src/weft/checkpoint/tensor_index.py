@@ -18,7 +18,8 @@ from weft.checkpoint.architectures.registry import find_architecture
 from weft.checkpoint.architectures.shape import ModelShape
 from weft.checkpoint.files import gguf, safetensors
 from weft.checkpoint.files.tensor import ENCODINGS, TensorInfo
-from weft.checkpoint.gguf import gguf_names, split_heads
+from weft.checkpoint.gguf import names as gguf_names
+from weft.checkpoint.gguf import split_heads
 from weft.checkpoint.quantised import bitsandbytes, fp8, packed, signed
 from weft.errors import ModelError
 

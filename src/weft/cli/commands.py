@@ -202,7 +202,7 @@ COMMANDS = {
         Command(
             name="cluster up",
             summary="Start one engine on several machines through ssh, and wait until it answers requests.",
-            module="weft.cli.cluster.cluster_hosts",
+            module="weft.cli.cluster.hosts",
             groups=(("cluster", UP),),
             argument="HOSTS",
             about="a YAML file with the machines, the model and the flags of weft serve (docs/several-machines.md)",
@@ -212,7 +212,7 @@ COMMANDS = {
         Command(
             name="cluster down",
             summary="End the engine that weft cluster up has started.",
-            module="weft.cli.cluster.cluster_hosts",
+            module="weft.cli.cluster.hosts",
             groups=(),
             argument="HOSTS",
             about="the file that weft cluster up was given",
@@ -222,7 +222,7 @@ COMMANDS = {
         Command(
             name="cluster pull",
             summary="Fetch a model on every machine of a hosts file.",
-            module="weft.cli.cluster.cluster_hosts",
+            module="weft.cli.cluster.hosts",
             groups=(("cluster", CLUSTER_PULL),),
             argument="NAME",
             about="the model, as for weft pull; without it, the file's",
@@ -232,7 +232,7 @@ COMMANDS = {
         Command(
             name="cluster cert",
             summary="Make certificates for the connections between nodes, or new ones before they expire.",
-            module="weft.cli.cluster.cluster_cert",
+            module="weft.cli.cluster.certificate",
             groups=(("cluster", CERT),),
             argument="HOSTS",
             about="a hosts file, whose machines get certificates; or give --nodes",
@@ -256,7 +256,7 @@ COMMANDS = {
         Command(
             name="bench serve",
             summary="Send requests to a server at random times, like real users, and report how long each waited.",
-            module="weft.cli.bench.bench_serve",
+            module="weft.cli.bench.serve",
             groups=(*SERVE, *ENGINE),
             needs_model=False,
             example="weft bench serve demo --request-rate 4 --goodput ttft:500 tpot:50",
@@ -264,7 +264,7 @@ COMMANDS = {
         Command(
             name="bench sweep",
             summary="Run bench serve at several rates or concurrency limits; print one table and a plot.",
-            module="weft.cli.bench.bench_sweep",
+            module="weft.cli.bench.sweep",
             groups=(*SWEEP, *ENGINE),
             needs_model=False,
             example="weft bench sweep demo --request-rate 1,2,4,8",
@@ -272,7 +272,7 @@ COMMANDS = {
         Command(
             name="bench calibrate",
             summary="Measure this machine so that plans fit it; on a GPU, with MODEL, also tune the attention kernels.",
-            module="weft.cli.bench.bench_calibrate",
+            module="weft.cli.bench.calibrate",
             groups=(*CALIBRATE, *ENGINE),
             needs_model=False,
             example="weft bench calibrate",
@@ -280,7 +280,7 @@ COMMANDS = {
         Command(
             name="bench compare",
             summary="Compare two saved results; exit status 1 if the new one is worse.",
-            module="weft.cli.bench.bench_compare",
+            module="weft.cli.bench.compare",
             groups=COMPARE,
             argument="OLD NEW",
             about="JSON files, as --save-result and scripts/bench write them",

@@ -1,4 +1,4 @@
-"""Find a command, parse its words, run it, and turn every failure into one line."""
+"""Find a command, parse its arguments, run it, and turn every failure into one line."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ logger = logging.getLogger("weft.cli")
 CLOSED_PIPE = 141  # a shell's status for a program that SIGPIPE ended
 
 
-def dispatch(words: Sequence[str]) -> int:
+def dispatch(argv: Sequence[str]) -> int:
     """Run `weft WORDS`; return 0, 1 for an error, 2 for wrong usage, or 141 if the reader of our output has left.
 
     KeyboardInterrupt passes.
     """
     streams.settle()
     try:
-        status = run_command(list(words))
+        status = run_command(list(argv))
         sys.stdout.flush()
         return status
     except WeftError as error:
@@ -49,31 +49,31 @@ def dispatch(words: Sequence[str]) -> int:
         return fail(f"internal error, {what}; please report it with {logs.VARIABLE}=DEBUG", 1)
 
 
-def _family_asked_about(words: list[str]) -> list[Command]:
-    """The commands below a first word, such as `cluster`, whose help is asked for; [] for other words."""
-    if words[1:] not in (["-h"], ["--help"], ["--help-all"]):
+def _family_asked_about(argv: list[str]) -> list[Command]:
+    """The commands below a first word, such as `cluster`, whose help is asked for; [] for other arguments."""
+    if argv[1:] not in (["-h"], ["--help"], ["--help-all"]):
         return []
-    return [command for command in COMMANDS.values() if command.name.startswith(f"{words[0]} ")]
+    return [command for command in COMMANDS.values() if command.name.startswith(f"{argv[0]} ")]
 
 
-def run_command(words: list[str]) -> int:
+def run_command(argv: list[str]) -> int:
     """Run `weft WORDS`; return the exit status."""
-    if not words or words[0] in ("-h", "--help") or words == ["help"]:
+    if not argv or argv[0] in ("-h", "--help") or argv == ["help"]:
         print(short_help.overview())
-        return 0 if words else 2
-    if words[0] == "--help-all":
+        return 0 if argv else 2
+    if argv[0] == "--help-all":
         print(short_help.everything())
         return 0
-    if words[0] == "help":
-        words = [*words[1:], "--help"]
-    if words[0] in ("-v", "-V", "--version", "version"):
+    if argv[0] == "help":
+        argv = [*argv[1:], "--help"]
+    if argv[0] in ("-v", "-V", "--version", "version"):
         print(f"weft {__version__}")
         return 0
-    family = _family_asked_about(words)
+    family = _family_asked_about(argv)
     if family:
         print(short_help.overview(family))
         return 0
-    command, flags = find_command(words)
+    command, flags = find_command(argv)
     logs.configure(command.log_level)
     arguments = parse_command(command, flags)
     expand_model_name(command, arguments)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from weft.cli.flags.flags import engine_config
-from weft.cli.word_wrap import WordWrap
+from weft.cli.terminal import WordWrap
 from weft.engine.frontend.outputs import RequestOutput
 
 if TYPE_CHECKING:

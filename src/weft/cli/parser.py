@@ -1,4 +1,4 @@
-"""Parse command-line words into a Namespace that holds only the flags that were given."""
+"""Parse the arguments of a command line into a Namespace that holds only the flags that were given."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ShortHelp(argparse.Action):
 
 
 def find_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
-    """The command at the beginning of `argv`, and the words after its name. Raises UsageError if there is none."""
+    """The command at the beginning of `argv`, and the arguments after its name. Raises UsageError if there is none."""
     for length in (2, 1):
         command = COMMANDS.get(" ".join(argv[:length]))
         if command is not None and len(argv) >= length:
@@ -75,15 +75,15 @@ def find_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
     raise UsageError(f"unknown command {argv[0]!r}{hints.unknown_command(argv[0], known)}", code="unknown-command")
 
 
-def parse_command(command: Command, words: Sequence[str]) -> argparse.Namespace:
-    """The Namespace of the words after a command's name.
+def parse_command(command: Command, argv: Sequence[str]) -> argparse.Namespace:
+    """The Namespace of the arguments after a command's name.
 
     It holds `command`, `argument`, and by field each flag that was given or has a default of its own; `model` is the
     argument or the plan file's model. Raises UsageError, and ConfigError for a plan that cannot be read. --help prints
     the help and exits.
     """
     parser = build_parser(command)
-    argv, warnings = without_vllm_flags([full_spelling(word) for word in words], option_names(command))
+    argv, warnings = without_vllm_flags([full_spelling(word) for word in argv], option_names(command))
     if not command.own_config:
         argv = with_config_file(command, argv)
     arguments, extra = parser.parse_known_args(argv)
@@ -103,9 +103,9 @@ def parse_command(command: Command, words: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def refuse_unknown_flags(command: Command, words: Sequence[str]) -> None:
-    """Raise UsageError, with a hint, for the first of the words that is a flag."""
-    for word in words:
+def refuse_unknown_flags(command: Command, argv: Sequence[str]) -> None:
+    """Raise UsageError, with a hint, for the first of the arguments that is a flag."""
+    for word in argv:
         if word.startswith("-") and word != "-":
             name = word.partition("=")[0]
             raise UsageError(
@@ -140,7 +140,7 @@ def _check_argument(arguments: argparse.Namespace) -> None:
 
 
 def set_prompt(arguments: argparse.Namespace, extra: list[str]) -> None:
-    """Set `arguments.prompt_words` to the words that argparse left over.
+    """Set `arguments.prompt_words` to the arguments that argparse left over.
 
     With --model the first word is not a model, and belongs to the prompt too.
     """
@@ -272,7 +272,7 @@ def with_config_file(command: Command, argv: list[str]) -> list[str]:
                 code="flag-twice-in-config",
             )
         if value is not None and given.isdisjoint({flag.long, flag.short, f"--no-{flag.name}"}):
-            from_file += typed_words(flag, value, path)
+            from_file += typed_flags(flag, value, path)
     return from_file + argv
 
 
@@ -316,8 +316,8 @@ def warn_of_vllm_key(command: Command, key: object, value: Any, path: str) -> No
         logger.warning(warning)
 
 
-def typed_words(flag: Flag, value: Any, path: str) -> list[str]:
-    """The words that give a flag a value from the YAML file `path`. Raises UsageError for a value of the wrong type."""
+def typed_flags(flag: Flag, value: Any, path: str) -> list[str]:
+    """The arguments that give a flag its value from the YAML file `path`. Raises UsageError for one of another type."""
     if flag.parse is None:
         if not isinstance(value, bool):
             raise UsageError(f"{flag.name} in {path} is {value!r}; it must be true or false", code="flag-needs-boolean")

@@ -49,11 +49,11 @@ def find_model(arguments: Namespace) -> Model:
     )
 
 
-def planned_cluster(given: dict[str, Any]) -> Cluster:
+def planned_cluster(flags: dict[str, Any]) -> Cluster:
     """The cluster to plan for: the described one, within --max-memory, shared out among the ranks of the flags. The CPU
     is used with the GPUs only if a flag names it."""
-    limited = layout_flags.limit_memory(given, beside_cpu(given, described_cluster(given)))
-    return machine.split_cpu(limited, layout_flags.rank_count(given))
+    limited = layout_flags.limit_memory(flags, beside_cpu(flags, described_cluster(flags)))
+    return machine.split_cpu(limited, layout_flags.rank_count(flags))
 
 
 def build_question(arguments: Namespace, model: Model, cluster: Cluster | None = None) -> Question:
@@ -61,11 +61,11 @@ def build_question(arguments: Namespace, model: Model, cluster: Cluster | None =
 
     Raises UsageError for flags that contradict each other.
     """
-    given: dict[str, Any] = vars(arguments)
-    cluster = cluster or planned_cluster(given)
-    precisions = compared_precisions(compressed_precision(given) or given.get("precision"), model, cluster)
-    constraints = layout_flags.parse_layout_flags(given, cluster, model, precisions[0])
-    kv_dtype = given.get("kv_cache_dtype")
+    flags: dict[str, Any] = vars(arguments)
+    cluster = cluster or planned_cluster(flags)
+    precisions = compared_precisions(compressed_precision(flags) or flags.get("precision"), model, cluster)
+    constraints = layout_flags.parse_layout_flags(flags, cluster, model, precisions[0])
+    kv_dtype = flags.get("kv_cache_dtype")
     if kv_dtype == "auto":
         kv_dtype = None
     if kv_dtype is not None:
@@ -74,28 +74,28 @@ def build_question(arguments: Namespace, model: Model, cluster: Cluster | None =
         model=model.name,
         shape=model.shape,
         cluster=cluster,
-        engine=given["engine"],
+        engine=flags["engine"],
         precisions=precisions,
         kv_dtype=kv_dtype,
-        workload=planned_workload(given, model),
-        objective=given["objective"],
+        workload=planned_workload(flags, model),
+        objective=flags["objective"],
         constraints=constraints,
-        price=given.get("price", cluster.price),
-        gpu_memory_utilization=given.get("gpu_memory_utilization"),
-        max_num_seqs=given.get("max_num_seqs"),
-        max_num_batched_tokens=given.get("max_num_batched_tokens"),
+        price=flags.get("price", cluster.price),
+        gpu_memory_utilization=flags.get("gpu_memory_utilization"),
+        max_num_seqs=flags.get("max_num_seqs"),
+        max_num_batched_tokens=flags.get("max_num_batched_tokens"),
         speculation=planned_speculation(arguments, model),
-        deterministic=planned_determinism(given, model, cluster),
-        remarks=layout_flags.remarks(given, cluster),
-        flags=tuple(repeated_flags(given)),
+        deterministic=planned_determinism(flags, model, cluster),
+        remarks=layout_flags.remarks(flags, cluster),
+        flags=tuple(repeated_flags(flags)),
     )
 
 
-def repeated_flags(given: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+def repeated_flags(flags: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """The model, as ("", MODEL), and the flags with their values as words, for a command with a similar question."""
-    yield "", given.get("model", "")
+    yield "", flags.get("model", "")
     for flag in REPEATED:
-        value = given.get(flag.dest)
+        value = flags.get(flag.dest)
         if value in (None, False, flag.default) or flag.name in NOT_REPEATED:
             continue
         if flag.name == "max-memory":
@@ -108,22 +108,22 @@ def repeated_flags(given: dict[str, Any]) -> Iterator[tuple[str, ...]]:
             yield flag.short or flag.long, join_commas(value) if isinstance(value, tuple) else f"{value}"
 
 
-def compressed_precision(given: dict[str, Any]) -> str | None:
+def compressed_precision(flags: dict[str, Any]) -> str | None:
     """The precision of the weights with --quantization; None without the flag.
 
     Raises UsageError for another engine, or together with --precision.
     """
-    if "quantization" not in given:
+    if "quantization" not in flags:
         return None
-    name = given["quantization"]
-    if given["engine"] != "weft":
+    name = flags["quantization"]
+    if flags["engine"] != "weft":
         raise UsageError(
-            f"--quantization {name} is for Weft's own engine; for {given['engine']} give --precision",
+            f"--quantization {name} is for Weft's own engine; for {flags['engine']} give --precision",
             code="quantization-of-other-engine",
         )
-    if "precision" in given:
+    if "precision" in flags:
         raise UsageError(
-            f"--quantization {name} and --precision {given['precision']} both set it; give one of them",
+            f"--quantization {name} and --precision {flags['precision']} both set it; give one of them",
             code="quantization-and-precision",
         )
     return ONLINE_QUANTIZATIONS[name]
@@ -150,17 +150,17 @@ def planned_speculation(arguments: Namespace, model: Model) -> Speculation | Non
     return resolve_speculation(config, model.name, model.shape, find_draft)
 
 
-def planned_determinism(given: dict[str, Any], model: Model, cluster: Cluster) -> bool:
+def planned_determinism(flags: dict[str, Any], model: Model, cluster: Cluster) -> bool:
     """True with --deterministic.
 
     Raises UsageError for another engine, ConfigError if Weft's own cannot be deterministic on this hardware, or with
     this model.
     """
-    if not given.get("deterministic"):
+    if not flags.get("deterministic"):
         return False
-    if given["engine"] != "weft":
+    if flags["engine"] != "weft":
         raise UsageError(
-            f"--deterministic is for Weft's own engine, not for {given['engine']}; leave it out",
+            f"--deterministic is for Weft's own engine, not for {flags['engine']}; leave it out",
             code="deterministic-other-engine",
         )
     against = () if cluster.on_cpu else (ON_GPUS,)
@@ -183,13 +183,13 @@ def compared_precisions(names: str | None, model: Model, cluster: Cluster) -> tu
     return precisions
 
 
-def planned_workload(given: dict[str, Any], model: Model) -> Workload:
+def planned_workload(flags: dict[str, Any], model: Model) -> Workload:
     """The workload of the flags, with the usual lengths if they give none. Raises UsageError and ConfigError."""
-    longest, length = model.shape.longest, given.get("max_model_len")
+    longest, length = model.shape.longest, flags.get("max_model_len")
     if length is not None:
         check_length(length, model.name, longest)
     most = length or longest
-    input_len, output_len = default_lengths(given.get("input_len"), given.get("output_len"), most)
+    input_len, output_len = default_lengths(flags.get("input_len"), flags.get("output_len"), most)
     if length is not None and input_len + output_len > max(length, 2):
         raise UsageError(
             f"--input-len {input_len} and --output-len {output_len} make {input_len + output_len:,} tokens; "
@@ -197,25 +197,25 @@ def planned_workload(given: dict[str, Any], model: Model) -> Workload:
             code="lengths-above-max-model-len",
         )
     return Workload(
-        input_len=input_len, output_len=output_len, concurrency=given.get("concurrency"), max_model_len=length
+        input_len=input_len, output_len=output_len, concurrency=flags.get("concurrency"), max_model_len=length
     )
 
 
-def beside_cpu(given: dict[str, Any], cluster: Cluster) -> Cluster:
+def beside_cpu(flags: dict[str, Any], cluster: Cluster) -> Cluster:
     """The cluster with the CPU next to its GPUs if the flags name the CPU, and without it otherwise.
 
     A CPU that is not described is this machine's, or for described GPUs a typical CPU.
     """
-    if cluster.on_cpu or not layout_flags.asks_for_cpu(given):
+    if cluster.on_cpu or not layout_flags.asks_for_cpu(flags):
         return msgspec.structs.replace(cluster, cpu=None)
     if cluster.cpu is not None:
         return cluster
-    is_here = given.get("gpus") is None and given.get("nodes") is None
-    refresh = given.get("refresh_hardware", False)
+    is_here = flags.get("gpus") is None and flags.get("nodes") is None
+    refresh = flags.get("refresh_hardware", False)
     return cluster.with_cpu(machine.probe_cpu(refresh=refresh) if is_here else typical_cpu())
 
 
-def measured_cluster(given: dict[str, Any]) -> Cluster:
+def measured_cluster(flags: dict[str, Any]) -> Cluster:
     """The nodes of the last start; they are written to the file of --cluster.
 
     Raises UsageError if other hardware is given, and ConfigError for a file that exists, or if nothing has been
@@ -223,10 +223,10 @@ def measured_cluster(given: dict[str, Any]) -> Cluster:
     """
     from weft.engine.cluster.measured import load_cluster
 
-    other = next((name for name in ("gpus", "nodes", "network") if given.get(name) is not None), None)
+    other = next((name for name in ("gpus", "nodes", "network") if flags.get(name) is not None), None)
     if other:
         raise UsageError(f"--cluster and --{other} both describe the hardware; give one", code="cluster-and-other")
-    file = Path(given["cluster"]).expanduser()
+    file = Path(flags["cluster"]).expanduser()
     if not hardware_file.is_hardware_file(file.name):
         raise UsageError(
             f"--cluster {file} is no name of a hardware file; give one that ends in .yaml", code="cluster-not-yaml"
@@ -245,11 +245,11 @@ def measured_cluster(given: dict[str, Any]) -> Cluster:
     return cluster
 
 
-def described_cluster(given: dict[str, Any]) -> Cluster:
+def described_cluster(flags: dict[str, Any]) -> Cluster:
     """The cluster of --gpus, --nodes or --cluster, or this machine."""
-    gpus, nodes, network = given.get("gpus"), given.get("nodes"), given.get("network")
-    if given.get("cluster") is not None:
-        return measured_cluster(given)
+    gpus, nodes, network = flags.get("gpus"), flags.get("nodes"), flags.get("network")
+    if flags.get("cluster") is not None:
+        return measured_cluster(flags)
     if gpus is not None and nodes is not None:
         raise UsageError("--gpus and --nodes both describe the hardware; give one of them", code="gpus-and-nodes")
     if nodes is None and gpus is not None and is_several_nodes(gpus):
@@ -262,5 +262,5 @@ def described_cluster(given: dict[str, Any]) -> Cluster:
             code="network-of-one-machine",
         )
     if gpus is None:
-        return machine.probe_cluster(refresh=given.get("refresh_hardware", False))
+        return machine.probe_cluster(refresh=flags.get("refresh_hardware", False))
     return hardware_file.read_hardware_file(gpus) if hardware_file.is_hardware_file(gpus) else parse_gpus(gpus)

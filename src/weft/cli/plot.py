@@ -49,7 +49,7 @@ class Panel:
     marks: bool = True
 
 
-class Axis:
+class PlotAxis:
     """Positions of values on an axis: 0 for the smallest, 1 for the largest; logarithmic if they differ much."""
 
     def __init__(self, values: Sequence[float]) -> None:
@@ -87,7 +87,7 @@ def text_plot(curves: Sequence[Curve], *, x: str, y: str, width: int = 64, heigh
     all_x, all_y = coordinates(curves)
     if not all_x:
         return []
-    across, up = Axis(all_x), Axis(all_y)
+    across, up = PlotAxis(all_x), PlotAxis(all_y)
     field = [[" "] * width for _ in range(height)]
     for number, curve in enumerate(curves):
         positions = [(across.position(a), up.position(b)) for a, b in curve.points]
@@ -175,9 +175,9 @@ def _set_scales(axes: Axes, panel: Panel) -> None:
     across, up = coordinates(panel.curves)
     if not across:
         return
-    if Axis(across).log:
+    if PlotAxis(across).log:
         axes.set_xscale("log")
-    if Axis(up).log:
+    if PlotAxis(up).log:
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)

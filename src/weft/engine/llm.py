@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast, overload
 from weft.engine.client.answer_stream import AnswerStream
 from weft.engine.client.arguments import engine_config
 from weft.engine.client.control import memory_rows, profile_command, stat_rows, swap_command
-from weft.engine.client.progress import Bar, Progress
+from weft.engine.client.progress import Bar, ProgressBar
 from weft.engine.client.traces import END, OpenTraces
 from weft.engine.cluster.assembly import assemble
 from weft.engine.core.commands import RankStats, ResetPrefixCache, Sleep, Wake
@@ -409,7 +409,7 @@ class LLM:
 
     def _run_to_end(self, collectors: Sequence[Collector], use_tqdm: bool | Callable[..., Bar]) -> None:
         """Run the collectors' requests until all have ended."""
-        with Progress(len(collectors), use_tqdm) as progress, closing(self._run_requests(collectors)) as updates:
+        with ProgressBar(len(collectors), use_tqdm) as progress, closing(self._run_requests(collectors)) as updates:
             for collector in updates:
                 if collector.output.finished:
                     progress.advance()

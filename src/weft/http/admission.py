@@ -48,7 +48,7 @@ class ConnectionLimits:
 
 
 class TrackedConnection(Protocol):
-    """The part of a connection that `Admission` uses."""
+    """The part of a connection that `ConnectionAdmission` uses."""
 
     @property
     def unsent_bytes(self) -> int:
@@ -64,7 +64,7 @@ class TrackedConnection(Protocol):
         ...
 
 
-class Admission:
+class ConnectionAdmission:
     """The connections of one server.
 
     At the limit, the oldest connection that only waits is closed (a spare connection, or one whose request is

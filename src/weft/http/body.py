@@ -106,18 +106,24 @@ def parse_object(body: bytes) -> dict[str, Any]:
     """Decode a JSON object. Raises RequestError for anything else."""
     try:
         raw = msgspec.json.decode(body)
-    except UnicodeDecodeError as error:
-        raise RequestError(
-            f"the body is not valid UTF-8: {error.reason} at byte {error.start} of a text", code="body-not-utf8"
-        ) from None
     except RecursionError:
         raise RequestError("the body is not usable JSON: too deeply nested", code="json-nested-too-deeply") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # which of the two depends on the version of msgspec
+        _check_utf8(body)
         raise RequestError(f"the body is not valid JSON: {error}", code="body-not-json") from None
     if not isinstance(raw, dict):
         raise RequestError("the body must be a JSON object", code="body-not-object")
     _check_number("fields", len(raw), LIMITS.fields)
     return raw
+
+
+def _check_utf8(body: bytes) -> None:
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"the body is not valid UTF-8: {error.reason} at byte {error.start}", code="body-not-utf8"
+        ) from None
 
 
 def convert_object(raw: dict[str, Any], target: type[T]) -> T:

@@ -20,13 +20,11 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from weft.http.admission import STORED, Admission
+from weft.http.admission import STORED, ConnectionAdmission
 from weft.http.body_parser import framing_fields, parser_in_body
 from weft.http.errors import WHOLE, ErrorFrame, HttpError, describe_error, error_response, shutting_down_error
-from weft.http.flow import BoundedFlowControl, CycleWriter
-from weft.http.joined import JOINED, JoinedTransport, send_whole
+from weft.http.flow import JOINED, BoundedFlowControl, CycleWriter, JoinedTransport, RequestTimer, send_whole
 from weft.http.leaving import LEAVING
-from weft.http.request_timer import RequestTimer
 from weft.http.sse import RESET, WRITER
 
 HEAD_END = b"\r\n\r\n"
@@ -47,7 +45,7 @@ class Connection(HttpToolsProtocol):
 
     def __init__(
         self,
-        admission: Admission,
+        admission: ConnectionAdmission,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],

@@ -18,7 +18,7 @@ from weft.regular_files import SETTINGS_BYTES, read_regular_text
 UNKNOWN_FIELD = re.compile(r"unknown field `([^`]*)`")
 
 
-class Budget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SpendingLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits for the current hour, and for the last 24 hours with it: dollars of a gateway, or tokens of a key."""
 
     hour: Annotated[float, msgspec.Meta(ge=0)] | None = None
@@ -42,7 +42,7 @@ class ClientKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     rpm: Annotated[int, msgspec.Meta(ge=1)] | None = None
     tpm: Annotated[int, msgspec.Meta(ge=1)] | None = None
     concurrent: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    quota: Budget | None = None
+    quota: SpendingLimits | None = None
     weight: Annotated[float, msgspec.Meta(gt=0, le=1e6)] | None = None
 
     def __post_init__(self) -> None:
@@ -104,7 +104,7 @@ def _convert(values: Any, path: str) -> list[ClientKey]:
     except msgspec.ValidationError as error:
         unknown = UNKNOWN_FIELD.search(str(error))
         if unknown:
-            near = nearest_name(unknown[1], {*ClientKey.__struct_fields__, *Budget.__struct_fields__})
+            near = nearest_name(unknown[1], {*ClientKey.__struct_fields__, *SpendingLimits.__struct_fields__})
             raise ConfigError(f"{path}: {error}{near}", code="unknown-field") from None
         raise ConfigError(f"{path}: {error}", code="invalid-field") from None
 

@@ -15,7 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from weft.http import listen
-from weft.http.admission import Admission, ConnectionLimits
+from weft.http.admission import ConnectionAdmission, ConnectionLimits
 from weft.http.connection import Connection
 
 log = logging.getLogger("weft.serving")
@@ -61,7 +61,7 @@ class HttpServer(uvicorn.Server):
         )
         self._listener = listener
         self._limits = limits
-        self.admission = Admission(limits)
+        self.admission = ConnectionAdmission(limits)
         self._exit_requested = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

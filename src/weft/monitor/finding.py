@@ -22,7 +22,7 @@ class Code(StrEnum):
     SLOW_CLIENT = "slow_client"
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class RuleLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The limits of the rules. Shares are from 0 to 1.
 
     - `window_s`: what is true of a moment has to be true for so long; only counts of rare events go back further.
@@ -65,7 +65,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     unread_s: float = 5.0
 
 
-LIMITS = Limits()
+LIMITS = RuleLimits()
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from weft.monitor.finding import Change, Code, Finding, Limits
+from weft.monitor.finding import Change, Code, Finding, RuleLimits
 from weft.monitor.history import History, RankCounters, RankShares
 from weft.monitor.restart import restart_as_pipeline, restart_with_cut, small_ratio
 from weft.plan.plan import Plan
@@ -13,7 +13,7 @@ from weft.plan.plan import Plan
 SLOW_AT_SAME_WORK = "it does the same work more slowly"
 
 
-def stage_ranks(history: History, limits: Limits) -> Iterator[tuple[Plan, list[RankShares]]]:
+def stage_ranks(history: History, limits: RuleLimits) -> Iterator[tuple[Plan, list[RankShares]]]:
     """The ranks of each stage of each attention group, if all of them had enough work to tell."""
     shares = {(rank.counters.replica, rank.counters.local_rank): rank for rank in history.shares()}
     for replica, plan in enumerate(history.plans):
@@ -23,7 +23,7 @@ def stage_ranks(history: History, limits: Limits) -> Iterator[tuple[Plan, list[R
                 yield plan, ranks
 
 
-def has_worked(rank: RankShares, limits: Limits) -> bool:
+def has_worked(rank: RankShares, limits: RuleLimits) -> bool:
     """Return True for a rank with enough steps, and time within them, to tell."""
     counters = rank.counters
     within_s = counters.compute_s + counters.waiting_s - (counters.idle_s or 0.0) + (counters.communication_s or 0.0)
@@ -59,7 +59,7 @@ def _exchange_share(rank: RankShares) -> float | None:
     return None if rank.communication is None else rank.communication + (rank.waiting or 0.0)
 
 
-def allreduce_wait(history: History, limits: Limits) -> Iterator[Finding]:
+def allreduce_wait(history: History, limits: RuleLimits) -> Iterator[Finding]:
     """Tensor-parallel ranks that spend their steps with each other: even the rank that others wait for."""
     for plan, ranks in stage_ranks(history, limits):
         share = _least_exchange(ranks)
@@ -83,7 +83,7 @@ def allreduce_wait(history: History, limits: Limits) -> Iterator[Finding]:
         )
 
 
-def most_delayed(ranks: Sequence[RankShares], limits: Limits) -> RankShares | None:
+def most_delayed(ranks: Sequence[RankShares], limits: RuleLimits) -> RankShares | None:
     """The rank of a stage whose core has other work, more of it than the cores of the others; None if there is none."""
     delays = [rank.delayed or 0.0 for rank in ranks]
     most = max(delays)
@@ -94,7 +94,7 @@ def most_delayed(ranks: Sequence[RankShares], limits: Limits) -> RankShares | No
     return ranks[at]
 
 
-def delayed_straggler(history: History, limits: Limits) -> Iterator[Finding]:
+def delayed_straggler(history: History, limits: RuleLimits) -> Iterator[Finding]:
     """A rank that waits for its core, while the others of its stage wait for the rank.
 
     It may compute as fast as they do whenever it has the core.
@@ -132,7 +132,7 @@ def _straggler_remedies(rank: RankCounters, restart: str, uneven_split: bool) ->
         yield restart
 
 
-def straggler(history: History, limits: Limits) -> Iterator[Finding]:
+def straggler(history: History, limits: RuleLimits) -> Iterator[Finding]:
     """A rank that takes longer than the others of its stage, which wait for it: slow, or with too large a share."""
     for plan, ranks in stage_ranks(history, limits):
         if len(ranks) < 2:

@@ -7,11 +7,11 @@ from math import ceil
 from statistics import median
 
 from weft.formatting import format_bytes
-from weft.monitor.finding import Change, Code, Finding, Limits
+from weft.monitor.finding import Change, Code, Finding, RuleLimits
 from weft.monitor.history import History
 
 
-def has_served(history: History, limits: Limits) -> bool:
+def has_served(history: History, limits: RuleLimits) -> bool:
     """Return True for a history that is long enough, with enough moments and steps, to tell how requests are served."""
     enough = history.seconds >= limits.seconds and len(history.snapshots) > 2
     return enough and history.counted("steps") >= limits.steps
@@ -22,7 +22,7 @@ def always_waiting(history: History) -> bool:
     return all(snapshot.total.waiting > 0 for snapshot in history.snapshots[1:])
 
 
-def kv_starved(history: History, limits: Limits) -> Iterator[Finding]:
+def kv_starved(history: History, limits: RuleLimits) -> Iterator[Finding]:
     """Requests that wait because the KV cache has no room for them.
 
     It need not be in use as a whole: room is kept for the growth of the requests that run.
@@ -54,7 +54,7 @@ def needed_cache_bytes(history: History, requests: int) -> int:
     return ceil(blocks) * max(plan.block_bytes(rank) for rank in range(len(plan.places)))
 
 
-def preemption_storm(history: History, limits: Limits) -> Iterator[Finding]:
+def preemption_storm(history: History, limits: RuleLimits) -> Iterator[Finding]:
     """Requests that lose their KV again and again, and compute it again."""
     preemptions, total = history.counted("preemptions"), history.last.total
     ratio = preemptions / max(1, history.grown("finished") + total.running)
@@ -75,7 +75,7 @@ def preemption_storm(history: History, limits: Limits) -> Iterator[Finding]:
     )
 
 
-def prefix_unused(history: History, limits: Limits) -> Iterator[Finding]:
+def prefix_unused(history: History, limits: RuleLimits) -> Iterator[Finding]:
     """Prompts that begin alike, and are computed each time."""
     prompts, repeated = history.grown("prompts"), history.grown("repeated_prompts")
     tokens = history.grown("repeated_tokens")
@@ -104,7 +104,7 @@ def prefix_unused(history: History, limits: Limits) -> Iterator[Finding]:
     )
 
 
-def batch_small(history: History, limits: Limits) -> Iterator[Finding]:
+def batch_small(history: History, limits: RuleLimits) -> Iterator[Finding]:
     """Requests that wait only because of --max-num-seqs, while the KV cache has room."""
     total, most = history.last.total, sum(plan.max_running for plan in history.plans)
     if not has_served(history, limits) or not always_waiting(history) or total.running < most:

@@ -5,23 +5,25 @@ A rule is a pure function. It is silent if the history is too short or has too l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from msgspec.structs import replace
 
 from weft.formatting import format_bytes
 from weft.machine.hardware.gpu_figures import GpuFigures
-from weft.monitor.causes import link_causes
-from weft.monitor.finding import LIMITS, Change, Code, Finding, Limits
+from weft.monitor.finding import LIMITS, Change, Code, Finding, RuleLimits
 from weft.monitor.history import GpuMoment, History
 from weft.monitor.rank_rules import allreduce_wait, delayed_straggler, straggler
 from weft.monitor.request_rules import batch_small, kv_starved, preemption_storm, prefix_unused
 from weft.monitor.stage_rules import stage_imbalance
 
-Rule = Callable[[History, Limits], Iterator[Finding]]
+Rule = Callable[[History, RuleLimits], Iterator[Finding]]
 
 CODES: tuple[str, ...] = tuple(Code)
 
 
-def diagnose(history: History, limits: Limits = LIMITS) -> list[Finding]:
+def diagnose(history: History, limits: RuleLimits = LIMITS) -> list[Finding]:
     """All faults of a history, the worst of each code; one that follows from another says so."""
     worst: dict[str, Finding] = {}
     if len(history.snapshots) < 2:
@@ -39,7 +41,7 @@ def _excess(finding: Finding) -> float:
     return finding.value / finding.limit if finding.limit else finding.value
 
 
-def throttled(history: History, limits: Limits) -> Iterator[Finding]:
+def throttled(history: History, limits: RuleLimits) -> Iterator[Finding]:
     """A GPU whose clock is lowered at every moment but the first."""
     for gpu in history.last.gpus:
         moments = moments_of(history, gpu.figures.index)
@@ -91,7 +93,7 @@ def moments_of(history: History, index: int) -> list[GpuMoment]:
     return [gpu for snapshot in history.snapshots[1:] for gpu in snapshot.gpus if gpu.figures.index == index]
 
 
-def foreign_memory(history: History, limits: Limits) -> Iterator[Finding]:
+def foreign_memory(history: History, limits: RuleLimits) -> Iterator[Finding]:
     """Memory of our GPUs that other processes hold."""
     for gpu in history.last.gpus:
         held = sum(holder.nbytes or 0 for holder in gpu.foreign)
@@ -112,7 +114,7 @@ def foreign_memory(history: History, limits: Limits) -> Iterator[Finding]:
         )
 
 
-def slow_client(history: History, limits: Limits) -> Iterator[Finding]:
+def slow_client(history: History, limits: RuleLimits) -> Iterator[Finding]:
     """Clients that do not read their answers."""
     slow = [seconds for seconds in history.last.unread_s if seconds > limits.unread_s]
     if slow:
@@ -143,3 +145,49 @@ RULES: tuple[Rule, ...] = (
     slow_client,
 )
 COUNTING: tuple[Rule, ...] = (preemption_storm, prefix_unused)
+
+
+class RootCause(NamedTuple):
+    """A fault that explains another one if both are of the same rank, of the same replica, or of the same server."""
+
+    code: Code
+    same: Literal["rank", "replica", "server"]
+
+
+# The causes of a code. The first one that applies is named, so the causes that have causes of their own come last.
+CAUSES: Mapping[Code, tuple[RootCause, ...]] = {
+    Code.ALLREDUCE_WAIT: (RootCause(Code.STRAGGLER, "replica"), RootCause(Code.STAGE_IMBALANCE, "replica")),
+    Code.STRAGGLER: (RootCause(Code.THROTTLED, "rank"),),
+    Code.STAGE_IMBALANCE: (RootCause(Code.THROTTLED, "rank"), RootCause(Code.STRAGGLER, "rank")),
+    Code.PREEMPTION_STORM: (RootCause(Code.KV_STARVED, "server"),),
+}
+
+
+def link_causes(findings: Sequence[Finding], history: History) -> list[Finding]:
+    """The findings of a history, each with the other one that it follows from."""
+    by_code = {finding.code: finding for finding in findings}
+    return [replace(finding, follows_from=_cause_of(finding, by_code, history)) for finding in findings]
+
+
+def _cause_of(finding: Finding, by_code: Mapping[Code, Finding], history: History) -> Code | None:
+    for cause in CAUSES.get(finding.code, ()):
+        other = by_code.get(cause.code)
+        if other is not None and _belong_together(finding, other, cause, history):
+            return cause.code
+    return None
+
+
+def _belong_together(finding: Finding, other: Finding, cause: RootCause, history: History) -> bool:
+    match cause.same:
+        case "rank":
+            return not set(finding.ranks).isdisjoint(other.ranks)
+        case "replica":
+            return not _replicas(finding, history).isdisjoint(_replicas(other, history))
+        case "server":
+            return True
+
+
+def _replicas(finding: Finding, history: History) -> set[int]:
+    """The replicas whose ranks are at fault."""
+    firsts = [history.first_rank(replica) for replica in range(len(history.plans))]
+    return {sum(first <= rank for first in firsts) - 1 for rank in finding.ranks}

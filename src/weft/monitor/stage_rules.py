@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from weft.monitor.finding import Change, Code, Finding, Limits
+from weft.monitor.finding import Change, Code, Finding, RuleLimits
 from weft.monitor.history import History, RankShares
 from weft.monitor.rank_rules import rank_numbers, stage_ranks
 from weft.monitor.restart import restart_with_cut, stage_layers
@@ -22,7 +22,7 @@ from weft.plan.plan import Plan
 Split = tuple[int, ...]
 
 
-class Stages(NamedTuple):
+class StageTimes(NamedTuple):
     """Stages as they are: `layers` of each, and seconds per layer of each.
 
     The head was as much work as `head` layers, and may be as much as any number between the two `heads`.
@@ -48,7 +48,7 @@ class Stages(NamedTuple):
         return max(better, key=lambda split: self.gain(split, self.head), default=self.layers)
 
 
-def stage_imbalance(history: History, limits: Limits) -> Iterator[Finding]:
+def stage_imbalance(history: History, limits: RuleLimits) -> Iterator[Finding]:
     """A pipeline whose slowest stage another split of the layers would relieve."""
     for replica, plan, ranks in _worked_pipelines(history, limits):
         times = [max(rank.counters.compute_s for rank in stage) for stage in ranks]
@@ -77,7 +77,7 @@ def stage_imbalance(history: History, limits: Limits) -> Iterator[Finding]:
         )
 
 
-def _worked_pipelines(history: History, limits: Limits) -> Iterator[tuple[int, Plan, list[list[RankShares]]]]:
+def _worked_pipelines(history: History, limits: RuleLimits) -> Iterator[tuple[int, Plan, list[list[RankShares]]]]:
     """Replica, plan and ranks of each stage, of the pipelines all of whose stages had enough work to tell."""
     by_plan: dict[tuple[int, int], tuple[Plan, dict[int, list[RankShares]]]] = {}
     for plan, ranks in stage_ranks(history, limits):
@@ -90,17 +90,17 @@ def _worked_pipelines(history: History, limits: Limits) -> Iterator[tuple[int, P
             yield replica, plan, [by_stage[stage] for stage in range(plan.stages)]
 
 
-def describe_stages(layers: Split, times: Sequence[float], heads: tuple[float, float]) -> Stages:
+def describe_stages(layers: Split, times: Sequence[float], heads: tuple[float, float]) -> StageTimes:
     """The stages that took these times; of all the work that the head may have been, as much as makes the last stage
     the most like the others."""
     units = [time / count for time, count in zip(times, layers, strict=True)]
     alike = times[-1] / median(units[:-1]) - layers[-1]
     head = min(max(alike, heads[0]), heads[1])
     units[-1] = times[-1] / (layers[-1] + head)
-    return Stages(layers, tuple(units), head, heads)
+    return StageTimes(layers, tuple(units), head, heads)
 
 
-def head_range(history: History, plan: Plan, replica: int, limits: Limits) -> tuple[float, float]:
+def head_range(history: History, plan: Plan, replica: int, limits: RuleLimits) -> tuple[float, float]:
     """The least and the most layers that the head is as much work as, in the steps of the history.
 
     In steps with many prompt tokens it may be negligible: how many tokens cost as much as the weights depends on the

@@ -22,7 +22,7 @@ HIDDEN_BYTES = 8192 * 2
 SUMS = 2 * 80
 
 
-class Device(msgspec.Struct, frozen=True, kw_only=True):
+class TopologyDevice(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU, or the CPU of a machine without GPUs. Figures that are not known are None."""
 
     name: str
@@ -57,7 +57,7 @@ class DeviceLink(msgspec.Struct, frozen=True, kw_only=True):
 class TopologyReport(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that `weft topo` shows."""
 
-    devices: tuple[Device, ...]
+    devices: tuple[TopologyDevice, ...]
     links: tuple[DeviceLink, ...]
     advice: tuple[Note, ...]
 
@@ -88,13 +88,13 @@ def report_json(report: TopologyReport) -> dict[str, Any]:
     return fields
 
 
-def _cpu_device(host: Host) -> Device:
+def _cpu_device(host: Host) -> TopologyDevice:
     model = host.cpu.model if host.cpu else "CPU"
-    return Device(name="cpu", model=model, node=host.hostname, memory_bytes=host.memory_total_bytes)
+    return TopologyDevice(name="cpu", model=model, node=host.hostname, memory_bytes=host.memory_total_bytes)
 
 
-def _gpu_device(host: Host, gpu: Gpu, states: Sequence[NvLinkState]) -> Device:
-    return Device(
+def _gpu_device(host: Host, gpu: Gpu, states: Sequence[NvLinkState]) -> TopologyDevice:
+    return TopologyDevice(
         name=f"cuda:{gpu.index}",
         model=gpu.name,
         node=host.hostname,

@@ -63,7 +63,7 @@ class RankTime(msgspec.Struct, frozen=True, kw_only=True):
     waiting_s: float | None = None
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class TraceReport(msgspec.Struct, frozen=True, kw_only=True):
     """Content of traces: by kernel, the longest first; by layer, in order, seconds by phase; by rank."""
 
     kernels: list[KernelTime]
@@ -100,7 +100,7 @@ def merge_traces(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"displayTimeUnit": "ms", "baseTimeNanoseconds": first, "traceEvents": events}
 
 
-def report_traces(traces: Sequence[dict[str, Any]]) -> Report:
+def report_traces(traces: Sequence[dict[str, Any]]) -> TraceReport:
     """The tables of several traces together."""
     layers: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     kernels: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
@@ -115,7 +115,7 @@ def report_traces(traces: Sequence[dict[str, Any]]) -> Report:
         ranks += rank_times(events)
     total = sum(seconds for _, seconds in kernels.values()) or 1.0
     rows = [KernelTime(name, int(calls), seconds, seconds / total) for name, (calls, seconds) in kernels.items()]
-    return Report(
+    return TraceReport(
         kernels=sorted(rows, key=lambda row: -row.seconds)[:MAX_ROWS],
         layers={layer: dict(layers[layer]) for layer in sorted(layers)},
         ranks=sorted(ranks, key=lambda row: row.rank),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from weft.checkpoint.architectures.axes import axis_length, owned
+from weft.checkpoint.architectures.axes import Axis, Extent, axis_length, owned
 from weft.checkpoint.architectures.parameters import Parameter, model_parameters
 from weft.checkpoint.architectures.place import Place, Span
 from weft.checkpoint.architectures.published import ORDERED
@@ -237,11 +238,12 @@ def _nearest_mix(
 
 def check_cuts(shape: ModelShape, places: Sequence[Place], schemes: Mapping[str, str]) -> None:
     """Raise PlanError if a rank's columns of a quantised matrix are not whole units of UNIT columns."""
+    off_grid = cache(partial(_off_grid_cut, shape, places))
     for matrix in _matrices(shape):
         name = matrix.sources[0]
         if name not in schemes:
             continue
-        uneven = _off_grid_cut(shape, places, matrix.parameter)
+        uneven = off_grid(matrix.parameter.parts[0].cols)
         if uneven is not None:
             quantised = [other.parameter for other in _matrices(shape) if other.sources[0] in schemes]
             raise _cut_error(shape, quantised, *uneven, name, schemes[name], "--quantization none")
@@ -256,17 +258,18 @@ def check_planned_cuts(shape: ModelShape, places: Sequence[Place], precision: st
     def is_quantised(parameter: Parameter, layer: int) -> bool:
         return part_format(shape, held, parameter, parameter.parts[0], layer).bits < BF16.bits
 
+    off_grid = cache(partial(_off_grid_cut, shape, places))
     for parameter, layer in model_parameters(shape):
-        uneven = _off_grid_cut(shape, places, parameter)
+        uneven = off_grid(parameter.parts[0].cols)
         if uneven is not None and is_quantised(parameter, layer or 0):
             name = parameter.parts[0].source.format(layer=layer, expert=0)
             quantised = [other for other, number in model_parameters(shape) if is_quantised(other, number or 0)]
             raise _cut_error(shape, quantised, *uneven, name, precision, "--precision bf16")
 
 
-def _off_grid_cut(shape: ModelShape, places: Sequence[Place], parameter: Parameter) -> tuple[Place, Span] | None:
-    """The first rank whose columns of a matrix are not whole units, and these columns; None if all are."""
-    axis = parameter.parts[0].cols
+def _off_grid_cut(shape: ModelShape, places: Sequence[Place], axis: Axis | Extent | None) -> tuple[Place, Span] | None:
+    """The first rank whose columns of a matrix are not whole units, and these columns; None if all are. `axis` is that
+    of the columns, None for a vector."""
     if axis is None:
         return None
     for place in places:
@@ -291,9 +294,10 @@ def _cut_error(
 def _working_sizes(shape: ModelShape, quantised: Sequence[Parameter]) -> list[int]:
     """Sizes of an even tensor parallel that cut all of these matrices in whole units."""
     unit, sizes = column_unit(shape, shape.published.precision if shape.published else "bf16"), []
+    axes = {parameter.parts[0].cols for parameter in quantised}
     for size in range(1, min(shape.q_heads, MAX_SIZES) + 1):
         places = cut_places(shape, [1.0] * size, [len(shape.layers)], ffn_unit=unit)
-        if all(_off_grid_cut(shape, places, parameter) is None for parameter in dict.fromkeys(quantised)):
+        if all(_off_grid_cut(shape, places, axis) is None for axis in axes):
             sizes.append(size)
     return sizes
 

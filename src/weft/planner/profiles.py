@@ -96,7 +96,7 @@ class KvRule(_Rule, frozen=True, kw_only=True):
     source: str
 
 
-class Profile(msgspec.Struct, frozen=True, kw_only=True):
+class EngineProfile(msgspec.Struct, frozen=True, kw_only=True):
     """The constants of one engine; `planner/data/engines.toml` explains each of them.
 
     `measured` are the kernels of the GPUs on which the engine was calibrated. `speculation` is the speculative decoding
@@ -145,9 +145,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     measured: tuple[KernelShares, ...] = ()
     error_beyond: Constant | None = None  # for experts and precisions that the measured kernels say nothing about
     speculation: Speculation | None = None
-    cpu: Profile | None = None  # of the same engine on the CPU, if it is used with the GPUs
+    cpu: EngineProfile | None = None  # of the same engine on the CPU, if it is used with the GPUs
 
-    def on(self, gpu: GpuSpec) -> Profile:
+    def on(self, gpu: GpuSpec) -> EngineProfile:
         """The constants for a device: a CPU that is used with GPUs has its own."""
         return self.cpu if self.cpu is not None and gpu.kind == "cpu" else self
 
@@ -226,7 +226,7 @@ def runs_on_cpu(engine: str) -> bool:
 
 
 @cache
-def load_profile(engine: str, on_cpu: bool = False) -> Profile:
+def load_profile(engine: str, on_cpu: bool = False) -> EngineProfile:
     """The profile of an engine on GPUs, or on a CPU. Raises ConfigError with the nearest name for an unknown engine."""
     data = _data()
     if engine not in data["engine"]:
@@ -242,10 +242,10 @@ def load_profile(engine: str, on_cpu: bool = False) -> Profile:
         constants |= data["cpu"]["common"] | data["cpu"]["engine"].get(engine, {})
         # Rules for streaming and multiplying weights are for GPUs.
         rules |= {"weights": [], "math": []}
-    return msgspec.convert({"name": engine, **constants, **rules}, Profile)
+    return msgspec.convert({"name": engine, **constants, **rules}, EngineProfile)
 
 
-def calibrated(profile: Profile, gpus: Sequence[GpuSpec]) -> Profile:
+def calibrated(profile: EngineProfile, gpus: Sequence[GpuSpec]) -> EngineProfile:
     """Our engine's profile with the measurements of these GPUs in place of its own figures.
 
     The host's times are the slowest calibration's. Nothing changes if a GPU was not calibrated; a CPU that was not gets
@@ -270,7 +270,7 @@ def calibrated(profile: Profile, gpus: Sequence[GpuSpec]) -> Profile:
     return _with_measured_precisions(profile, slowest)
 
 
-def _with_kernels(profile: Profile, gpus: Sequence[GpuSpec]) -> Profile:
+def _with_kernels(profile: EngineProfile, gpus: Sequence[GpuSpec]) -> EngineProfile:
     """The profile with the measured speed of our kernels alone, in place of shares of the hardware's peak."""
     known = {gpu.name: (gpu, gpu.kernels) for gpu in gpus if gpu.kernels is not None}
     if any(gpu.name not in known for gpu in gpus):
@@ -308,7 +308,7 @@ def _kernels_alone(gpu: GpuSpec, speed: KernelSpeed) -> KernelShares:
     )
 
 
-def _with_measured_precisions(profile: Profile, calibration: Calibration) -> Profile:
+def _with_measured_precisions(profile: EngineProfile, calibration: Calibration) -> EngineProfile:
     """The profile with the precisions that were measured: their rules come before the tables' rules."""
     weights, math = [], []
     for precision, rates in calibration.quantised.items():
@@ -346,7 +346,7 @@ def _kernels(gpu: GpuSpec, calibration: Calibration) -> KernelShares:
     )
 
 
-def engine_profile(question: Question) -> Profile:
+def engine_profile(question: Question) -> EngineProfile:
     """The engine's constants, with the limits that the question gives in place of the engine's own."""
     cluster, given = question.cluster, {}
     profile = calibrated(load_profile(question.engine, on_cpu=cluster.on_cpu), cluster.gpus)

@@ -36,7 +36,7 @@ SOME = 0x3C  # a byte; two of them are 0.0115 in bfloat16 and 1.06 in float16
 Run = Callable[[], object]
 
 
-class Kernels:
+class MeasuredKernels:
     """The measured entries of the library. Weights and caches lie in `memory`; their values do not matter."""
 
     def __init__(self, path: str, threads: int, memory: np.ndarray) -> None:
@@ -82,7 +82,7 @@ def measure(path: str, cores: Sequence[int], memory: np.ndarray) -> KernelSpeed:
     `memory` is an array of bytes of the value SOME, larger than the caches. Raises OSError or AttributeError for a
     library of another kind.
     """
-    kernels = Kernels(path, len(cores), memory)
+    kernels = MeasuredKernels(path, len(cores), memory)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, set(cores))
 

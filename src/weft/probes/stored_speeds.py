@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import signal
@@ -21,7 +22,6 @@ from weft.machine.hardware.calibration import Calibration
 from weft.machine.hardware.cpu import CpuSpeed
 from weft.machine.hardware.host import Host
 from weft.machine.native import prebuilt
-from weft.probes.fingerprint import fingerprint
 
 logger = logging.getLogger("weft")
 
@@ -236,3 +236,20 @@ def openblas_core_type(features: Collection[str]) -> str | None:
     """OPENBLAS_CORETYPE for a CPU with these features; None to let OpenBLAS, numpy's library, choose."""
     core_types = {"avx512f": "SkylakeX", "avx2": "Haswell"}
     return next((core_type for feature, core_type in core_types.items() if feature in features), None)
+
+
+def fingerprint(host: Host, *versions: object) -> str:
+    """Sixteen hexadecimal digits of the host's name, CPU, number of cores that compute, GPUs and driver.
+
+    `versions` are other things that a measurement depends on, such as its own version.
+    """
+    cpu = host.cpu
+    parts = [
+        host.hostname,
+        cpu and [cpu.model, cpu.sockets, cpu.threads, cpu.features],
+        len(host.compute_cores),
+        host.driver,
+        [[gpu.uuid, gpu.name, gpu.total_bytes] for gpu in host.gpus],
+        [str(version) for version in versions],
+    ]
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]

@@ -15,8 +15,8 @@ import msgspec
 
 from weft import logs
 from weft.api.batches.answers import NotNowError
-from weft.api.offline.answering import Answered, RowKind, answer_row
-from weft.api.offline.job import AttemptsOf, Job, Keep, Rows
+from weft.api.offline.answering import AnsweredRow, RowKind, answer_row
+from weft.api.offline.job import AttemptsOf, BatchJob, Keep, Rows
 from weft.api.offline.rows import import_arrow
 from weft.api.service.embedded import open_for_service, run_service
 from weft.config import EngineConfig
@@ -33,7 +33,7 @@ CLOSE_S = 5.0  # seconds for the end of an engine
 T = TypeVar("T")
 
 
-def answer_on_ray(job: Job, rows: Rows, keep: Keep, attempts: AttemptsOf) -> None:
+def answer_on_ray(job: BatchJob, rows: Rows, keep: Keep, attempts: AttemptsOf) -> None:
     """Answer rows with engines in the actors of a Ray cluster, which count the attempts themselves.
 
     Raises ConfigError if Ray Data or pyarrow is missing, PlanError if no node has room, and EngineError if an engine
@@ -64,7 +64,7 @@ def answer_on_ray(job: Job, rows: Rows, keep: Keep, attempts: AttemptsOf) -> Non
     try:
         for table in answers.iter_batches(batch_size=None, batch_format="pyarrow"):
             for answered in table.to_pylist():
-                keep(Answered(**answered))
+                keep(AnsweredRow(**answered))
     except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
         raise EngineError(Cause(rank=CORE, phase="batch", code="ray-batch", cause=_last_line(error))) from None
 
@@ -128,10 +128,10 @@ class RowAnswerer:
     def __call__(self, rows: Any) -> dict[str, list[Any]]:
         """The answers to a table with `number` and `text`, as columns of Answered."""
         answers = self._run_on_loop(self._answer_all(rows.to_pylist()))
-        return {name: [getattr(one, name) for one in answers] for name in Answered.__struct_fields__}
+        return {name: [getattr(one, name) for one in answers] for name in AnsweredRow.__struct_fields__}
 
-    async def _answer_all(self, rows: list[dict[str, Any]]) -> list[Answered]:
-        async def take(row: dict[str, Any]) -> Answered:
+    async def _answer_all(self, rows: list[dict[str, Any]]) -> list[AnsweredRow]:
+        async def take(row: dict[str, Any]) -> AnsweredRow:
             async with self._places:
                 return await answer_row(self._service, self._kind, row["number"], row["text"])
 

@@ -59,7 +59,7 @@ def build(arguments: Mapping[str, Any]) -> Any:
             code="key-in-cluster",
         )
     config = actor_config(engine_config(wanted.model, wanted.engine))
-    deployment = serve.deployment(name=DEPLOYMENT)(serve.ingress(ReplicaRouter())(Replica))
+    deployment = serve.deployment(name=DEPLOYMENT)(serve.ingress(ReplicaRouter())(RayReplica))
     return deployment.options(**deployment_options(wanted, config)).bind(
         msgspec.json.encode(config), msgspec.json.encode(options)
     )
@@ -79,7 +79,7 @@ def deployment_options(wanted: ServeArguments, config: EngineConfig) -> dict[str
     return options | wanted.deployment
 
 
-class Replica:
+class RayReplica:
     """One engine, in the actor of a Ray Serve replica."""
 
     async def __init__(self, config: bytes, options: bytes) -> None:  # type: ignore[misc]  # Ray Serve awaits it
@@ -130,7 +130,7 @@ class ReplicaRouter:
         await self._replica().close()
         await send({"type": "lifespan.shutdown.complete"})
 
-    def _replica(self) -> Replica:
+    def _replica(self) -> RayReplica:
         """The replica of this process, once it has started."""
-        replica: Replica = import_library("serve").get_replica_context().servable_object
+        replica: RayReplica = import_library("serve").get_replica_context().servable_object
         return replica

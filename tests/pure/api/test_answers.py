@@ -24,7 +24,7 @@ from weft.engine.client.control import memory_rows
 from weft.engine.core.commands import RankReport
 from weft.engine.core.params import SamplingParams
 from weft.engine.core.token_ids import TokenIds
-from weft.engine.executors.base import Ready
+from weft.engine.executors.base import StartResult
 from weft.engine.frontend.outputs import CompletionOutput, Metrics, RequestOutput
 from weft.engine.replicas.running import RunningReplica
 from weft.errors import ConfigError, RequestError
@@ -77,7 +77,7 @@ class FakeLLM:
 
     def layout(self) -> list[dict[str, Any]]:
         report = RankReport(steps=1, compute_s=1.0, communication_s=None, waiting_s=0.0, allocated_bytes=10**9)
-        ready = Ready(num_blocks=self.num_blocks, ranks=self.capacities)
+        ready = StartResult(num_blocks=self.num_blocks, ranks=self.capacities)
         return memory_rows([(RunningReplica(self.plan, ready), [report, report])])
 
     def stream(self, asked: Any, params: SamplingParams) -> Any:

@@ -147,7 +147,7 @@ async def test_a_line_that_waits_for_tokens_is_read_once_more_when_they_are_ther
     async with client(of, "one") as api:
         id = await begin(api, [line("abcdefgh"), *(line(f"line {number}") for number in range(8))])
         asked = await settled(of, 1)
-        assert 0 < asked < 9 and rendered <= asked + of.app.state.batches.most_lines
+        assert 0 < asked < 9 and rendered <= asked + of.app.state.batches.places.most
         assert (await api.batches.retrieve(id)).request_counts.failed == 0
 
 

@@ -24,8 +24,7 @@ from tests.pure.worlds import World, refused
 from tests.refusals import refuses
 from weft.api.batches import store as store_module
 from weft.api.batches.contents import Contents
-from weft.api.batches.schema import MIGRATIONS
-from weft.api.batches.store import PART_S, Page, Store
+from weft.api.batches.store import MIGRATIONS, PART_S, Page, Store
 from weft.api.batches.types import BatchObject
 from weft.api.offline.journal import Journal
 from weft.errors import ConfigError
@@ -129,7 +128,7 @@ async def test_a_full_disk_is_an_answer_and_no_answer_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An upload gets 503; the answer to a line is written once there is room, and the line is not asked again."""
-    monkeypatch.setattr("weft.api.batches.keeper.WRITE_AGAIN_S", 0.01)
+    monkeypatch.setattr("weft.api.batches.store_thread.WRITE_AGAIN_S", 0.01)
     refusals = 3
     write_lines = Store.write_lines
 

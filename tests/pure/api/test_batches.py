@@ -21,7 +21,7 @@ from tests.pure.commands import HERE
 from tests.pure.worlds import DEAD, HELLO, FakeEngine, World, dying, endless, refused
 from tests.refusals import refuses
 from weft.api.batches import answers, lines, uploads
-from weft.api.batches.attempts import Attempts, Places
+from weft.api.batches.attempts import Attempts, LinePlaces
 from weft.api.batches.keeper import BatchKeeper
 from weft.api.batches.results import LineChange
 from weft.api.batches.store import Store
@@ -244,7 +244,7 @@ async def test_a_batch_expires(tmp_path: Path) -> None:
             id="batch_late", endpoint=URL, input_file_id=file.id, completion_window="1h", created_at=0, expires_at=1
         )
         keeper: BatchKeeper = world.app.state.batches
-        await keeper.call(lambda store: store.add_batch("", row))
+        await keeper.store.call(lambda store: store.add_batch("", row))
         keeper.start()
         batch = await ended(api, "batch_late")
         assert batch.status == "expired" and batch.expired_at
@@ -369,7 +369,7 @@ def test_deaths_are_kept_before_a_line_is_asked_and_forgotten_with_its_answer(tm
 
 
 async def test_a_line_that_is_asked_alone_waits_for_all_places() -> None:
-    places, log = Places(3), list[str]()
+    places, log = LinePlaces(3), list[str]()
     go_on = asyncio.Event()
 
     async def hold(name: str, *, alone: bool = False) -> None:
@@ -593,7 +593,7 @@ async def main(folder):
     world = World(FakeEngine(script), storage_directory=folder)
     keeper = world.app.state.batches
     keeper.resume()
-    while (await keeper.call(lambda store: store.status("batch_1"))) != "completed":
+    while (await keeper.store.call(lambda store: store.status("batch_1"))) != "completed":
         await asyncio.sleep(0.002)
 
 asyncio.run(main(sys.argv[1]))
@@ -642,7 +642,7 @@ async def main(folder, survives):
     keeper.resume()
     kept = 0
     while True:
-        done = await keeper.call(lambda store: store.batch("", "batch_1"))
+        done = await keeper.store.call(lambda store: store.batch("", "batch_1"))
         if done.status == "completed":
             return
         if done.request_counts.completed >= survives:

@@ -11,14 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests.pure.servers import PATIENCE_S, weft_server
 from tests.pure.worlds import World
 from weft.api.server.openapi import OPERATIONS
-
-schemathesis = pytest.importorskip("schemathesis")
-hypothesis = pytest.importorskip("hypothesis")
 
 EXAMPLES = 2  # of each path, right ones and wrong ones
 LONG_EXAMPLES = 50
@@ -51,17 +49,20 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def schema(url: str) -> Any:
     """The server's description."""
+    schemathesis = pytest.importorskip("schemathesis")  # here: other processes of the tests do without it
     return schemathesis.openapi.from_url(f"{url}/openapi.json")
 
 
 def check_operation(schema: Any, method: str, path: str, examples: int) -> None:
     """Send requests of both kinds. 501 and 503 are refusals, as long as they are described."""
+    from schemathesis import GenerationMode
+
     operation = schema[path][method]
     described = {int(status) for status in operation.definition.raw["responses"]}
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"} if path in WITH_ADMIN_KEY else {}
     seen = set()
 
-    for mode in schemathesis.GenerationMode:
+    for mode in GenerationMode:
         kind = operation.as_strategy(generation_mode=mode)
 
         @hypothesis.settings(

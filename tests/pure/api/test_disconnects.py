@@ -8,7 +8,7 @@ import json
 import pytest
 
 from tests.pure.worlds import CHAT, DEAD, FakeEngine, Stream, Wire, World, dying, endless, refused
-from weft.api.observe.progress import Progress
+from weft.api.observe.progress import StepProgress
 from weft.engine.core.request import Stats
 
 
@@ -135,7 +135,7 @@ async def test_health_is_forward_progress() -> None:
 async def test_time_without_work_is_no_stall() -> None:
     now = 0.0
     world = World(FakeEngine(endless))
-    world.service._progress = Progress(10.0, lambda: now)
+    world.service._progress = StepProgress(10.0, lambda: now)
     now = 1000.0
     wire = Wire(world, "/v1/chat/completions", {**CHAT, "stream": True})
     await wire.text(until='"content":"a"')

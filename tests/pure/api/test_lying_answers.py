@@ -13,7 +13,7 @@ from tests.pure.engine.test_nodes import FINE
 from tests.pure.joining import facts
 from tests.pure.machines import host
 from tests.refusals import refuses
-from weft.engine.cluster import assembly, door, preflight
+from weft.engine.cluster import assembly, joined_node, preflight
 from weft.engine.cluster.messages import (
     Join,
     ListenForPeers,
@@ -82,11 +82,11 @@ def test_an_answer_has_one_deadline_however_slowly_it_comes(monkeypatch: pytest.
     """Each byte would begin the limit of a socket anew."""
     clock = [100.0]
     monkeypatch.setattr(framing, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(door, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(joined_node, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     own, theirs = socket.socketpair()
     with own, theirs:
         theirs.sendall(framing.encode_frame(Join(facts(1), 0)))
-        node = door.JoinedNode(own)
+        node = joined_node.JoinedNode(own)
 
         class Slow:
             """The node's connection: a byte comes, and nearly all of the limit has passed."""
@@ -95,21 +95,21 @@ def test_an_answer_has_one_deadline_however_slowly_it_comes(monkeypatch: pytest.
                 return getattr(own, name)
 
             def recv(self, size: int) -> bytes:
-                clock[0] += 0.9 * door.ASK_S
+                clock[0] += 0.9 * joined_node.ASK_S
                 return b"\1"
 
         node._channel.socket = cast(Any, Slow())
         with refuses(ConfigError, "node-not-answering", "node 1"):
             node.ask(TellTime())
-        assert clock[0] <= 100.0 + 2 * door.ASK_S
+        assert clock[0] <= 100.0 + 2 * joined_node.ASK_S
 
 
 def test_a_report_of_any_size_is_not_read() -> None:
     own, theirs = socket.socketpair()
     with own, theirs:
-        theirs.sendall(framing.LENGTH.pack(door.JOIN_FRAME + 1))
+        theirs.sendall(framing.LENGTH.pack(joined_node.JOIN_FRAME + 1))
         with pytest.raises(framing.FrameError) as caught:
-            door.JoinedNode(own)
+            joined_node.JoinedNode(own)
         assert caught.value.code == "message-too-large"
 
 

@@ -27,11 +27,11 @@ from tests.pure.worlds import DEAD, HELLO, FakeEngine, World
 from tests.refusals import refuses
 from weft.api.batches.results import ResultTable
 from weft.api.offline import outputs, rows
-from weft.api.offline.answering import Answered
+from weft.api.offline.answering import AnsweredRow
 from weft.api.offline.job import (
     Answer,
     AttemptsOf,
-    Job,
+    BatchJob,
     Keep,
     Rows,
     answer_rows,
@@ -63,18 +63,18 @@ def read(path: Path | str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-def job_of(source: str, out: Path | str, **defaults: Any) -> Job:
+def job_of(source: str, out: Path | str, **defaults: Any) -> BatchJob:
     opened, model = open_job(source, str(out), "tiny")
-    return Job(opened, str(out), EngineConfig(model=model), ServeOptions(), defaults)
+    return BatchJob(opened, str(out), EngineConfig(model=model), ServeOptions(), defaults)
 
 
 def answering(world: World, stop_after: int | None = None) -> Answer:
     """Answer with a World's engine; Ctrl-C comes once `stop_after` rows are kept."""
 
-    def answer(job: Job, pending: Rows, keep: Keep, attempts: AttemptsOf) -> None:
+    def answer(job: BatchJob, pending: Rows, keep: Keep, attempts: AttemptsOf) -> None:
         kept: list[int] = []
 
-        def count(answered: Answered) -> None:
+        def count(answered: AnsweredRow) -> None:
             keep(answered)
             kept.append(answered.number)
             if len(kept) == stop_after:
@@ -96,9 +96,9 @@ def answering(world: World, stop_after: int | None = None) -> Answer:
 def test_a_length_of_all_plain_rows_is_a_limit(
     row: Any, flags: str, clips: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs: list[Job] = []
+    jobs: list[BatchJob] = []
 
-    def note(job: Job, answer: Answer) -> tuple[int, int]:
+    def note(job: BatchJob, answer: Answer) -> tuple[int, int]:
         jobs.append(job)
         return 1, 0
 
@@ -220,7 +220,7 @@ def test_it_goes_on_after_any_end(tmp_path: Path) -> None:
             run_job(job_of(source, out), answering(World(FakeEngine(noting))))
     assert sorted(asked) == sorted(set(asked)) and len(asked) == 20
 
-    def nobody(job: Job, pending: Rows, keep: Keep, attempts: AttemptsOf) -> None:
+    def nobody(job: BatchJob, pending: Rows, keep: Keep, attempts: AttemptsOf) -> None:
         raise AssertionError("all rows have answers")
 
     assert run_job(job_of(source, out), nobody) == (20, 0)
@@ -283,7 +283,7 @@ def test_a_full_disk_is_a_line_and_loses_nothing(tmp_path: Path, monkeypatch: py
             run_job(job, answering(World()))
     assert not out.exists()
 
-    def nobody(job: Job, pending: Rows, keep: Keep, attempts: AttemptsOf) -> None:
+    def nobody(job: BatchJob, pending: Rows, keep: Keep, attempts: AttemptsOf) -> None:
         raise AssertionError("all rows have answers")
 
     assert run_job(job, nobody) == (9, 0) and len(read(out)) == 9
@@ -365,7 +365,7 @@ def test_a_pipe_is_no_input(tmp_path: Path, name: str) -> None:
 
 
 def test_a_batch_without_an_answer_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def here(job: Job, pending: Rows, keep: Keep, attempts: AttemptsOf) -> None:
+    def here(job: BatchJob, pending: Rows, keep: Keep, attempts: AttemptsOf) -> None:
         answering(World(served_model_name=("demo",)))(job, pending, keep, attempts)
 
     monkeypatch.setattr("weft.api.offline.job.answer_here", here)

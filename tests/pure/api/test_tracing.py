@@ -23,7 +23,7 @@ from tests.pure.worlds import FakeEngine, Script, Wire, World, endless, saying
 from tests.refusals import refuses
 from weft.api.observe import tracing
 from weft.api.observe.spans import NotingFailures, RequestSpans
-from weft.api.observe.tracing import TraceHeaders, check_tracing, trace_headers, traced, traces_url
+from weft.api.observe.tracing import TraceHeaders, check_tracing, request_spans, trace_headers, traces_url
 from weft.engine.core.request import Output, Request
 from weft.errors import ConfigError
 from weft.http.options import ServeOptions
@@ -207,7 +207,7 @@ async def test_a_collector_gets_the_spans_over_http() -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="opentelemetry-exporter-otlp-proto-http")
     with collector() as (url, got):
         world = World(FakeEngine(scheduled), otlp_traces_endpoint=url)
-        with traced(world.service):
+        with request_spans(world.service.options, world.service.names[0]) as world.service.spans:
             await world.complete()
         ((path, kind, body),) = got
     assert (path, kind) == ("/v1/traces", "application/x-protobuf")

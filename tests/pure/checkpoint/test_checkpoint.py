@@ -19,7 +19,8 @@ from tests.pure.shapes import dense_shape
 from tests.refusals import refusal_line, refuses
 from weft.checkpoint.architectures.shape import Rope
 from weft.checkpoint.checkpoint import Checkpoint, resolve
-from weft.checkpoint.hub import demo, hub_files
+from weft.checkpoint.hub import demo
+from weft.checkpoint.hub import files as hub_files
 from weft.checkpoint.tensor_index import expected_tensors
 from weft.errors import ModelError
 

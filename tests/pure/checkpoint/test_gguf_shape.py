@@ -17,7 +17,7 @@ from tests.refusals import refusals, refuses
 from weft.checkpoint.architectures.shape import Experts, LatentAttention, ModelShape, Rope
 from weft.checkpoint.checkpoint import resolve
 from weft.checkpoint.files import gguf
-from weft.checkpoint.gguf import gguf_shape
+from weft.checkpoint.gguf import shape as gguf_shape
 from weft.checkpoint.tensor_index import expected_tensors
 from weft.errors import ModelError
 

@@ -24,7 +24,8 @@ from huggingface_hub import constants
 from tests.pure import hubs
 from tests.pure.hubs import COMMIT, Fault, Hub, running_hub
 from tests.refusals import has_values, refuses
-from weft.checkpoint.hub import fetch_progress, hub, hub_files
+from weft.checkpoint.hub import fetch_progress, hub
+from weft.checkpoint.hub import files as hub_files
 from weft.checkpoint.hub.hub import fetch_repository
 from weft.errors import ModelError
 

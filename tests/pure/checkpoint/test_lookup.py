@@ -20,7 +20,8 @@ from tests.refusals import has_values, refuses
 from weft.checkpoint.architectures.parameters import parameter_count
 from weft.checkpoint.architectures.shape import ModelShape
 from weft.checkpoint.checkpoint import resolve
-from weft.checkpoint.hub import hub_headers, model_names
+from weft.checkpoint.hub import headers as hub_headers
+from weft.checkpoint.hub import model_names
 from weft.checkpoint.lookup import look_up
 from weft.checkpoint.names import catalogue
 from weft.checkpoint.tensor_index import expected_tensors

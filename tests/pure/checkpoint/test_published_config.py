@@ -24,7 +24,7 @@ from weft.config import EngineConfig
 from weft.errors import ConfigError, ModelError
 from weft.plan.layout import build_plan
 from weft.plan.plan import Plan
-from weft.planner.memory.rank_weights import rank_weights
+from weft.planner.memory.footprint import rank_weights
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -15,11 +15,11 @@ import pytest
 from tests.pure.commands import parsed, refused_line, weft
 from tests.pure.servers import Exchange, good, serving
 from tests.refusals import refuses
-from weft.cli.bench import bench_compare, bench_serve
-from weft.cli.bench.bench_view import aligned, number
+from weft.cli.bench import compare, serve
+from weft.cli.bench.view import aligned, number
 from weft.cli.plot import Curve, Panel, ReferenceLine, line_colors, text_plot, write_image
 from weft.errors import ConfigError
-from weft.study.bench.compare import Change, figure_changes, read_result
+from weft.study.bench.compare import FigureChange, figure_changes, read_result
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_nobody_was_answered(url: str) -> None:
 
 def test_a_server_of_our_own_gets_the_engine_s_flags() -> None:
     typed = "bench serve m -tp 2 --tensor-split 2,1 --max-model-len auto --no-enable-prefix-caching --seed 3"
-    words = bench_serve.engine_words(parsed(f"{typed} --distributed-executor-backend mp"))
+    words = serve.engine_flags(parsed(f"{typed} --distributed-executor-backend mp"))
     got = parsed(["serve", "m", *words])
     assert (got.tensor_parallel_size, got.tensor_split, got.max_model_len) == (2, (2.0, 1.0), None)
     assert (got.enable_prefix_caching, got.executor, got.seed) == (False, "mp", 3)
@@ -214,14 +214,14 @@ def test_compare(tmp_path: Path, golden: Callable[[str, str], None]) -> None:
 
 
 def test_a_change_has_a_direction() -> None:
-    faster = Change(name="tok_s", old=2, new=4, higher_is_better=True)
-    slower = Change(name="ttft_s", old=2, new=4, higher_is_better=False)
+    faster = FigureChange(name="tok_s", old=2, new=4, higher_is_better=True)
+    slower = FigureChange(name="ttft_s", old=2, new=4, higher_is_better=False)
     assert (faster.ratio, slower.ratio) == (2.0, 0.5)
     assert not faster.worse(0.05) and slower.worse(0.05) and not slower.worse(0.6)
-    assert Change(name="failed", old=3, new=0, higher_is_better=False).ratio is None
-    assert Change(name="failed", old=0, new=0, higher_is_better=False).ratio == 1.0
-    assert Change(name="failed", old=0, new=1, higher_is_better=False).worse(0.99)
-    assert bench_compare.table_row(slower, True) == ["ttft_s", "2", "4", "0.500", "worse"]
+    assert FigureChange(name="failed", old=3, new=0, higher_is_better=False).ratio is None
+    assert FigureChange(name="failed", old=0, new=0, higher_is_better=False).ratio == 1.0
+    assert FigureChange(name="failed", old=0, new=1, higher_is_better=False).worse(0.99)
+    assert compare.table_row(slower, True) == ["ttft_s", "2", "4", "0.500", "worse"]
 
 
 def test_figures_and_tables_in_text() -> None:

@@ -24,7 +24,7 @@ from tests.pure.commands import HERE
 from tests.refusals import refuses
 from weft.cli import terminal
 from weft.cli.run import chat
-from weft.cli.word_wrap import WordWrap
+from weft.cli.terminal import WordWrap
 from weft.engine.core.params import SamplingParams
 from weft.engine.core.token_ids import TokenIds
 from weft.engine.frontend.outputs import CompletionOutput, Metrics, RequestOutput

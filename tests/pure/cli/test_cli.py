@@ -30,7 +30,7 @@ from weft.cli.flags import values, vllm
 from weft.cli.flags.flags import ENGINE, SAMPLING, SERVER, engine_config, sampling_options, serve_options
 from weft.cli.flags.plan_flags import PLAN
 from weft.cli.parser import UsageError, build_parser
-from weft.cli.run import plan_table, run
+from weft.cli.run import demo, run
 from weft.config import EngineConfig, declared_options
 from weft.engine.client.arguments import check_vllm_argument
 from weft.engine.client.vllm import VLLMArgument, short_forms, vllm_arguments
@@ -459,7 +459,7 @@ def test_the_plan_s_table_fits_a_terminal() -> None:
     here = Host(hostname="here", cores=(0, 1), memory_total_bytes=10**10, memory_free_bytes=10**10, gpus=cards)
     checkpoint = Checkpoint(model="[/m]", path="/m", format="safetensors", shape=SMOLLM2, generation={})
     out = io.StringIO()
-    plan_table.print_plan(build_plan(config("run [/m] -tp 2"), checkpoint, here), out)
+    demo.print_plan(build_plan(config("run [/m] -tp 2"), checkpoint, here), out)
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= 80 and lines[0].endswith("tensor parallel 2")
     assert [line.split()[:5] for line in lines[-3:-1]] == [

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from tests.pure.commands import refused_line, weft, weft_json
 from weft.cli import main
-from weft.planner.prices.api_prices import Usage, find_quote, find_quotes, stated_quote
-from weft.planner.prices.economics import Fleet, cheapest_mix, rent_and_api_mix, replicas_for_peak
+from weft.planner.prices.api_prices import TokenUsage, find_quote, find_quotes, stated_quote
+from weft.planner.prices.economics import RentedReplicas, cheapest_mix, rent_and_api_mix, replicas_for_peak
 
 LLAMA = ["cost", "Llama-3.1-8B-Instruct", "--gpus", "2xL40S", "--price", "0.9"]
-REPLICA = Fleet(dollars_per_hour=2.0, requests_per_s=5.0, tokens_per_s=1000.0, replicas=1)
+REPLICA = RentedReplicas(dollars_per_hour=2.0, requests_per_s=5.0, tokens_per_s=1000.0, replicas=1)
 
 
 def said(*words: str) -> tuple[int, str, str]:
@@ -63,9 +63,9 @@ def test_the_cheapest_mix_is_the_cheapest_of_all(demand, dollars, max_load):
 
 
 def test_stated_prices():
-    found = stated_quote((1.0, 4.0, 0.25), Usage(1000, 400, 500))
+    found = stated_quote((1.0, 4.0, 0.25), TokenUsage(1000, 400, 500))
     assert (found.input_dollars, found.cached_dollars, found.output_dollars) == pytest.approx((6e-4, 1e-4, 2e-3))
-    assert stated_quote((1.0, 4.0), Usage(1000, 400, 500)).dollars == pytest.approx(3e-3)
+    assert stated_quote((1.0, 4.0), TokenUsage(1000, 400, 500)).dollars == pytest.approx(3e-3)
 
 
 def test_quotes_agree_with_the_library():
@@ -73,18 +73,18 @@ def test_quotes_agree_with_the_library():
     from genai_prices import calc_price
 
     for ref, provider in (("gpt-4o-mini", "openai"), ("gemini-2.5-pro", "google")):
-        found = find_quote(f"{provider}/{ref}", Usage(300_000, 100_000, 500))  # beyond a tier's limit
+        found = find_quote(f"{provider}/{ref}", TokenUsage(300_000, 100_000, 500))  # beyond a tier's limit
         tokens = Tokens(input_tokens=300_000, cache_read_tokens=100_000, output_tokens=500)
         assert found.dollars == pytest.approx(float(calc_price(tokens, ref, provider_id=provider).total_price))
         assert 0 < found.cached_dollars < found.input_dollars
 
 
 def test_whoever_sells_the_model():
-    found = find_quotes("meta-llama/Llama-3.3-70B-Instruct", Usage(1000, 0, 1000))
+    found = find_quotes("meta-llama/Llama-3.3-70B-Instruct", TokenUsage(1000, 0, 1000))
     assert len({it.provider for it in found}) == len(found) > 3
     assert [it.dollars for it in found] == sorted(it.dollars for it in found)
     assert all("llama-3.3-70b-instruct" in it.name.lower() for it in found)
-    assert find_quotes("nobody/knows-this-model", Usage(1000, 0, 1000)) == []
+    assert find_quotes("nobody/knows-this-model", TokenUsage(1000, 0, 1000)) == []
 
 
 def test_json_hangs_together():
@@ -142,7 +142,7 @@ def test_a_narrow_terminal_cuts_no_figures(width, capsys, monkeypatch):
 
 
 def test_an_api_is_found_by_the_name_that_is_printed():
-    usage = Usage(1000, 0, 1000)
+    usage = TokenUsage(1000, 0, 1000)
     for found in find_quotes("Llama-3.1-8B-Instruct", usage):
         printed = f"{found.provider}/{found.name.rpartition('/')[2]}"
         assert find_quote(printed, usage).provider == found.provider

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from tests.pure.commands import weft
 from weft.cli import glossary
-from weft.cli.plan import plan_page, plan_picture, plan_view
-from weft.cli.plan.plan_picture import numbers, picture
+from weft.cli.plan import outputs, view
+from weft.cli.plan.picture import PARTS, numbers, picture
 
 UNEVEN = "plan Qwen3-14B --gpus 1xRTX4090+1xRTX4080"
 EVEN = "plan Llama-3.1-70B --gpus 4xA100 --price 2"
@@ -45,7 +45,7 @@ def printed(words: str) -> str:
 
 def lines(words: str, out: io.TextIOBase | None = None) -> list[str]:
     out = out or io.StringIO()
-    plan_view.print_plan_text(told(words), out)  # type: ignore[arg-type]
+    view.print_plan_text(told(words), out)  # type: ignore[arg-type]
     out.seek(0)
     return out.read().splitlines()
 
@@ -141,9 +141,9 @@ def test_memory_that_others_hold_is_drawn() -> None:
     for row in plan["best"]["ranks"][:1]:
         row["held_bytes"] = row["free_bytes"]
     out = io.StringIO()
-    plan_view.print_plan_text(plan, out)
+    view.print_plan_text(plan, out)
     assert "▚ in use" in out.getvalue() and out.getvalue().count("▚▚▚") == 1
-    assert "in use" in plan_page.html_page(plan) and "in use" not in plan_page.html_page(told(EVEN))
+    assert "in use" in outputs.html_page(plan) and "in use" not in outputs.html_page(told(EVEN))
     assert max(map(len, out.getvalue().splitlines()[4:16])) <= 80
 
 
@@ -163,7 +163,7 @@ def test_every_gpu_and_rank_is_in_the_picture_once(words: str) -> None:
     for bar in (bar for rack in racks for bar in rack.bars):
         assert sum(bar.parts.values()) == bar.memory_bytes
         for row in bar.ranks:
-            assert {part: row[f"{part}_bytes"] for part in plan_picture.PARTS} == bar.parts
+            assert {part: row[f"{part}_bytes"] for part in PARTS} == bar.parts
     assert sum(len(bar.ranks) for rack in racks for bar in rack.bars) == len(plan["best"]["ranks"])
 
 
@@ -184,7 +184,7 @@ def test_an_encoding_without_the_signs_gets_others() -> None:
 
 @given(st.lists(st.integers(0, 10**12), min_size=4, max_size=4), st.integers(8, 80))
 def test_shares_fill_the_bar(parts: list[int], length: int) -> None:
-    cells = plan_view.shares(parts, length)
+    cells = view.shares(parts, length)
     assert sum(cells) == length and min(cells) >= 0
     if sum(parts):
         assert all(bool(cell) or not part for cell, part in zip(cells, parts, strict=True))
@@ -244,7 +244,7 @@ def figures(value: Any) -> Iterator[float]:
 
 @pytest.mark.parametrize("words", ALL)
 def test_a_page_is_complete_in_itself(words: str) -> None:
-    text = plan_page.html_page(told(words))
+    text = outputs.html_page(told(words))
     page = Page(text)
     assert text.startswith("<!doctype html>") and page.tags & {"script", "link", "img", "iframe", "object"} == set()
     names = {name for name, _ in page.attributes}
@@ -256,7 +256,7 @@ def test_a_page_is_complete_in_itself(words: str) -> None:
 @pytest.mark.parametrize("words", ALL)
 def test_every_figure_of_a_page_is_one_of_the_json(words: str) -> None:
     plan = told(words)
-    page = Page(plan_page.html_page(plan))
+    page = Page(outputs.html_page(plan))
     known = set(figures(json.loads(json.dumps(plan)))) | {0.0}
     assert page.data and set(page.data) <= known
     must = {float(plan["model"]["params"]), *map(float, plan["model"]["weight_bytes_by_precision"].values())}
@@ -272,7 +272,7 @@ def test_every_figure_of_a_page_is_one_of_the_json(words: str) -> None:
 @pytest.mark.parametrize("words", ALL)
 def test_a_page_has_the_reasons_the_advice_and_the_sources(words: str) -> None:
     plan = told(words)
-    text = " ".join(Page(plan_page.html_page(plan)).text.split())
+    text = " ".join(Page(outputs.html_page(plan)).text.split())
     parts = [it["reason"] for it in plan["rejected"]] + plan["advice"] + plan["notes"] + [plan["binding"]["text"]]
     sources = plan["provenance"]
     parts += [sources["model"], *sources["gpus"].values(), *sources["links"].values(), *sources["engine"].values()]
@@ -281,7 +281,7 @@ def test_a_page_has_the_reasons_the_advice_and_the_sources(words: str) -> None:
 
 
 def test_a_page_explains_its_words_once_each() -> None:
-    text = plan_page.html_page(told(EVEN))
+    text = outputs.html_page(told(EVEN))
     titles = dict(re.findall(r'<abbr title="([^"]+)">([^<]+)</abbr>', text))
     explained = list(titles.values())
     assert {"tok/s", "tokens", "context", "TP", "TTFT", "rank", "NVLink", "KV"} <= set(explained)
@@ -301,7 +301,7 @@ def test_the_glossary_has_the_words_of_the_field() -> None:
 
 
 def test_a_narrow_page_stacks_its_tables() -> None:
-    text = plan_page.html_page(told(EVEN))
+    text = outputs.html_page(told(EVEN))
     assert "@media (max-width: 40rem)" in text and "content: attr(data-label)" in text
     cells = re.findall(r"<td[^>]*>", text)
     assert cells and all("data-label=" in cell for cell in cells)
@@ -328,7 +328,7 @@ def test_a_page_escapes_every_name() -> None:
         row["gpu"] = "<b>A100"
     parts = {name: hostile(plan[name]) for name in ("model", "rejected", "advice", "notes", "binding", "provenance")}
     parts["candidates"] = hostile(plan["candidates"])
-    page = Page(plan_page.html_page({**plan, **parts}))
+    page = Page(outputs.html_page({**plan, **parts}))
     assert not page.tags & {"script", "b>A100"} and "<script>alert(" in page.text and "<b>A100-80GB-SXM" in page.text
 
 
@@ -365,7 +365,7 @@ def test_the_best_layouts_are_readable_at_any_width(width: int) -> None:
 
     plan = told("plan Qwen3-30B-A3B --gpus 2xRTX4090+1xRTX3090 --price 0.4")
     out = io.StringIO()
-    Console(file=out, width=width).print(plan_view.comparison(plan, width))
+    Console(file=out, width=width).print(view.comparison(plan, width))
     lines = out.getvalue().splitlines()
     assert len(lines) <= 16 and max(map(len, lines)) <= width
     best = plan["candidates"][0]

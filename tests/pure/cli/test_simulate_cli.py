@@ -11,7 +11,7 @@ import pytest
 from tests.pure.commands import refused_line, weft, weft_json
 from weft.cli import plot
 from weft.cli.flags import simulate_flags
-from weft.cli.simulate import simulate_study
+from weft.cli.simulate import study
 from weft.fleet.upstreams.policy import POLICIES
 
 HERE = "Llama-3.1-8B --gpus 2xH100 --engine vllm --output-len 64 --duration 40s"
@@ -66,9 +66,7 @@ def test_plus_minus_is_explained_only_if_it_is_shown() -> None:
 def test_without_a_load_rates_are_shares_of_what_is_predicted() -> None:
     _, found = told(f"{HERE} --duration 8s")
     whole = 2 * found["predicted_capacity"]
-    assert [it["rate"] for it in found["runs"]] == pytest.approx(
-        [whole * share for share in simulate_study.SHARES], rel=0.01
-    )
+    assert [it["rate"] for it in found["runs"]] == pytest.approx([whole * share for share in study.SHARES], rel=0.01)
 
 
 def test_lengths_that_nobody_says_vary_around_the_planner_s() -> None:

@@ -26,16 +26,16 @@ from rich.console import Console
 from tests.pure.commands import HERE, refused_line, weft
 from tests.pure.servers import Exchange, serving, weft_server
 from tests.pure.worlds import FakeEngine, World, saying
-from weft.cli.top import top, top_watch
-from weft.cli.top.top_app import TopApp
-from weft.cli.top.top_csv import COLUMNS, MISSING, csv_header, csv_lines
-from weft.cli.top.top_sparks import Sparks
-from weft.cli.top.top_tables import page
-from weft.cli.top.top_watch import Snapshot, Target, Watch, core_ticks
+from weft.cli.top import top
+from weft.cli.top.app import TopApp
+from weft.cli.top.sparks import Sparks
+from weft.cli.top.tables import page
+from weft.cli.top.top import COLUMNS, MISSING, csv_header, csv_lines
+from weft.cli.top.watch import ServerWatch, Target, TopSnapshot, core_ticks
 from weft.machine.hardware.gpu_figures import GpuFigures
 from weft.machine.hardware.topology import Holder
 from weft.monitor.figures import FINDING_FIELDS, GPU_FIELDS, MODEL_FIELDS, RANK_FIELDS, join_figures
-from weft.monitor.finding import Code, Finding, Limits
+from weft.monitor.finding import Code, Finding, RuleLimits
 from weft.monitor.history import GpuMoment
 from weft.monitor.rules import foreign_memory
 
@@ -130,16 +130,16 @@ def test_csv_has_the_columns_of_nvidia_smi() -> None:
     assert len(COLUMNS) == len(names) - 2
 
 
-def printed(snapshot: Snapshot, width: int, sparks: Sparks | None = None) -> str:
+def printed(snapshot: TopSnapshot, width: int, sparks: Sparks | None = None) -> str:
     out = io.StringIO()
     Console(file=out, width=width, force_terminal=False).print(page(snapshot, sparks or Sparks(), width))
     return out.getvalue()
 
 
-def look_at(*problems: str, **more: Any) -> Snapshot:
+def look_at(*problems: str, **more: Any) -> TopSnapshot:
     """A look at one server, with other fields in its answer."""
     answer = figures() | more
-    return Snapshot([("http://rig:8000", answer)], join_figures([answer], None, 0.0), list(problems), {})
+    return TopSnapshot([("http://rig:8000", answer)], join_figures([answer], None, 0.0), list(problems), {})
 
 
 # --- the live page ---
@@ -151,17 +151,17 @@ def shown(app: TopApp) -> str:
 
 
 async def test_the_live_page_follows_looks_and_the_terminal_s_size() -> None:
-    coming: asyncio.Queue[Snapshot | None] = asyncio.Queue()
+    coming: asyncio.Queue[TopSnapshot | None] = asyncio.Queue()
     stop = asyncio.Event()
 
-    async def snapshots() -> AsyncIterator[Snapshot]:
+    async def snapshots() -> AsyncIterator[TopSnapshot]:
         while (snapshot := await coming.get()) is not None:
             yield snapshot
 
     app = TopApp(snapshots(), stop)
     async with app.run_test(size=(120, 50)) as pilot:
 
-        async def after(snapshot: Snapshot) -> str:
+        async def after(snapshot: TopSnapshot) -> str:
             coming.put_nowait(snapshot)
             for _ in range(100):
                 await pilot.pause(0.01)
@@ -174,7 +174,7 @@ async def test_the_live_page_follows_looks_and_the_terminal_s_size() -> None:
         assert text.index("Diagnosis") < text.index("straggler") < text.index("GPUs") < text.index("Ranks")
         text = await after(look_at(diagnosis=[]))
         assert "Nothing found" in text and "straggler" not in text
-        text = await after(Snapshot([], join_figures([], None, 0.0), ["http://rig:8000: cannot connect"], {}))
+        text = await after(TopSnapshot([], join_figures([], None, 0.0), ["http://rig:8000: cannot connect"], {}))
         assert "cannot connect" in text and "Ranks" not in text, "the server is away"
         assert "Ranks" in await after(look_at()), "and back"
         for columns, rows in ((60, 20), (20, 5), (200, 60)):
@@ -286,7 +286,7 @@ def test_cores(tmp_path: Path) -> None:
 
 async def test_a_server_and_one_that_is_not_there() -> None:
     async with serving(lambda one: answering(one, {"/monitor": figures()})) as server:
-        watch = Watch([server.url, "http://127.0.0.1:1"], None, None)
+        watch = ServerWatch([server.url, "http://127.0.0.1:1"], None, None)
         found, problems = await watch.snapshot()
         watch.close()
     assert found == [(server.url, figures())]
@@ -309,7 +309,7 @@ async def test_a_gateway_stands_for_its_upstreams() -> None:
             await answering(exchange, {"/gateway/status": status if admin else "invalid_admin_key"})
 
         async with serving(gateway) as front:
-            watch = Watch([front.url], "api", "admin")
+            watch = ServerWatch([front.url], "api", "admin")
             found, problems = await watch.snapshot()
             watch.close()
     assert [(url, answer["nodes"][0]["node"]) for url, answer in found] == [(behind.url, "upstream")]
@@ -329,8 +329,8 @@ async def test_a_server_that_is_found_on_this_machine_gets_no_key(monkeypatch: p
         await answering(exchange, {"/monitor": figures()})
 
     async with serving(found_server) as server:
-        monkeypatch.setattr(top_watch, "local_urls", lambda: (server.url,))
-        watch = Watch([], "api", "admin")
+        monkeypatch.setattr("weft.cli.top.watch.local_urls", lambda: (server.url,))
+        watch = ServerWatch([], "api", "admin")
         found, _ = await watch.snapshot()
         watch.close()
     assert [url for url, _ in found] == [server.url] and set(sent) == {""}
@@ -341,12 +341,12 @@ def test_a_key_of_another_service_is_not_sent(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     given: list[str | None] = []
 
-    class Spy(Watch):
+    class Spy(ServerWatch):
         def __init__(self, urls: Sequence[str], api_key: str | None, admin_key: str | None) -> None:
             given.append(api_key)
             super().__init__(urls, api_key, admin_key)
 
-    monkeypatch.setattr(top, "Watch", Spy)
+    monkeypatch.setattr(top, "ServerWatch", Spy)
     weft("top", "--json", "--url", "http://127.0.0.1:1")
     assert given == [None]
 
@@ -374,7 +374,7 @@ async def test_only_the_owner_sees_other_users_processes(
     await monitor.refresh()
     moment = GpuMoment(figures=GpuFigures(index=0, name="card", memory_total_bytes=80 << 30), holders=(HOLDER,))
     monitor._snapshots = tuple(msgspec.structs.replace(snapshot, gpus=(moment,)) for snapshot in monitor._snapshots)
-    monitor.findings = list(foreign_memory(monitor.history, Limits()))
+    monitor.findings = list(foreign_memory(monitor.history, RuleLimits()))
     answer = await world.client.get("http://127.0.0.1/monitor", headers=headers)
     (process,) = answer.json()["nodes"][0]["gpus"][0]["processes"]
     (finding,) = answer.json()["diagnosis"]
@@ -382,7 +382,7 @@ async def test_only_the_owner_sees_other_users_processes(
     assert [word in answer.text for word in ("4711", "train.py")] == [shown, shown]
     joined = join_figures([answer.json()], None, 0.0)
     out = io.StringIO()
-    Console(file=out, width=120, force_terminal=False).print(page(Snapshot([], joined, [], {}), Sparks(), 120))
+    Console(file=out, width=120, force_terminal=False).print(page(TopSnapshot([], joined, [], {}), Sparks(), 120))
     assert "9" in out.getvalue() and ("4711" in out.getvalue()) == shown and "None" not in out.getvalue()
 
 
@@ -407,14 +407,14 @@ async def test_what_is_missing_is_said() -> None:
     ]
     for answers, told in cases:
         async with serving(lambda one, answers=answers: answering(one, answers)) as server:  # type: ignore[misc]
-            watch = Watch([server.url], None, None)
+            watch = ServerWatch([server.url], None, None)
             found, problems = await watch.snapshot()
             watch.close()
         assert not found and len(problems) == 1 and told in problems[0], problems
 
 
 async def test_a_server_that_goes_away_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(top_watch, "PATIENCE_S", 0.1)
+    monkeypatch.setattr("weft.cli.top.watch.PATIENCE_S", 0.1)
     silent = asyncio.Event()
 
     async def moody(exchange: Exchange) -> None:
@@ -423,7 +423,7 @@ async def test_a_server_that_goes_away_and_comes_back(monkeypatch: pytest.Monkey
         await answering(exchange, {"/monitor": figures()})
 
     async with serving(moody) as server:
-        watch = Watch([server.url], None, None)
+        watch = ServerWatch([server.url], None, None)
         seen = []
         for quiet in (False, True, False):
             (silent.set if quiet else silent.clear)()
@@ -447,7 +447,7 @@ async def test_a_server_s_own_answer() -> None:
 
 async def test_a_client_that_does_not_read() -> None:
     world = World(FakeEngine(saying("x" * 40_000)), max_model_len=50_000)
-    world.service.monitor.limits = Limits(unread_s=0.02)
+    world.service.monitor.limits = RuleLimits(unread_s=0.02)
     async with weft_server(world) as live:
         client = await live.connect()
         client.writer.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -478,7 +478,7 @@ async def test_a_client_that_does_not_read() -> None:
 
 
 def test_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(top_watch, "local_urls", tuple)
+    monkeypatch.setattr("weft.cli.top.watch.local_urls", tuple)
     monkeypatch.setattr(top, "BETWEEN_S", 0.01)
     status, out, _ = weft("top", "--json")
     (line,) = out.splitlines()

@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from tests.pure.cli.test_top import FINDING, MODEL, RANK, figures, look_at, printed
-from weft.cli.top.top_cells import VERY_WIDE, WIDE, used_of
-from weft.cli.top.top_sparks import POINTS, Sparks
-from weft.cli.top.top_tables import page
-from weft.cli.top.top_watch import Snapshot
+from weft.cli.top.cells import VERY_WIDE, WIDE, used_of
+from weft.cli.top.sparks import POINTS, Sparks
+from weft.cli.top.tables import page
+from weft.cli.top.watch import TopSnapshot
 from weft.monitor.figures import join_figures
 
 PAIR = [RANK | {"rank": rank, "node": "rig", "stage": 0, "first_layer": 0, "delayed": 0.0} for rank in range(2)]
@@ -25,7 +25,7 @@ def rows(text: str, section: str) -> list[str]:
 
 
 def test_the_page_fits_any_width() -> None:
-    snapshot = Snapshot(
+    snapshot = TopSnapshot(
         [("http://rig:8000", figures())], join_figures([figures()], None, 0.0), ["http://b: no answer"], {}
     )
     for width in (40, 80, 200):
@@ -40,7 +40,7 @@ def test_the_page_fits_any_width() -> None:
 def test_ranks_and_findings_of_several_servers_have_their_url() -> None:
     servers = [("http://rig:8000", figures()), ("http://other:8001", figures(node="other", diagnosis=[]))]
     out = io.StringIO()
-    snapshot = Snapshot(servers, join_figures([one for _, one in servers], None, 0.0), [], {})
+    snapshot = TopSnapshot(servers, join_figures([one for _, one in servers], None, 0.0), [], {})
     Console(file=out, width=200).print(page(snapshot, Sparks(), 200))
     lines = [line.strip() for line in out.getvalue().splitlines()]
     assert any(line.startswith("▲ http://rig:8000: straggler: ") for line in lines)
@@ -98,7 +98,7 @@ def test_the_model_of_a_fault_of_its_requests_has_a_sign() -> None:
         ("http://a:1", figures(diagnosis=[STORM])),
         ("http://b:2", figures(diagnosis=[], models=[MODEL | {"layout": None}])),
     ]
-    text = printed(Snapshot(servers, join_figures([one for _, one in servers], None, 0.0), [], {}), 120)
+    text = printed(TopSnapshot(servers, join_figures([one for _, one in servers], None, 0.0), [], {}), 120)
     first, second = rows(text, "Models")
     assert first.startswith(" ▲ m at a:1 ") and second.startswith("   m at b:2 ")
     assert "▲" not in "".join(rows(text, "Ranks"))
@@ -155,7 +155,7 @@ def test_the_time_and_the_scale_of_sparklines() -> None:
 def test_a_line_has_no_values_of_before_its_time() -> None:
     sparks = snapshots(3, 2.0)
     for number in range(3, POINTS + 2):
-        away = Snapshot([], join_figures([], None, 2.0 * number), [], {})
+        away = TopSnapshot([], join_figures([], None, 2.0 * number), [], {})
         sparks.add(away)
     assert sparks.values("tok http://rig:8000 m") == [20.0], "of the last looks, one had it"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.engine.executors.captures import BUSY_SHARE, CapturePace
+from weft.engine.executors.ranks import BUSY_SHARE, CapturePace
 
 
 def test_captures_take_a_small_share_of_the_time_of_a_busy_server() -> None:

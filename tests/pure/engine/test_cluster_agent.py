@@ -20,9 +20,8 @@ from weft.engine.cluster.agent_messages import (
     Ended,
     Examine,
     Examined,
-    Failed,
     Leave,
-    Progress,
+    ProgressLine,
     Pull,
     Ready,
     Reply,
@@ -30,6 +29,7 @@ from weft.engine.cluster.agent_messages import (
     Started,
     Stop,
     Stopped,
+    TaskFailed,
 )
 
 # A server that runs on is nobody's child any more once the agent has left.
@@ -188,7 +188,7 @@ def test_a_server_that_ignores_the_signal_is_killed(home: Path) -> None:
 def test_a_model_is_fetched_with_progress(home: Path) -> None:
     side = Side(Pull(model="-x y", flags=("--download-dir=d",), environment={"GIVEN": "token"}))
     side.thread.join(WAIT_S)
-    assert side.replies[0] == Progress("half")
+    assert side.replies[0] == ProgressLine("half")
     printed = json.loads(msgspec.json.encode(side.end()))["path"]
     assert printed.endswith("/models/m") and "pull --download-dir=d -x y" in printed and "given token" in printed
 
@@ -203,7 +203,7 @@ def test_a_machine_is_examined(home: Path) -> None:
     assert [(check.name, check.status, check.remedy) for check in reply.checks] == [("disk", "fail", "x")]
     side = Side(Examine(flags=("--wrong",)))
     side.thread.join(WAIT_S)
-    assert side.end() == Failed("no such flag")
+    assert side.end() == TaskFailed("no such flag")
 
 
 @pytest.mark.parametrize(
@@ -216,4 +216,4 @@ def test_a_machine_is_examined(home: Path) -> None:
 )
 def test_tasks_of_another_version(home: Path, task: bytes, reason: str) -> None:
     last = Side(task).end()
-    assert isinstance(last, Failed) and reason in last.reason
+    assert isinstance(last, TaskFailed) and reason in last.reason

@@ -19,14 +19,14 @@ import pytest
 from tests.log_events import logged
 from tests.pure.commands import refused_line, weft, weft_json
 from tests.pure.engine.test_nodes import FINE, facts
-from tests.pure.joining import at_door, free_port
+from tests.pure.joining import free_port, joining_settings
 from tests.pure.machines import gpu, host, rig
 from tests.pure.machines import plan as plan_on
 from tests.refusals import has_values, refuses
 from weft.cache import cache_path
 from weft.checkpoint.checkpoint import Checkpoint
 from weft.config import EngineConfig
-from weft.engine.cluster import assembly, door, examination, ray_cluster
+from weft.engine.cluster import assembly, examination, join_listener, joined_node, ray_cluster
 from weft.engine.cluster.measured import FILE, MeasuredCluster, load_cluster, store_cluster
 from weft.engine.cluster.messages import Join, ListeningForPeers, Measured, MeasureTo, Speed, TellTime
 from weft.engine.cluster.preflight import failures
@@ -107,7 +107,7 @@ def test_replicas_are_kept_as_one_cluster(cache: Path, monkeypatch: pytest.Monke
     """The first is on the head alone, and no network is measured for it; one that starts again changes nothing."""
     card = "NVIDIA GeForce RTX 4090"
     others = [SimpleNamespace(facts=facts(n, host=rig(card, hostname=f"host{n}"))) for n in (1, 2)]
-    door: Any = SimpleNamespace(
+    listener: Any = SimpleNamespace(
         settings=NodeSettings(
             nodes=3, node=0, address="10.0.0.1", port=1, start_timeout_s=1, allow_public=False, key=KEY, replicas=3
         ),
@@ -116,7 +116,7 @@ def test_replicas_are_kept_as_one_cluster(cache: Path, monkeypatch: pytest.Monke
     checked = {0: [], 1: [FINE], 2: [msgspec.structs.replace(FINE, bytes_per_s=1e8)]}
     monkeypatch.setattr(assembly, "check_nodes", lambda own, nodes, *_: checked[nodes[0].facts.node if nodes else 0])
     own = facts(0, host=rig(card, hostname="host0"))
-    gatherer = assembly.Gatherer(EngineConfig(model="m"), None, door, lambda: own, lasting=True)  # type: ignore[arg-type]
+    gatherer = assembly.Gatherer(EngineConfig(model="m"), None, listener, lambda: own, lasting=True)  # type: ignore[arg-type]
     groups = gatherer.gather(range(3), lambda: False)
     assert [group.speeds for group in groups] == list(checked.values())
     gatherer.gather([1], lambda: False)
@@ -125,11 +125,11 @@ def test_replicas_are_kept_as_one_cluster(cache: Path, monkeypatch: pytest.Monke
 
 
 def test_a_node_that_hangs_is_no_node_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "ASK_S", 0.2)
+    monkeypatch.setattr(joined_node, "ASK_S", 0.2)
     own, theirs = socket.socketpair()
     with own, theirs:
         theirs.sendall(framing.encode_frame(Join(facts(1), 0)))
-        node = door.JoinedNode(own)
+        node = joined_node.JoinedNode(own)
         with refuses(ConfigError, "node-not-answering", "node 1", " 0.2 s"):
             node.ask(TellTime())
 
@@ -311,8 +311,8 @@ def test_a_cluster_that_refuses_without_a_word(
 def test_a_stranger_does_not_fill_the_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line in ten seconds for each address, however often it comes."""
     monkeypatch.setattr(logging.getLogger("weft"), "propagate", True)
-    settings = at_door(free_port())
-    with door.JoinListener(settings):
+    settings = joining_settings(free_port())
+    with join_listener.JoinListener(settings):
         for _ in range(5):
             with socket.create_connection(("127.0.0.1", settings.port)) as stranger:
                 stranger.sendall(b"x" * 40)

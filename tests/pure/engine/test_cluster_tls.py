@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from tests.pure.commands import weft
-from tests.pure.engine.test_nodes import at_door, facts, free_port, join
+from tests.pure.engine.test_nodes import facts, free_port, join, joining_settings
 from tests.refusals import refuses
 from weft.engine.cluster import certificates
 from weft.engine.cluster.certificates import make_certificates
-from weft.engine.cluster.door import JoinListener
+from weft.engine.cluster.join_listener import JoinListener
 from weft.engine.cluster.node import connect_to_head
 from weft.engine.cluster.speed import PeerListener, measure_network
 from weft.engine.processes import tls
@@ -206,11 +206,11 @@ def copy(source: socket.socket, target: socket.socket) -> None:
 
 
 def test_a_node_joins_and_measures_inside_tls(texts: dict[str, str]) -> None:
-    settings = at_door(free_port(), certificate=texts["first"])
-    with JoinListener(settings) as door:
-        theirs = at_door(settings.port, certificate=texts["second"])
+    settings = joining_settings(free_port(), certificate=texts["first"])
+    with JoinListener(settings) as listener:
+        theirs = joining_settings(settings.port, certificate=texts["second"])
         connection = join(theirs, facts(1))
-        [[node]] = door.wait_for([0])
+        [[node]] = listener.wait_for([0])
     assert node.facts.node == 1
     node.dismiss("the end", "the-end")
     connection.close()
@@ -225,9 +225,9 @@ def test_a_node_joins_and_measures_inside_tls(texts: dict[str, str]) -> None:
 
 
 def test_a_head_with_another_authority_is_no_reason_to_wait(texts: dict[str, str]) -> None:
-    settings = at_door(free_port(), certificate=texts["first"])
+    settings = joining_settings(free_port(), certificate=texts["first"])
     with JoinListener(settings), refuses(ConfigError, "cluster-certificate", settings.head, "another authority"):
-        connect_to_head(at_door(settings.port, certificate=texts["other"]))
+        connect_to_head(joining_settings(settings.port, certificate=texts["other"]))
 
 
 def test_files_that_cannot_be_used(folder: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tests.refusals import refuses
 from weft.engine.core.params import SamplingParams
 from weft.engine.core.step import Admission, StepPlan, StepResult, TokenLogprobs
 from weft.engine.core.token_ids import TokenIds
-from weft.engine.executors.messages import Allocate, Failed, FromRank, PhaseEntered, RunStep, StepDone, ToRank
+from weft.engine.executors.messages import Allocate, FromRank, PhaseEntered, RankFailed, RunStep, StepDone, ToRank
 from weft.engine.processes import framing
 from weft.engine.processes.framing import LENGTH, Channel, FrameDecoder, FrameError, encode_frame
 from weft.errors import Cause
@@ -60,7 +60,7 @@ to_rank = st.builds(RunStep, steps) | st.builds(Allocate, st.integers(0, 2**40))
 from_rank = (
     st.builds(StepDone, results)
     | st.builds(PhaseEntered, st.text())
-    | st.builds(Failed, st.builds(Cause, rank=st.integers(-1, 99), hint=st.text()), st.booleans())
+    | st.builds(RankFailed, st.builds(Cause, rank=st.integers(-1, 99), hint=st.text()), st.booleans())
 )
 
 

@@ -15,13 +15,13 @@ import pytest
 
 from tests.pure.commands import refused_line, weft, weft_json
 from tests.refusals import has_values, refusals, refuses
-from weft.cli.cluster.cluster_hosts import create_launch, create_pull
+from weft.cli.cluster.hosts import create_launch, create_pull
 from weft.engine.cluster import remote
 from weft.engine.cluster.agent_messages import Examined, Started
 from weft.engine.cluster.examination import Visit, node_checks
 from weft.engine.cluster.hosts import Machine, check_model, read_hosts
-from weft.engine.cluster.remote import Launch, own_key, serve_words, start_task
-from weft.engine.cluster.ssh import Gone, Node, quoted
+from weft.engine.cluster.remote import ClusterLaunch, own_key, serve_arguments, start_task
+from weft.engine.cluster.ssh import Gone, SshNode, quoted
 from weft.errors import ConfigError
 from weft.machine.check import Check
 
@@ -97,7 +97,7 @@ def test_home_stays_outside_the_quotes() -> None:
 
 
 def test_ssh_asks_nothing_and_takes_no_option_from_the_file() -> None:
-    command = Node(1, Machine(host="b", user="me", port=2222, python="/x y")).command()
+    command = SshNode(1, Machine(host="b", user="me", port=2222, python="/x y")).command()
     assert "BatchMode=yes" in command and "PasswordAuthentication=no" in command
     assert command[-8:-4] == ["-p", "2222", "-l", "me"] or command[-7:-3] == ["-p", "2222", "-l", "me"]
     assert command[-3:] == ["--", "b", "'/x y' -P -m weft.cli.cluster.node_agent"]
@@ -105,15 +105,15 @@ def test_ssh_asks_nothing_and_takes_no_option_from_the_file() -> None:
 
 def test_words_of_head_and_nodes(tmp_path: Path) -> None:
     hosts = read_hosts(written(tmp_path, PAIR))
-    launch = Launch(model="a b; c", flags=("--port=8001",))
-    assert serve_words(hosts, launch, 0) == (
+    launch = ClusterLaunch(model="a b; c", flags=("--port=8001",))
+    assert serve_arguments(hosts, launch, 0) == (
         *("a b; c", "--port=8001", "--nnodes", "2", "--node-rank", "0", "--master-addr", "10.0.0.1"),
     )
-    assert serve_words(hosts, launch, 1)[-1] == "--headless"
-    given = Launch(model="m", flags=("--master-addr=10.9.9.9",))
-    assert serve_words(hosts, given, 1).count("--master-addr") == 0
+    assert serve_arguments(hosts, launch, 1)[-1] == "--headless"
+    given = ClusterLaunch(model="m", flags=("--master-addr=10.9.9.9",))
+    assert serve_arguments(hosts, given, 1).count("--master-addr") == 0
     one = read_hosts(written(tmp_path, "hosts: [{host: a}]"))
-    assert serve_words(one, launch, 0) == ("a b; c", "--port=8001")
+    assert serve_arguments(one, launch, 0) == ("a b; c", "--port=8001")
 
 
 def test_the_key_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_secrets_go_to_standard_input_only(tmp_path: Path) -> None:
     for node in remote.nodes_of(hosts):
         task = start_task(hosts, launch, node, "k" * 64)
         assert task.environment["VLLM_API_KEY"] == "sk-client" and "OTHER" not in task.environment
-        seen = " ".join([*node.command(), *task.words])
+        seen = " ".join([*node.command(), *task.argv])
         assert "sk-client" not in seen and "kkk" not in seen
 
 
@@ -159,7 +159,7 @@ def test_a_pull_has_what_the_servers_have(tmp_path: Path) -> None:
     text = PAIR + "model: m\nserve: {download-dir: /data, tensor-parallel-size: 2}\nvariables: [VLLM_API_KEY]\n"
     hosts = read_hosts(written(tmp_path, text))
     pull = create_pull(hosts, "m", "hosts.yaml", SECRETS)
-    assert pull == Launch(model="m", flags=("--download-dir=/data",), variables={"VLLM_API_KEY": "sk-client"})
+    assert pull == ClusterLaunch(model="m", flags=("--download-dir=/data",), variables={"VLLM_API_KEY": "sk-client"})
     with refuses(ConfigError, "variable-not-set", "VLLM_API_KEY"):
         create_pull(hosts, "m", "hosts.yaml", {})
 
@@ -167,7 +167,7 @@ def test_a_pull_has_what_the_servers_have(tmp_path: Path) -> None:
 def test_another_engine_under_the_name_is_no_success() -> None:
     other = Started(7, "/log", True, False, 0.0)
     with refuses(remote.RemoteError, "other-engine", "node 0 (a)", "process 7", "/log", "weft cluster down"):
-        remote._await_ready(iter([(Node(0, Machine(host="a")), other)]), print, 1)
+        remote._await_ready(iter([(SshNode(0, Machine(host="a")), other)]), print, 1)
 
 
 WRONG_LAUNCHES = [
@@ -208,7 +208,7 @@ def test_words_that_the_commands_do_not_take(golden: Callable[[str, str], None])
     ],
 )
 def test_reasons_of_ssh_have_a_way_out(status: int, line: str, values: list[str]) -> None:
-    node = Node(1, Machine(host="b", user="me", port=2222, python="/py"))
+    node = SshNode(1, Machine(host="b", user="me", port=2222, python="/py"))
     reason = node.reason(Gone(status, line))
     assert all(value in reason for value in values), reason
 

@@ -15,15 +15,16 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from tests.pure.joining import at_door, facts, free_port
+from tests.pure.joining import facts, free_port, joining_settings
 from tests.pure.machines import checkpoint as dummy_checkpoint
 from tests.pure.machines import gpu, host
 from tests.pure.machines import plan as plan_on
 from tests.refusals import has_values, refusals, refuses
 from weft import __version__
 from weft.config import EngineConfig
-from weft.engine.cluster.door import JoinedNode, JoinListener
 from weft.engine.cluster.facts import gather_facts, wrong_interface
+from weft.engine.cluster.join_listener import JoinListener
+from weft.engine.cluster.joined_node import JoinedNode
 from weft.engine.cluster.messages import HEAD_CLOSED, Dismissed, Facts, Join, Speed
 from weft.engine.cluster.node import connect_to_head
 from weft.engine.cluster.preflight import failures
@@ -310,7 +311,7 @@ def test_the_interface_of_an_address() -> None:
 @pytest.mark.parametrize(("chosen", "code"), [("8.8.8.8", "public-address"), ("head.example", "not-an-address")])
 def test_an_address_that_the_environment_chooses(chosen: str, code: str) -> None:
     """--allow-public counts for it as well."""
-    settings = at_door(29501, node=1)
+    settings = joining_settings(29501, node=1)
     with refuses(ConfigError, code, chosen):
         gather_facts(settings, host(), "m", ModelError("none", code="none"), {"VLLM_HOST_IP": chosen})
     # Then it only has to be this machine's.
@@ -375,7 +376,7 @@ def test_the_network_is_measured_with_the_key() -> None:
     assert measure_network(1, 0, "127.0.0.1", listener.port, b"a" * 32).problem
 
 
-# --- the head's door ---
+# --- the listener of the head ---
 
 
 def join(settings: NodeSettings, about: Facts, replica: int = 0) -> socket.socket:
@@ -386,11 +387,11 @@ def join(settings: NodeSettings, about: Facts, replica: int = 0) -> socket.socke
 
 
 def test_nodes_join_in_any_order_and_once() -> None:
-    settings = at_door(free_port(), nodes=3)
-    with JoinListener(settings) as door:
+    settings = joining_settings(free_port(), nodes=3)
+    with JoinListener(settings) as listener:
         numbers = (2, 2, 1)
         connections = [join(settings, facts(number, nodes=3)) for number in numbers]
-        [joined] = door.wait_for([0])
+        [joined] = listener.wait_for([0])
     assert [node.facts.node for node in joined] == [1, 2]
     for node in joined:
         node.dismiss("the end", "the-end")
@@ -400,7 +401,7 @@ def test_nodes_join_in_any_order_and_once() -> None:
 
 def test_a_node_of_another_version_whose_report_is_another_one() -> None:
     """Both sides name the versions, though one knows no message of the other; the head goes on waiting."""
-    settings = at_door(free_port())
+    settings = joining_settings(free_port())
     report = {"type": "Join", "facts": {"weft": "9.9\x1b[2J", "node": 1, "new": "x"}, "replica": 0}
     with JoinListener(settings), connect_to_head(settings) as stranger:
         body = msgspec.msgpack.encode(report)
@@ -413,10 +414,10 @@ def test_a_node_of_another_version_whose_report_is_another_one() -> None:
 
 def test_a_node_with_a_public_address_is_refused() -> None:
     """It may have come from a private one."""
-    settings = at_door(free_port())
+    settings = joining_settings(free_port())
     admitted: list[JoinedNode] = []
-    with JoinListener(settings) as door:
-        waiting = threading.Thread(target=lambda: admitted.extend(*door.wait_for([0])))
+    with JoinListener(settings) as listener:
+        waiting = threading.Thread(target=lambda: admitted.extend(*listener.wait_for([0])))
         waiting.start()
         with join(settings, facts(1, address="8.8.8.8")) as refused:
             (message,) = Channel[Any](refused, Dismissed)
@@ -429,9 +430,9 @@ def test_a_node_with_a_public_address_is_refused() -> None:
 
 def test_a_node_joins_once_for_each_of_its_replicas() -> None:
     """Replica 0 lies on node 0; the others wait for their connection, and another one in the place of a lost one."""
-    settings = at_door(free_port(), replicas=3)
+    settings = joining_settings(free_port(), replicas=3)
     assert settings.groups == [range(1), range(1), range(1, 2)]
-    with JoinListener(settings) as door:
+    with JoinListener(settings) as listener:
         lost = join(settings, facts(1, replicas=3), 2)
         with join(settings, facts(1, replicas=3), 0) as refused:
             (message,) = Channel[Any](refused, Dismissed)
@@ -441,7 +442,7 @@ def test_a_node_joins_once_for_each_of_its_replicas() -> None:
         assert re.search(r"--data-parallel-size 1\b.*\bnode 0 .*\b3\b", message.message)
         lost.close()
         with join(settings, facts(1, replicas=3), 2) as there:
-            groups = door.wait_for([0, 1, 2])
+            groups = listener.wait_for([0, 1, 2])
             assert [len(nodes) for nodes in groups] == [0, 0, 1]
             [[], [], [node]] = groups
             assert node.present and node.connection.getpeername() == there.getsockname()
@@ -449,34 +450,34 @@ def test_a_node_joins_once_for_each_of_its_replicas() -> None:
 
 
 def test_a_wait_that_is_given_up() -> None:
-    with JoinListener(at_door(free_port())) as door, refuses(ConfigError, HEAD_CLOSED):
-        door.wait_for([0], lambda: True)
+    with JoinListener(joining_settings(free_port())) as listener, refuses(ConfigError, HEAD_CLOSED):
+        listener.wait_for([0], lambda: True)
 
 
 def test_a_head_that_has_ended() -> None:
     with refuses(ConfigError, "head-gone"):
-        connect_to_head(at_door(free_port()), gone_s=0.0)
+        connect_to_head(joining_settings(free_port()), gone_s=0.0)
 
 
 def test_nodes_that_do_not_come() -> None:
-    settings = at_door(free_port(), nodes=4, start_timeout_s=0.2)
-    with JoinListener(settings) as door, refuses(ConfigError, "nodes-missing", "nodes 1, 2, 3", settings.head):
-        door.wait_for([0])
+    settings = joining_settings(free_port(), nodes=4, start_timeout_s=0.2)
+    with JoinListener(settings) as listener, refuses(ConfigError, "nodes-missing", "nodes 1, 2, 3", settings.head):
+        listener.wait_for([0])
 
 
 def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with refuses(ConfigError, "cannot-listen", f"127.0.0.1:{port}"):
-            JoinListener(at_door(port))
+            JoinListener(joining_settings(port))
 
 
 def test_a_head_that_does_not_come_or_has_another_key() -> None:
     with refuses(ConfigError, "head-missing", "0.1 s"):
-        connect_to_head(at_door(free_port(), start_timeout_s=0.1))
-    settings = at_door(free_port())
+        connect_to_head(joining_settings(free_port(), start_timeout_s=0.1))
+    settings = joining_settings(free_port())
     with JoinListener(settings), refuses(ConfigError, "other-cluster-key", settings.head):
-        connect_to_head(at_door(settings.port, key=b"b" * 32))
+        connect_to_head(joining_settings(settings.port, key=b"b" * 32))
 
 
 # --- the division of ranks ---

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from weft.engine.client.progress import Progress
+from weft.engine.client.progress import ProgressBar
 
 
 class Terminal(io.StringIO):
@@ -20,7 +20,7 @@ class Terminal(io.StringIO):
 def test_a_bar_on_a_terminal(animated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    with Progress(3, True, "Runs", animated=animated) as progress:
+    with ProgressBar(3, True, "Runs", animated=animated) as progress:
         progress.advance()
         progress.advance()
     assert "Runs:" in terminal.getvalue() and "2/3" in terminal.getvalue()
@@ -29,9 +29,9 @@ def test_a_bar_on_a_terminal(animated: bool, monkeypatch: pytest.MonkeyPatch) ->
 def test_nothing_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe, terminal = io.StringIO(), Terminal()
     monkeypatch.setattr("sys.stderr", pipe)
-    with Progress(3, True, "Runs") as progress:
+    with ProgressBar(3, True, "Runs") as progress:
         progress.advance()
     monkeypatch.setattr("sys.stderr", terminal)
-    with Progress(3, False) as progress:
+    with ProgressBar(3, False) as progress:
         progress.advance()
     assert pipe.getvalue() + terminal.getvalue() == ""

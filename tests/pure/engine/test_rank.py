@@ -13,7 +13,7 @@ import pytest
 
 from weft.engine.core.commands import Command, Done, Reply
 from weft.engine.core.step import StepPlan, StepResult
-from weft.engine.executors.messages import Failed, RunStep, StepDone
+from weft.engine.executors.messages import RankFailed, RunStep, StepDone
 from weft.engine.executors.rank import gc_paused, run_rank
 from weft.plan.memory import Capacity
 
@@ -57,7 +57,7 @@ def said_by(worker: Scripted) -> list[Any]:
     thread.start()
     thread.join(30)
     assert not thread.is_alive()
-    return [message for message in said if isinstance(message, StepDone | Failed)]
+    return [message for message in said if isinstance(message, StepDone | RankFailed)]
 
 
 def test_a_result_at_once_does_not_overtake_one_that_is_waited_for() -> None:
@@ -90,7 +90,7 @@ def test_a_failure_in_a_result_is_the_last_message() -> None:
         raise ValueError("an illegal access")
 
     said = said_by(Scripted([result(0), broken, result(2)]))
-    assert isinstance(said[0], StepDone) and isinstance(said[1], Failed) and len(said) == 2
+    assert isinstance(said[0], StepDone) and isinstance(said[1], RankFailed) and len(said) == 2
     assert "an illegal access" in said[1].cause.cause
 
 

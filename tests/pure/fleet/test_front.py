@@ -25,7 +25,7 @@ from weft.fleet.hosting.residency import Need, Residency, State
 from weft.fleet.hosting.set_plan import ModelPlan, SetPlan
 from weft.fleet.upstreams.config import UpstreamConfig
 from weft.fleet.upstreams.policy import POLICIES
-from weft.fleet.upstreams.replica import Replica
+from weft.fleet.upstreams.replica import UpstreamReplica
 from weft.http.errors import WHOLE, HttpError
 from weft.http.options import ServeOptions
 from weft.machine.hardware.cluster import parse_gpus
@@ -53,7 +53,7 @@ class Front:
             is_suspended = False
 
             def __init__(self, name: str, names: Sequence[str]) -> None:
-                self.replica = Replica(UpstreamConfig(url=f"{url}/{name}", models=list(names)))
+                self.replica = UpstreamReplica(UpstreamConfig(url=f"{url}/{name}", models=list(names)))
                 self.replica.draining, self.is_running, self.pid, self.commands = True, False, 7, list[str]()
                 self.end = asyncio.Event()
 

@@ -26,7 +26,7 @@ from weft.api.server.openapi import OPERATIONS
 from weft.errors import ConfigError
 from weft.fleet.accounts.ledger import DAY_HOURS, HOUR_S, KEPT_HOURS, Amount, Ledger
 from weft.fleet.accounts.prices import TOOL_TOKENS
-from weft.fleet.accounts.shares import ACTIVE_S, Shares
+from weft.fleet.accounts.rates import ACTIVE_S, Shares
 from weft.fleet.gateway.accounts import WITHOUT_ANSWER
 from weft.fleet.gateway.completion import COUNTED
 from weft.fleet.upstreams.config import make_config

@@ -24,7 +24,7 @@ from weft.fleet.upstreams import check_loop
 from weft.fleet.upstreams.breaker import FAILURES, SHORTEST_S
 from weft.fleet.upstreams.check_loop import CheckLoop
 from weft.fleet.upstreams.config import make_config
-from weft.fleet.upstreams.replica import Replica
+from weft.fleet.upstreams.replica import UpstreamReplica
 from weft.fleet.upstreams.watches import FileWatch
 from weft.http.key_file import read_keys
 
@@ -37,7 +37,7 @@ def hangup() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
-def break_down(live: LiveGateway, replica: Replica) -> None:
+def break_down(live: LiveGateway, replica: UpstreamReplica) -> None:
     for _ in range(FAILURES):
         replica.breaker.fail(live.proxy.fleet.clock(), "x", probe=False)
 

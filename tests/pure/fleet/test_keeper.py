@@ -13,7 +13,7 @@ import pytest
 from tests.refusals import refuses
 from weft.config import EngineConfig
 from weft.errors import PlanError
-from weft.fleet.hosting import health
+from weft.fleet.hosting import hosted
 from weft.fleet.hosting import keeper as keepers
 from weft.fleet.hosting.catalogue import SetFleet
 from weft.fleet.hosting.hosted import FAILURES
@@ -131,7 +131,7 @@ async def until(check: Any) -> None:
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TICK_S", "GONE_POLL_S"):
         monkeypatch.setattr(keepers, name, 0.01)
-    monkeypatch.setattr(health, "CHECK_EVERY_S", 0.0)
+    monkeypatch.setattr(hosted, "CHECK_EVERY_S", 0.0)
 
 
 async def ask(keeper: Keeper, name: str, **fields: Any) -> None:

@@ -17,7 +17,7 @@ from weft.cli.commands import COMMANDS
 from weft.cli.dispatch import dispatch
 from weft.cli.flags.flags import serve_options
 from weft.cli.parser import UsageError, parse_command
-from weft.cli.plan.plan_set import plan_text
+from weft.cli.plan.model_set import plan_text
 from weft.cli.serve import set_file
 from weft.cli.serve.serve import main as serve
 from weft.cli.serve.serve import ollama_address

@@ -15,11 +15,11 @@ from weft.fleet.upstreams.policy import (
     Fingerprint,
     LeastConnections,
     Prefix,
+    PrefixMap,
     ReplicaViews,
     RoundRobin,
-    Session,
+    SessionAffinity,
 )
-from weft.fleet.upstreams.prefix_map import PrefixMap
 
 ANY = Fingerprint()
 NAMES = ("a", "b", "c")
@@ -93,7 +93,7 @@ def test_power_of_two_avoids_the_busiest() -> None:
 
 
 def test_a_session_stays_unless_its_replica_goes() -> None:
-    by_session = Session()
+    by_session = SessionAffinity()
     sessions = [Fingerprint(session=f"s{number}") for number in range(300)]
     before = [NAMES[by_session.choose_replica(each, idle())] for each in sessions]
     without_b = ("a", "c")
@@ -103,7 +103,7 @@ def test_a_session_stays_unless_its_replica_goes() -> None:
 
 
 def test_requests_without_a_session_go_to_the_least_busy() -> None:
-    assert Session().choose_replica(ANY, busy(2, 0, 1)) == 1
+    assert SessionAffinity().choose_replica(ANY, busy(2, 0, 1)) == 1
 
 
 def test_a_prefix_goes_where_it_is_known_until_that_replica_is_too_busy() -> None:

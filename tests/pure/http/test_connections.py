@@ -16,7 +16,7 @@ from tests.log_events import logged
 from tests.pure.servers import PATIENCE_S, weft_server
 from tests.pure.worlds import FakeEngine, World, endless
 from weft.http import admission
-from weft.http.admission import Admission, ConnectionLimits
+from weft.http.admission import ConnectionAdmission, ConnectionLimits
 from weft.http.connection import Connection
 from weft.http.flow import CycleWriter
 
@@ -452,7 +452,7 @@ def test_bytes_that_are_held_are_given_back() -> None:
         def refuse(self, error: Exception) -> None:
             self.refused += 1
 
-    pool = Admission(ConnectionLimits(held_bytes=100))
+    pool = ConnectionAdmission(ConnectionLimits(held_bytes=100))
     holders = [Holder() for _ in range(50)]
     for holder in holders:
         pool.hold(holder, 2)
@@ -473,7 +473,7 @@ def test_a_client_that_takes_a_long_answer_slowly_is_not_stalled(monkeypatch: py
 
     now = [0.0]
     monkeypatch.setattr(admission.time, "monotonic", lambda: now[0])
-    pool = Admission(ConnectionLimits())
+    pool = ConnectionAdmission(ConnectionLimits())
     slow, stalled = Reader(), Reader()
     for reader in (slow, stalled):
         pool.note_unread(reader, True)

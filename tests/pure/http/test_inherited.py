@@ -11,7 +11,7 @@ import pytest
 
 from tests.refusals import refuses
 from weft.errors import ConfigError
-from weft.http import inherited, listen
+from weft.http import listen
 from weft.http.options import ServeOptions
 
 Passes = Callable[..., dict[str, str]]
@@ -22,7 +22,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
     """A function that passes a descriptor, as systemd passes the first: it belongs to the server from then on."""
 
     def pass_on(descriptor: int, count: str = "1", pid: int | None = None) -> dict[str, str]:
-        monkeypatch.setattr(inherited, "FIRST", os.dup(descriptor))
+        monkeypatch.setattr(listen, "FIRST_PASSED", os.dup(descriptor))
         return {"LISTEN_FDS": count, "LISTEN_PID": f"{pid or os.getpid()}", "LISTEN_FDNAMES": "weft.socket", "A": "b"}
 
     return pass_on
@@ -34,7 +34,7 @@ def test_a_passed_socket_is_the_server_s(passes: Passes, monkeypatch: pytest.Mon
             monkeypatch.setenv(name, value)
         options = ServeOptions(port=1)  # of no account
         with listen.bind(options) as listener:
-            assert not {*inherited.VARIABLES} & {*os.environ}, "a program started later takes nothing for its own"
+            assert not {*listen.PASSED_VARIABLES} & {*os.environ}, "a program started later takes nothing for its own"
             assert not os.get_inheritable(listener.fileno())
             listen.start_listening(listener, options)
             assert listen.public_url(listener, options) == f"http://127.0.0.1:{opened.getsockname()[1]}"
@@ -48,7 +48,7 @@ def test_the_path_of_a_passed_unix_socket_counts_as_the_flag(passes: Passes, tmp
     with socket.socket(socket.AF_UNIX) as opened:
         opened.bind(str(tmp_path / "socket"))
         opened.listen()
-        listener = inherited.inherited_listener(passes(opened.fileno()))
+        listener = listen.inherited_listener(passes(opened.fileno()))
         assert listener is not None
         with listener:
             assert listen.bound_options(listener, ServeOptions()).uds == str(tmp_path / "socket")
@@ -61,13 +61,13 @@ def test_the_path_of_a_passed_unix_socket_counts_as_the_flag(passes: Passes, tmp
 )
 def test_sockets_for_others_are_left_alone(environ: dict[str, str]) -> None:
     before = dict(environ)
-    assert inherited.inherited_listener(environ) is None and environ == before
+    assert listen.inherited_listener(environ) is None and environ == before
 
 
 def test_what_is_no_listening_socket_is_refused(passes: Passes, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as opened, refuses(ConfigError, "several-sockets-passed"):
-        inherited.inherited_listener(passes(opened.fileno(), count="2"))
+        listen.inherited_listener(passes(opened.fileno(), count="2"))
     with socket.socket() as silent, refuses(ConfigError, "passed-socket-unusable"):
-        inherited.inherited_listener(passes(silent.fileno()))
+        listen.inherited_listener(passes(silent.fileno()))
     with (tmp_path / "file").open("w") as file, refuses(ConfigError, "passed-socket-unusable"):
-        inherited.inherited_listener(passes(file.fileno()))
+        listen.inherited_listener(passes(file.fileno()))

@@ -13,7 +13,7 @@ import pytest
 
 from tests.log_events import logged
 from tests.refusals import refuses
-from weft.api.observe.progress import Progress
+from weft.api.observe.progress import StepProgress
 from weft.errors import ConfigError
 from weft.http import listen
 from weft.http.options import ServeOptions
@@ -134,7 +134,7 @@ def test_certificates_are_tried_before_anything_slow(tmp_path: Path) -> None:
 
 def test_work_without_a_step_is_a_stall_only_after_the_time() -> None:
     now = 0.0
-    progress = Progress(10.0, lambda: now)
+    progress = StepProgress(10.0, lambda: now)
     now = 100.0  # long idle
     progress.begin()
     now = 110.0

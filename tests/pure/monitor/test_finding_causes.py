@@ -11,12 +11,11 @@ from tests.pure.worlds import PLAN
 from weft.checkpoint.architectures.shape import Experts
 from weft.engine.core.request import Stats
 from weft.machine.hardware.topology import Holder
-from weft.monitor.causes import CAUSES, link_causes
 from weft.monitor.figures import FINDING_FIELDS, cache_bytes, describe_finding, describe_model, describe_ranks
 from weft.monitor.finding import Code, Finding
 from weft.monitor.history import GpuMoment, History, Snapshot, weights_of
 from weft.monitor.restart import restart_with_cut
-from weft.monitor.rules import diagnose
+from weft.monitor.rules import CAUSES, diagnose, link_causes
 from weft.plan.places import cut_places
 from weft.plan.plan import Plan, named_devices
 

@@ -15,7 +15,7 @@ from weft.machine.hardware.cluster import Cluster, Node, parse_gpus
 from weft.machine.hardware.gpus import find_gpu
 from weft.planner.deployment import Workload
 from weft.planner.memory.footprint import ReplicaMemory, footprint
-from weft.planner.profiles import Constant, Profile, engine_profile, load_profile
+from weft.planner.profiles import Constant, EngineProfile, engine_profile, load_profile
 from weft.planner.question import Question
 from weft.planner.work.batch import FULL, KV_SHARE_FOR_STEP, TokenBudget, token_budgets, with_token_budget
 from weft.planner.work.replica import PlannedReplica, build_replicas
@@ -25,7 +25,9 @@ LIMIT_S = WEFT.hold_up_ms.value * 1e-3
 MODELS = ("Qwen3-0.6B", "Llama-3.1-8B", "Qwen3-30B-A3B", "Qwen3-32B")
 
 
-def replica(model: str, gpus: str, stages: int = 1, tensor: int = 1, **limits: float) -> tuple[PlannedReplica, Profile]:
+def replica(
+    model: str, gpus: str, stages: int = 1, tensor: int = 1, **limits: float
+) -> tuple[PlannedReplica, EngineProfile]:
     shape, cluster = find(model).shape, parse_gpus(gpus)
     own = msgspec.structs.replace(WEFT, **{name: Constant(value, "a test") for name, value in limits.items()})
     layout = cut(shape, range(stages * tensor), stages=stages, tensor=tensor)
@@ -36,7 +38,7 @@ def best(*asked: Any, longest: int = 32_768, **limits: float) -> TokenBudget:
     return next(token_budgets(*replica(*asked, **limits), longest))
 
 
-def memory(model: str, cluster: Cluster, own: Profile = WEFT, workload: Workload | None = None) -> ReplicaMemory:
+def memory(model: str, cluster: Cluster, own: EngineProfile = WEFT, workload: Workload | None = None) -> ReplicaMemory:
     shape = find(model).shape
     return footprint(shape, cut(shape, [0]), cluster, own, workload).replicas[0]
 

@@ -10,8 +10,8 @@ from tests.refusals import refusals, refuses
 from weft.checkpoint.names import catalogue
 from weft.errors import ConfigError
 from weft.machine.hardware.cluster import parse_gpus
-from weft.planner.claims.claim_text import Claim, GainClaim, LinkClaim, parse_claim
 from weft.planner.claims.claims import ClaimVerdict, judge_claim
+from weft.planner.claims.text import Claim, GainClaim, LinkClaim, parse_claim
 
 
 def verdict(text: str) -> ClaimVerdict:

@@ -17,8 +17,7 @@ from weft.machine.hardware.host import Host, probe_host
 from weft.machine.hardware.topology import Gpu
 from weft.machine.native import prebuilt
 from weft.probes import stored_speeds
-from weft.probes.fingerprint import fingerprint
-from weft.probes.stored_speeds import GpuSpeed, PairSpeed, Speeds, cpu_speed_of, load_speeds
+from weft.probes.stored_speeds import GpuSpeed, PairSpeed, Speeds, cpu_speed_of, fingerprint, load_speeds
 
 CARD = Gpu(index=0, name="card", uuid="GPU-1", total_bytes=8, free_bytes=8, capability=(8, 0))
 HOST = Host(

@@ -17,7 +17,7 @@ from weft.cli import engine, main
 from weft.cli.bench import bench
 from weft.config import EngineConfig
 from weft.engine.core.token_ids import TokenIds
-from weft.engine.executors.base import Ready
+from weft.engine.executors.base import StartResult
 from weft.engine.frontend.outputs import CompletionOutput, Metrics, RequestOutput
 from weft.engine.replicas.running import RunningReplica
 from weft.errors import ConfigError, WeftError
@@ -27,7 +27,7 @@ from weft.probes.stored_speeds import Speeds
 from weft.study.bench import __main__ as side
 from weft.study.bench import suite
 from weft.study.bench.compare import figure_changes, read_result
-from weft.study.bench.measure import BatchRun, median_figures, run_batch
+from weft.study.bench.measure import RunFigures, median_figures, run_batch
 from weft.study.bench.predicted import FIGURES, comparison_lines, predict_batch
 from weft.study.bench.workload import BenchRequest, nano_vllm, random_requests
 
@@ -81,7 +81,7 @@ class FakeLLM:
 
     @property
     def replicas(self) -> list[RunningReplica]:
-        return [RunningReplica(self.plan, Ready(num_blocks=self.num_blocks, ranks=[]))]
+        return [RunningReplica(self.plan, StartResult(num_blocks=self.num_blocks, ranks=[]))]
 
     def generate(self, prompts: Any, params: Any, use_tqdm: bool) -> list[RequestOutput]:
         self.asked.append((prompts, params))
@@ -113,8 +113,8 @@ def test_a_run_s_figures() -> None:
 
 
 def test_typical_is_the_median_of_each_figure() -> None:
-    def made(seconds: float, ttft_s: float) -> BatchRun:
-        return BatchRun(seconds=seconds, ttft_s=ttft_s, tpot_s=0.5, input_tokens=10, output_tokens=20)
+    def made(seconds: float, ttft_s: float) -> RunFigures:
+        return RunFigures(seconds=seconds, ttft_s=ttft_s, tpot_s=0.5, input_tokens=10, output_tokens=20)
 
     got = median_figures([made(1, 0.3), made(4, 0.1), made(2, 0.2)])
     assert got == {

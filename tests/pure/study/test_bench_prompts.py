@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.refusals import refuses
 from weft.errors import ConfigError
 from weft.study.bench.arrivals import arrival_times
-from weft.study.bench.prompts import Prompt, length_range, random_prompts, read_prompts
+from weft.study.bench.prompts import BenchPrompt, length_range, random_prompts, read_prompts
 
 
 @given(seed=st.integers(0, 99), rate=st.floats(0.1, 100), shape=st.floats(0.2, 20))
@@ -44,7 +44,7 @@ def test_random_prompts(seed: int, length: int, ratio: float, prefix: int, vocab
     low, high = length_range(length, ratio)
     assert 1 <= low <= length <= high
 
-    def draw() -> list[Prompt]:
+    def draw() -> list[BenchPrompt]:
         return random_prompts(seed, count=3, vocab=vocab, input_len=(low, high), output_len=(1, 5), prefix_len=prefix)
 
     prompts = draw()
@@ -64,9 +64,9 @@ def test_prompts_from_a_file(tmp_path: Path) -> None:
     ]
     lines.write_text("\n\n".join(map(json.dumps, rows)))
     assert read_prompts(str(lines), output_len=9) == [
-        Prompt("one", 5),
-        Prompt([1, 2], 9),
-        Prompt([{"role": "user", "content": "x"}], 7),
+        BenchPrompt("one", 5),
+        BenchPrompt([1, 2], 9),
+        BenchPrompt([{"role": "user", "content": "x"}], 7),
     ]
     shared = tmp_path / "sharegpt.json"
     talks = [
@@ -74,7 +74,7 @@ def test_prompts_from_a_file(tmp_path: Path) -> None:
         {"conversations": []},
     ]
     shared.write_text(json.dumps(talks))
-    assert read_prompts(str(shared), output_len=9) == [Prompt("hi", 9)]
+    assert read_prompts(str(shared), output_len=9) == [BenchPrompt("hi", 9)]
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.pure.commands import parsed, refused_line
-from weft.cli.bench.bench_serve import result_path
-from weft.cli.bench.bench_view import times_table
+from weft.cli.bench.serve import result_path
+from weft.cli.bench.view import times_table
 from weft.cli.flags.bench_flags import TIMES
 from weft.study.bench.summary import METRICS
 

@@ -16,16 +16,16 @@ from tests.refusals import has_values, refuses
 from weft.errors import ConfigError
 from weft.study.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress
 from weft.study.bench.load import LoadResult, RequestOptions, RequestRecord, error_text, run_open_loop, send_request
-from weft.study.bench.prompts import Prompt
+from weft.study.bench.prompts import BenchPrompt
 from weft.study.bench.summary import load_warnings, meets_limits, parse_limits, percentile, summarise_load
 
 
 async def one(
-    answering: Answering, asking: RequestOptions | None = None, prompt: Prompt | None = None
+    answering: Answering, asking: RequestOptions | None = None, prompt: BenchPrompt | None = None
 ) -> RequestRecord:
     async with serving(answering) as server:
         client, asking = HttpClient(server), asking or RequestOptions(model="m")
-        prompt = prompt or Prompt([1, 2, 3], 4)
+        prompt = prompt or BenchPrompt([1, 2, 3], 4)
         record = RequestRecord(due_s=0.0, requested_tokens=prompt.output_len)
         await send_request(client, asking, record, asking.body(prompt))
         client.close()
@@ -71,7 +71,7 @@ async def test_chat_has_messages_and_deltas() -> None:
         exchange.event(b"[DONE]")
         exchange.end()
 
-    record = await one(chat, RequestOptions(api="openai-chat"), Prompt("hello", 9))
+    record = await one(chat, RequestOptions(api="openai-chat"), BenchPrompt("hello", 9))
     assert record.error is None and len(record.pieces_s) == 2
     assert record.output_tokens == 2  # a server that counts nothing
 
@@ -191,13 +191,13 @@ async def test_connections_are_kept_and_a_stale_one_is_no_failure() -> None:
         client, asking = HttpClient(server), RequestOptions()
         for _ in range(3):
             record = RequestRecord(due_s=0.0, requested_tokens=4)
-            await send_request(client, asking, record, asking.body(Prompt([1], 4)))
+            await send_request(client, asking, record, asking.body(BenchPrompt([1], 4)))
             assert record.error is None
         assert len(connections) == 1
         # The server hangs up in the moment in which the next request is on its way.
         client._idle[0]._transport.write(b"GET / HTTP/1.1\r\nContent-Length: nonsense\r\n\r\n")  # type: ignore[union-attr]
         record = RequestRecord(due_s=0.0, requested_tokens=4)
-        await send_request(client, asking, record, asking.body(Prompt([1], 4)))
+        await send_request(client, asking, record, asking.body(BenchPrompt([1], 4)))
         assert record.error is None and len(connections) == 2
         client.close()
 
@@ -235,7 +235,7 @@ async def test_the_loop_is_open() -> None:
         await good(exchange)
 
     async with serving(together) as server:
-        prompts = [Prompt([1] * n, 3) for n in range(1, count + 1)]
+        prompts = [BenchPrompt([1] * n, 3) for n in range(1, count + 1)]
         load = await run_open_loop(HttpClient(server), RequestOptions(), prompts, [0.001 * n for n in range(count)])
     assert [record.error for record in load.records] == [None] * count
     assert load.most_at_once == count
@@ -259,7 +259,7 @@ async def test_a_limit_on_concurrency_holds_requests_back() -> None:
         load = await run_open_loop(
             HttpClient(server),
             RequestOptions(),
-            [Prompt([1], 2)] * 7,
+            [BenchPrompt([1], 2)] * 7,
             [0.0] * 7,
             max_concurrency=2,
             on_end=ended.append,
@@ -282,7 +282,7 @@ async def test_a_load_that_is_cancelled_keeps_what_was_answered() -> None:
 
     ended: list[RequestRecord] = []
     async with serving(four_then_silence) as server:
-        prompts = [Prompt([1], 2)] * 9
+        prompts = [BenchPrompt([1], 2)] * 9
         laying = asyncio.create_task(
             run_open_loop(HttpClient(server), RequestOptions(), prompts, [0.0] * 9, on_end=ended.append)
         )
@@ -300,7 +300,7 @@ async def test_a_load_without_an_answer_is_cancelled_for_good() -> None:
         await asyncio.sleep(60)
 
     async with serving(silent) as server:
-        laying = asyncio.create_task(run_open_loop(HttpClient(server), RequestOptions(), [Prompt([1], 2)], [0.0]))
+        laying = asyncio.create_task(run_open_loop(HttpClient(server), RequestOptions(), [BenchPrompt([1], 2)], [0.0]))
         await asyncio.sleep(0.05)
         laying.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -313,7 +313,7 @@ async def test_some_fail_and_all_are_counted() -> None:
 
     async with serving(every_other) as server:
         load = await run_open_loop(
-            HttpClient(server), RequestOptions(), [Prompt([1], n) for n in range(1, 7)], [0.0] * 6
+            HttpClient(server), RequestOptions(), [BenchPrompt([1], n) for n in range(1, 7)], [0.0] * 6
         )
     figures = summarise_load(load, {"ttft": 600.0})
     assert (figures["completed"], figures["failed"]) == (3, 3)

@@ -27,7 +27,7 @@ from weft.checkpoint.files import fields
 from weft.checkpoint.quantised.precision import weight_bytes
 from weft.checkpoint.quantised.schemes import ONLINE_QUANTIZATIONS
 from weft.cli import main
-from weft.cli.bench import bench_calibrate
+from weft.cli.bench import calibrate
 from weft.cli.parser import UsageError
 from weft.config import EngineConfig
 from weft.engine.core.token_ids import TokenIds
@@ -311,7 +311,7 @@ def test_a_hiccup_becomes_no_constant(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(host, "probe_host", lambda: HOST)
     monkeypatch.setattr(engine_speed, "measure_loads", measure)
     monkeypatch.setattr(engine_speed, "runtime_bytes", lambda *_: 400 << 20)
-    found = bench_calibrate.calibrate_device(said(""), bench_calibrate.measured_config(said("")), HOST, spec, None)
+    found = calibrate.calibrate_device(said(""), calibrate.measured_config(said("")), HOST, spec, None)
     assert asked[-2:] == [("wide q8_0", 3)] * 2
     assert found.points == there and found.fit.values == fit.fit_constants(spec, there).values
     assert re.search(r"\bwide q8_0: 3 ", capsys.readouterr().err)
@@ -467,11 +467,11 @@ def said(words: str) -> Any:
 
 
 def test_the_command_measures_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert bench_calibrate.measured_config(said("")).model == "synthetic"
-    assert bench_calibrate.measured_config(said("m --dtype half")).dtype == "half"
+    assert calibrate.measured_config(said("")).model == "synthetic"
+    assert calibrate.measured_config(said("m --dtype half")).dtype == "half"
     for words in ("-tp 2", "-pp 2", "--tensor-split 2,1"):
         with refuses(UsageError, "several-ranks-to-calibrate"):
-            bench_calibrate.measured_config(said(words))
+            calibrate.measured_config(said(words))
 
 
 def test_the_command_prints_keeps_and_doubts(
@@ -487,9 +487,9 @@ def test_the_command_prints_keeps_and_doubts(
 
     def one(*_: object) -> Any:
         found = fit.fit_constants(cpu(), there)
-        return bench_calibrate.DeviceResult(made(error=worst), there, found)
+        return calibrate.DeviceResult(made(error=worst), there, found)
 
-    monkeypatch.setattr(bench_calibrate, "calibrate_device", one)
+    monkeypatch.setattr(calibrate, "calibrate_device", one)
     assert main.main(["bench", "calibrate"]) == 0
     captured = capsys.readouterr()
     has_values(captured.out, "AMD EPYC (2 cores), bf16, ", "2026-11-20")
@@ -524,15 +524,15 @@ def test_sizes_of_attention_are_kept_if_the_figures_are(
         asked.append((ranks, keep))
         return []
 
-    def measured(*_: object) -> bench_calibrate.DeviceResult:
+    def measured(*_: object) -> calibrate.DeviceResult:
         measurements = points(cpu(), TRUE)
-        return bench_calibrate.DeviceResult(
+        return calibrate.DeviceResult(
             made(error=error), measurements, fit.fit_constants(cpu(), measurements), tunable=plan
         )
 
     monkeypatch.setattr(host, "probe_host", lambda: there)
-    monkeypatch.setattr(bench_calibrate, "calibrate_device", measured)
-    monkeypatch.setattr(bench_calibrate, "tune_attention", tune)
+    monkeypatch.setattr(calibrate, "calibrate_device", measured)
+    monkeypatch.setattr(calibrate, "tune_attention", tune)
     assert main.main(["bench", "calibrate", "m", *words.split()]) == (1 if error > 0.5 and not kept else 0)
     assert asked == [((1,), kept)]
 
@@ -556,32 +556,32 @@ def test_attention_is_tuned_for_a_model_s_heads_and_their_even_cuts(
             TunedSizes(q_heads=9, kv_heads=3, decode={1: "tile 64", 8: "fast"}, prefill="tile 128", path="/c/t.json")
         ]
 
-    monkeypatch.setattr(bench_calibrate, "tune_attention", tune)
+    monkeypatch.setattr(calibrate, "tune_attention", tune)
     # By which the measured models are so large that no cache holds them.
     monkeypatch.setattr(engine_speed, "last_cache_bytes", lambda: 32 << 20)
-    found = bench_calibrate.tune_on_gpu(plan, 2, keep=False)
+    found = calibrate.tune_on_gpu(plan, 2, keep=False)
     for gpus in (1, 2, 5, 8):
-        bench_calibrate.tune_on_gpu(wide, gpus, keep=True)
+        calibrate.tune_on_gpu(wide, gpus, keep=True)
     ways = [((1,), False), ((1,), True), ((1, 2), True), ((1, 2, 4), True), ((1, 2, 4), True)]
     assert asked == ways
     told = capsys.readouterr().err.splitlines()[:4]
     assert [line.split() for line in told[1:3]] == [["10.0", "us", "fast"], ["20.0", "us", "slow"]]
     has_values(told[3], "large", "out of resource: shared memory")
     fitted = fit.fit_constants(cpu(), points(cpu(), TRUE))
-    whole = bench_calibrate.DeviceResult(made(), points(cpu(), TRUE), fitted, tuned=found)
-    lines = bench_calibrate.device_lines(whole)
+    whole = calibrate.DeviceResult(made(), points(cpu(), TRUE), fitted, tuned=found)
+    lines = calibrate.device_lines(whole)
     has_values(lines[-5], "9 query and 3 KV heads")
     assert lines[-4] == "1 row     tile 64" and lines[-2] == "prompts  tile 128"
     has_values(lines[-1], "/c/t.json")
     golden("bench_calibrate_gpu.txt", "\n".join(lines) + "\n")
-    told_json = json.loads(json.dumps(bench_calibrate.device_json(whole)))
+    told_json = json.loads(json.dumps(calibrate.device_json(whole)))
     assert told_json["attention"][0]["decode"] == {"1": "tile 64", "8": "fast"}
 
     def broken(*_: object, **__: object) -> list[TunedSizes]:
         raise ConfigError("it is hot", code="cannot-measure-attention")
 
-    monkeypatch.setattr(bench_calibrate, "tune_attention", broken)
-    assert bench_calibrate.tune_on_gpu(plan, 1, keep=True) == []
+    monkeypatch.setattr(calibrate, "tune_attention", broken)
+    assert calibrate.tune_on_gpu(plan, 1, keep=True) == []
     assert "it is hot" in caplog.text
 
 
@@ -590,18 +590,18 @@ def test_one_of_each_kind_of_device(cache: Path, monkeypatch: pytest.MonkeyPatch
     from tests.pure.machines import host as with_gpus
 
     monkeypatch.setattr(stored_speeds, "cpu_speed_of", lambda *_: SPEED)
-    config = bench_calibrate.measured_config(said(""))
-    ((index, spec),) = bench_calibrate.devices(HOST, config)
+    config = calibrate.measured_config(said(""))
+    ((index, spec),) = calibrate.devices(HOST, config)
     assert index is None and spec.kind == "cpu"
     there = with_gpus(tuple(msgspec.structs.replace(gpu(number), name="NVIDIA L4") for number in range(3)))
-    found = bench_calibrate.devices(there, config)
+    found = calibrate.devices(there, config)
     assert [index for index, _ in found] == [0] and found[0][1].kind == "gpu"
-    assert bench_calibrate.devices(there, bench_calibrate.measured_config(said("--device-ids 2")))[0][0] == 2
+    assert calibrate.devices(there, calibrate.measured_config(said("--device-ids 2")))[0][0] == 2
     with refuses(ConfigError, "device-ids-beyond-gpus", "7", "0 to 2"):
-        bench_calibrate.devices(there, bench_calibrate.measured_config(said("--device-ids 7")))
+        calibrate.devices(there, calibrate.measured_config(said("--device-ids 7")))
 
 
 def test_all_constants_have_a_name_for_people() -> None:
-    assert {*WIDTHS, "runtime_MiB"} == bench_calibrate.UNITS.keys()
+    assert {*WIDTHS, "runtime_MiB"} == calibrate.UNITS.keys()
     assert {*WIDTHS, "runtime_MiB", "weights_Bps q4_1", "matmul_flops q4_1"} == made().figures().keys()
     assert made().figures()["overlap"] == MeasuredFigure(0.8, "fit")

@@ -22,7 +22,7 @@ from weft.errors import ConfigError
 from weft.study.simulate.capacity_search import find_rate, find_replicas
 from weft.study.simulate.lengths import FixedLength, Lengths, LogNormalLength, UniformLength, parse_lengths
 from weft.study.simulate.load import RequestDistribution, SimulatedLoad
-from weft.study.simulate.objective import LatencyTarget, Objective, format_duration, parse_objective, percentile
+from weft.study.simulate.objective import LatencyObjective, LatencyTarget, format_duration, parse_objective, percentile
 from weft.study.simulate.report import summarize_times
 from weft.study.simulate.simulated_request import SimulatedRequest
 from weft.study.simulate.tally import Tally
@@ -287,7 +287,7 @@ def test_lengths_can_be_those_of_a_trace() -> None:
 
 def test_objectives_are_read() -> None:
     found = parse_objective(" ttft_p95=1s, tpot_p99.9 = 50ms,e2e_mean<=2m")
-    assert found == Objective(
+    assert found == LatencyObjective(
         (LatencyTarget("ttft", 95, 1.0), LatencyTarget("tpot", 99.9, 0.05), LatencyTarget("e2e", None, 120.0))
     )
     assert str(found) == "ttft_p95 1 s, tpot_p99.9 50 ms, e2e_mean 2 min"
@@ -377,18 +377,18 @@ def test_goodput_is_what_keeps_the_promise() -> None:
     plain = told([spec()], asked)
     assert plain.ttft_s is not None and plain.goodput_rate is None and plain.met is None
     middle = plain.ttft_s.p50
-    half = told([spec()], asked, Objective((LatencyTarget("ttft", 95, middle),)))
+    half = told([spec()], asked, LatencyObjective((LatencyTarget("ttft", 95, middle),)))
     assert half.goodput_share == pytest.approx(0.5, abs=0.01)
     assert half.goodput_rate == pytest.approx(half.requests * 0.5 / half.window_s, rel=0.02)
     assert half.met is False and half.objective[0].value_s == pytest.approx(plain.ttft_s.p95)
-    kept = told([spec()], asked, Objective((LatencyTarget("ttft", 50, middle), LatencyTarget("itl", 50, 1.0))))
+    kept = told([spec()], asked, LatencyObjective((LatencyTarget("ttft", 50, middle), LatencyTarget("itl", 50, 1.0))))
     assert kept.met is True
 
 
 def test_a_refused_request_waits_for_ever() -> None:
     asked = load(FixedLength(1024), FixedLength(100), rate=30.0)
     found = told(
-        [spec(max_num_seqs=2, max_num_queued=0)], asked, Objective((LatencyTarget("ttft", 95, 1.0),)), end_s=30.0
+        [spec(max_num_seqs=2, max_num_queued=0)], asked, LatencyObjective((LatencyTarget("ttft", 95, 1.0),)), end_s=30.0
     )
     assert found.refused > found.requests / 20
     assert found.met is False and found.objective[0].value_s == inf
@@ -400,7 +400,7 @@ def test_a_refused_request_waits_for_ever() -> None:
 
 def judged(met: Callable[[Any], bool]) -> Callable[[Any], Any]:
     """A run that says of a number whether it is enough."""
-    base = told([spec()], load(rate=1.0), Objective((LatencyTarget("ttft", 95, 1e-6),)), end_s=12.0)
+    base = told([spec()], load(rate=1.0), LatencyObjective((LatencyTarget("ttft", 95, 1e-6),)), end_s=12.0)
 
     def run(number: Any) -> Any:
         return msgspec.structs.replace(base, met=met(number), replicas=number, rate=number)

@@ -46,9 +46,10 @@ from weft.engine.core.token_ids import TokenIds
 from weft.machine.hardware import host
 from weft.plan.layout import build_plan
 from weft.ranks.comm import Links
-from weft.ranks.kernels.base import AttentionShape, Kernels, KVCache
-from weft.ranks.kernels.batch import Batch, Lengths
-from weft.ranks.kernels.latents import ExpandedRow, LatentDims, LatentProducts, attend_absorbed, attend_expanded
+from weft.ranks.kernels.attention import AttentionShape, KVCache
+from weft.ranks.kernels.base import Kernels
+from weft.ranks.kernels.batch import Batch, ExpandedRow, Lengths
+from weft.ranks.kernels.latents import LatentDims, LatentProducts, attend_absorbed, attend_expanded
 from weft.ranks.kernels.native import complete_kernels, create_attention
 from weft.ranks.worker.worker import Worker
 
@@ -132,7 +133,7 @@ def create_forms(context: int) -> dict[str, Callable[[], object]]:
     kept = KVCache(draw(*kept_dims), draw(*kept_dims))
     keys, values = draw(1, dims.heads, context - 1, key_dim), draw(1, dims.heads, context - 1, dims.value_dim)
     return {
-        "latents": partial(attend_absorbed, kernels, products, q, latents, batch, scale),
+        "latents": partial(attend_absorbed, kernels.latents, products, q, latents, batch, scale),
         "kept": partial(kernels.attention.attend, q, kept, batch, scale, None),
         "kept, torch": partial(F.scaled_dot_product_attention, q[:, :, None], keys, values, scale=scale),
         "kept, Transformers": partial(attend_and_grow, q[:, :, None], keys, values, scale),
@@ -171,7 +172,7 @@ def expand_anew(
 ) -> torch.Tensor:
     out = q.new_empty(1, LITE.heads * LITE.value_dim)
     row = ExpandedRow(slice(0, 1), int(batch.context[0]), batch.tables[0])
-    attend_expanded(kernels, products, q, latents, row, scale, out)
+    attend_expanded(kernels.latents, products, q, latents, row, scale, out)
     return out
 
 

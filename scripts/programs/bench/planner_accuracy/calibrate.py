@@ -11,7 +11,7 @@ import numpy as np
 
 from tests.pure.measured import Case
 from weft.formatting import format_version
-from weft.planner.profiles import Constant, Profile, engine_names, load_profile
+from weft.planner.profiles import Constant, EngineProfile, engine_names, load_profile
 
 Name = tuple[str, str]  # engine, empty for all, and constant
 
@@ -44,12 +44,12 @@ RIDGE = 0.12  # weight of a constant's whole tolerance, as an error in the logar
 FLOOR = 0.06  # errors above this count by their size, below it by their square
 
 
-def profiles(constants: Mapping[Name, float]) -> dict[str, Profile]:
+def profiles(constants: Mapping[Name, float]) -> dict[str, EngineProfile]:
     """The profile of every engine, with these constants in place of its own."""
     return {engine: _with(load_profile(engine), constants) for engine in engine_names()}
 
 
-def _with(profile: Profile, constants: Mapping[Name, float]) -> Profile:
+def _with(profile: EngineProfile, constants: Mapping[Name, float]) -> EngineProfile:
     changed: dict[str, object] = {}
     for (engine, name), value in constants.items():
         if engine in ("", profile.name) and name in profile.__struct_fields__:

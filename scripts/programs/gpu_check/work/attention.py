@@ -15,8 +15,8 @@ from scripts.programs.gpu_check.work import Figure, Options, is_wanted
 from scripts.programs.gpu_check.work.products import COLD_BYTES, REPLAYS, timed
 from weft.errors import ConfigError
 from weft.ranks.kernels import create_kernels
+from weft.ranks.kernels.attention import AttentionShape, KVCache, PagedAttention
 from weft.ranks.kernels.attention_inputs import decode_inputs
-from weft.ranks.kernels.base import AttentionShape, KVCache, PagedAttention
 from weft.ranks.kernels.batch import Batch
 from weft.ranks.kernels.contest import graph_seconds
 from weft.ranks.kernels.latents import AbsorbedQueries

@@ -19,7 +19,7 @@ from scripts.programs.gpu_check.work import Figure, Options
 from scripts.programs.gpu_check.work.profile import profiled_steps
 from weft import LLM
 from weft.ranks.worker.graphs import CudaGraphs, Replay
-from weft.study.bench.measure import BatchRun, run_batch
+from weft.study.bench.measure import RunFigures, run_batch
 from weft.study.bench.workload import BenchRequest, nano_vllm, random_requests
 
 ONE_INPUT, ONE_OUTPUT, ONE_RUNS = 128, 256, 3
@@ -89,7 +89,7 @@ def one_request(llm: LLM, shape: Shape, name: str, options: Options) -> Iterator
     tokens, output, runs = (4, 2, 1) if options["rehearse"] else (ONE_INPUT, ONE_OUTPUT, ONE_RUNS)
     ask = partial(random_requests, vocab=shape.vocab, count=1, input_len=(tokens, tokens), output_len=output)
     run_batch(llm, ask(-1))
-    done: list[BatchRun] = [run_batch(llm, ask(seed)) for seed in range(runs)]
+    done: list[RunFigures] = [run_batch(llm, ask(seed)) for seed in range(runs)]
     bound = None
     if not in_8_bits(options):
         cached = context_tokens(tokens, output) / (output - 1)

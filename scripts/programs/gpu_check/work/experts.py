@@ -11,8 +11,8 @@ from scripts.programs.gpu_check.work import Figure, Options, is_wanted
 from scripts.programs.gpu_check.work.products import COLD_BYTES, CUDA, REPLAYS, copied, filled, timed, warm
 from weft.checkpoint.architectures.place import Span
 from weft.checkpoint.architectures.shape import Experts
-from weft.ranks.kernels.base import ExpertStack
 from weft.ranks.kernels.experts import choose_experts
+from weft.ranks.kernels.matrices import ExpertStack
 from weft.ranks.kernels.triton.kernels import TritonMatrices
 from weft.ranks.kernels.usable import multiprocessor_count
 from weft.ranks.quant.quantised import QuantisedWeight

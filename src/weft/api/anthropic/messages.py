@@ -15,7 +15,7 @@ from weft.api.anthropic.prepare import PreparedMessages, count_tokens, prepare_m
 from weft.api.anthropic.types import (
     AnthropicAnswer,
     AnthropicUsage,
-    Delta,
+    ContentDelta,
     EndDelta,
     StreamEvent,
     TextBlock,
@@ -155,11 +155,11 @@ class MessageStream:
         if delta.reasoning and self._shows_thinking:
             if self._open != "thinking":
                 yield from self._open_block(ThinkingBlock(thinking=""))
-            yield self._delta(Delta(type="thinking_delta", thinking=delta.reasoning))
+            yield self._delta(ContentDelta(type="thinking_delta", thinking=delta.reasoning))
         if delta.content:
             if self._open != "text":
                 yield from self._open_block(TextBlock(text=""))
-            yield self._delta(Delta(type="text_delta", text=delta.content))
+            yield self._delta(ContentDelta(type="text_delta", text=delta.content))
         for call in delta.new_calls:
             yield from self._call_events(call)
 
@@ -167,9 +167,9 @@ class MessageStream:
         if call.id is not None:
             yield from self._open_block(ToolUseBlock(id=call.id, name=call.name or "", input={}))
         if call.arguments:
-            yield self._delta(Delta(type="input_json_delta", partial_json=call.arguments))
+            yield self._delta(ContentDelta(type="input_json_delta", partial_json=call.arguments))
 
-    def _delta(self, delta: Delta) -> StreamEvent:
+    def _delta(self, delta: ContentDelta) -> StreamEvent:
         return StreamEvent(type="content_block_delta", index=self._index, delta=delta)
 
     def _open_block(self, block: TextBlock | ThinkingBlock | ToolUseBlock) -> Iterator[StreamEvent]:
@@ -180,7 +180,7 @@ class MessageStream:
 
     def _close_block(self) -> Iterator[StreamEvent]:
         if self._open == "thinking":
-            yield self._delta(Delta(type="signature_delta", signature=""))
+            yield self._delta(ContentDelta(type="signature_delta", signature=""))
         if self._open:
             yield StreamEvent(type="content_block_stop", index=self._index)
         self._open = ""

@@ -138,7 +138,7 @@ class TokenCount(Struct):
     input_tokens: int
 
 
-class Delta(Struct, kw_only=True):
+class ContentDelta(Struct, kw_only=True):
     """New text of a block, by its `type`."""
 
     type: str

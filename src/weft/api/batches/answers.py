@@ -12,7 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from weft.api.batches.attempts import Attempts, Places, lost_engine
+from weft.api.batches.attempts import Attempts, LinePlaces, lost_engine
 from weft.api.batches.types import BatchLine
 from weft.api.service.service import Service
 from weft.errors import FatalRequestError
@@ -34,7 +34,7 @@ async def answer(
     service: Service,
     endpoint: Endpoint,
     line: BatchLine,
-    places: Places | None = None,
+    places: LinePlaces | None = None,
     attempts: Attempts | None = None,
 ) -> tuple[int, bytes]:
     """Status and body of the answer to a line, which counts as a request of the current client.

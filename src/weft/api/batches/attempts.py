@@ -58,7 +58,7 @@ def lost_engine(error: Exception | None) -> bool:
     return isinstance(error, HttpError) and error.code == "engine-restarts"
 
 
-class Places:
+class LinePlaces:
     """Places for lines that are being answered: at most `most` lines, or a single line that takes all places."""
 
     def __init__(self, most: int) -> None:

@@ -15,10 +15,10 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from weft.api.batches.answers import Endpoint
-from weft.api.batches.expiry import check_expiry, form_expiry
-from weft.api.batches.keeper import BatchKeeper, storage_failed
+from weft.api.batches.keeper import BatchKeeper
 from weft.api.batches.store import UNFINISHED, Page, new_id
-from weft.api.batches.types import BatchList, BatchObject, BatchRequest, DeletedFile, FileList, FileObject
+from weft.api.batches.store_thread import storage_failed
+from weft.api.batches.types import BatchList, BatchObject, BatchRequest, DeletedFile, ExpiresAfter, FileList, FileObject
 from weft.api.batches.uploads import Form, Reserve, boundary_of, read_form, receive_body
 from weft.api.service.service import Service
 from weft.errors import RequestError
@@ -32,6 +32,8 @@ OWNER_HEADER = "x-weft-owner"
 MAX_WINDOW_H = 24 * 30
 MAX_ROWS = 10_000  # rows of a list
 METADATA = 16, 64, 512  # most entries, and characters of a key and of a value
+ANCHOR = "created_at"
+MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 24 * 3600
 
 
 def _keeper(request: Request) -> BatchKeeper:
@@ -80,15 +82,15 @@ async def upload_file(request: Request) -> Response:
     check_page(request)
     boundary, owner = boundary_of(request), _owner(request)
     keeper = _keeper(request)
-    await keeper.call(lambda store: store.delete_expired(time.time()))
-    await keeper.call(lambda store: store.check_room(owner, 0))  # before the body is taken
+    await keeper.store.call(lambda store: store.delete_expired(time.time()))
+    await keeper.store.call(lambda store: store.check_room(owner, 0))  # before the body is taken
     received = 0
 
     async def reserve(size: int) -> None:
         nonlocal received
         received += size
         own, others = keeper.uploads.add(owner, size)
-        await keeper.call(lambda store: store.check_room(owner, own, others))
+        await keeper.store.call(lambda store: store.check_room(owner, own, others))
 
     try:
         file = await _receive_file(request, keeper, boundary, owner, reserve)
@@ -104,15 +106,15 @@ async def _receive_file(
     request: Request, keeper: BatchKeeper, boundary: bytes, owner: str, reserve: Reserve
 ) -> FileObject:
     """Receive an upload, and keep the file in it."""
-    store = await keeper.call(lambda store: store)
+    store = await keeper.store.call(lambda store: store)
     with store.new_content() as body:
         await receive_body(request, body, reserve)
         form = await asyncio.to_thread(read_form, body, boundary)
         _check_form(form)
-        lifetime_s = keeper.lifetime_s(form_expiry(form))
+        lifetime_s = keeper.store.lifetime_s(form_expiry(form))
         with store.new_content() as content:
             await asyncio.to_thread(_copy, body, form, content)
-            return await keeper.call(
+            return await keeper.store.call(
                 lambda store: store.add_file(owner, content, form.filename, PURPOSE, lifetime_s=lifetime_s)
             )
 
@@ -142,7 +144,7 @@ async def list_files(request: Request) -> Response:
     owner, purpose = _owner(request), request.query_params.get("purpose")
     newest_first = request.query_params.get("order", "desc") == "desc"
     page = _page(request, MAX_ROWS, newest_first=newest_first)
-    rows = await _keeper(request).call(lambda store: store.files(owner, page, purpose, time.time()))
+    rows = await _keeper(request).store.call(lambda store: store.files(owner, page, purpose, time.time()))
     shown, more = rows[: page.limit - 1], len(rows) == page.limit
     return JsonResponse(FileList(data=shown, has_more=more, first_id=_id(shown, 0), last_id=_id(shown, -1)))
 
@@ -155,7 +157,7 @@ async def get_file(request: Request) -> Response:
 async def file_content(request: Request) -> Response:
     """GET /v1/files/ID/content."""
     file = await _find_file(request, request.path_params["id"])
-    path = await _keeper(request).call(lambda store: store.content(file.id))
+    path = await _keeper(request).store.call(lambda store: store.content(file.id))
     if not path.exists():  # deleted concurrently, or lost with a disk
         raise _no_file(file.id)
     return FileResponse(path, media_type="application/octet-stream")
@@ -165,14 +167,14 @@ async def delete_file(request: Request) -> Response:
     """DELETE /v1/files/ID, unless an unfinished batch reads it."""
     file = await _find_file(request, request.path_params["id"])
     keeper = _keeper(request)
-    if not await keeper.call(lambda store: store.delete_file(file.id)):
+    if not await keeper.store.call(lambda store: store.delete_file(file.id)):
         raise HttpError(409, f"a batch that is not finished reads {file.id}; cancel it first", code="file-in-use")
     return JsonResponse(DeletedFile(id=file.id))
 
 
 async def _find_file(request: Request, id: str) -> FileObject:
     owner = _owner(request)
-    file = await _keeper(request).call(lambda store: store.file(owner, id))
+    file = await _keeper(request).store.call(lambda store: store.file(owner, id))
     if file is None or _is_expired(file):
         raise _no_file(id)
     return file
@@ -209,7 +211,7 @@ async def create_batch(request: Request) -> Response:
         output_expires_after=body.output_expires_after,
     )
     key = service.clients.key_of(request.headers)
-    if not await keeper.call(lambda store: store.add_batch(owner, batch, key)):
+    if not await keeper.store.call(lambda store: store.add_batch(owner, batch, key)):
         raise _no_file(file.id)
     keeper.start()
     return JsonResponse(batch)
@@ -248,7 +250,7 @@ async def list_batches(request: Request) -> Response:
     """GET /v1/batches: the newest first."""
     owner = _owner(request)
     page = _page(request, 20, newest_first=True)
-    rows = await _keeper(request).call(lambda store: store.batches(owner, page))
+    rows = await _keeper(request).store.call(lambda store: store.batches(owner, page))
     shown, more = rows[: page.limit - 1], len(rows) == page.limit
     return JsonResponse(BatchList(data=shown, has_more=more, first_id=_id(shown, 0), last_id=_id(shown, -1)))
 
@@ -268,14 +270,14 @@ async def cancel_batch(request: Request) -> Response:
 
     if batch.status not in UNFINISHED:
         raise HttpError(409, f"{batch.id} is {batch.status} already", code="batch-finished")
-    await keeper.call(lambda store: store.change_batch(batch.id, cancel))
+    await keeper.store.call(lambda store: store.change_batch(batch.id, cancel))
     keeper.start()
     return JsonResponse(await _find_batch(request))
 
 
 async def _find_batch(request: Request) -> BatchObject:
     owner, id = _owner(request), request.path_params["id"]
-    batch = await _keeper(request).call(lambda store: store.batch(owner, id))
+    batch = await _keeper(request).store.call(lambda store: store.batch(owner, id))
     if batch is None:
         raise HttpError(404, f"there is no batch {id!r:.100}", code="batch-not-found", param="batch_id")
     return batch
@@ -293,3 +295,33 @@ def _page(request: Request, default: int, *, newest_first: bool) -> Page:
 
 def _id(rows: Sequence[FileObject] | Sequence[BatchObject], at: int) -> str | None:
     return rows[at].id if rows else None
+
+
+def check_expiry(expiry: ExpiresAfter, param: str) -> None:
+    """Raise RequestError for an expiry that OpenAI's API does not have."""
+    if expiry.anchor != ANCHOR:
+        raise RequestError(
+            f"{param}.anchor is {expiry.anchor!r:.60}; it must be {ANCHOR!r}", param=param, code="unknown-anchor"
+        )
+    if not MIN_EXPIRY_S <= expiry.seconds <= MAX_EXPIRY_S:
+        raise RequestError(
+            f"{param}.seconds is {expiry.seconds}; it must be from {MIN_EXPIRY_S} to {MAX_EXPIRY_S}",
+            param=param,
+            code="invalid-expiry",
+        )
+
+
+def form_expiry(form: Form) -> ExpiresAfter | None:
+    """The expiry that the fields of an upload ask for; None if they leave that to the server. Raises RequestError."""
+    anchor, seconds = (form.fields.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))
+    if anchor is None and seconds is None:
+        return None
+    if seconds is None or not seconds.isascii() or not seconds.isdigit() or len(seconds) > 9:
+        raise RequestError(
+            f"expires_after[seconds] is {seconds!r:.60}; it must be a number",
+            param="expires_after",
+            code="invalid-expiry",
+        )
+    given = ExpiresAfter(anchor=anchor or "", seconds=int(seconds))
+    check_expiry(given, "expires_after")
+    return given

@@ -5,22 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
-from weft.api.batches.answers import NotNowError, answer
-from weft.api.batches.attempts import Attempts
+from weft.api.batches.answers import Endpoint, NotNowError, answer
+from weft.api.batches.attempts import Attempts, LinePlaces
 from weft.api.batches.lines import LineLimits, batch_error, check_lines, decode_line, numbered_lines
 from weft.api.batches.results import LineChange
 from weft.api.batches.store import Store, new_id
+from weft.api.batches.store_thread import StoreThread
 from weft.api.batches.types import BatchErrors, BatchLine, BatchObject
+from weft.api.service.service import Service
 from weft.errors import RequestError
-
-if TYPE_CHECKING:
-    from weft.api.batches.keeper import BatchKeeper
-    from weft.api.service.service import Service
 
 log = logging.getLogger("weft.serving")
 
@@ -49,9 +46,18 @@ class BatchRun:
     """The work on one batch that this server has claimed. Without `answers` it is only validated, and ended in time."""
 
     def __init__(
-        self, service: Service, keeper: BatchKeeper, owner: str, batch: BatchObject, *, answers: bool = True
+        self,
+        service: Service,
+        store: StoreThread,
+        endpoints: Mapping[str, Endpoint],
+        places: LinePlaces,
+        owner: str,
+        batch: BatchObject,
+        *,
+        answers: bool = True,
     ) -> None:
-        self._service, self._keeper, self._owner, self._batch = service, keeper, owner, batch
+        self._service, self._store, self._endpoints, self._places = service, store, endpoints, places
+        self._owner, self._batch = owner, batch
         self._answers = answers
         self._limits = LineLimits(service.body_bytes, service.json_values)
         self._deaths: dict[int, int] = {}  # deaths with lines, of earlier servers and of this server
@@ -59,7 +65,7 @@ class BatchRun:
 
     async def finish(self) -> None:
         """Continue the batch; return early if the server shuts down, or only another server has the model or key."""
-        path = await self._keeper.call(lambda store: store.content(self._batch.input_file_id))
+        path = await self._store.call(lambda store: store.content(self._batch.input_file_id))
         if not path.exists():
             await self._change(fail_without_input)
         if self._batch.status == "validating":
@@ -76,11 +82,11 @@ class BatchRun:
 
     async def _change(self, change: Callable[[BatchObject], None]) -> None:
         id = self._batch.id
-        self._batch = await self._keeper.call(lambda store: store.change_batch(id, change))
+        self._batch = await self._store.call(lambda store: store.change_batch(id, change))
 
     async def _validate(self) -> None:
         batch = self._batch
-        path = await self._keeper.call(lambda store: store.content(batch.input_file_id))
+        path = await self._store.call(lambda store: store.content(batch.input_file_id))
         total, model, errors = await asyncio.to_thread(check_lines, path, batch.endpoint, self._limits)
 
         def begin(row: BatchObject) -> None:
@@ -98,11 +104,11 @@ class BatchRun:
     async def _answer_lines(self) -> None:
         """Answer the lines without an answer. Return when all are answered, or the batch or the server is to end."""
         batch = self._batch
-        answered = await self._keeper.call(lambda store: store.answered(batch.id))
-        self._deaths = await self._keeper.call(lambda store: store.deaths(batch.id))
-        path = await self._keeper.call(lambda store: store.content(batch.input_file_id))
+        answered = await self._store.call(lambda store: store.answered(batch.id))
+        self._deaths = await self._store.call(lambda store: store.deaths(batch.id))
+        path = await self._store.call(lambda store: store.content(batch.input_file_id))
         lines = (numbered for numbered in numbered_lines(path, self._limits) if numbered[0] not in answered)
-        workers = [asyncio.create_task(self._take_lines(lines)) for _ in range(self._keeper.most_lines)]
+        workers = [asyncio.create_task(self._take_lines(lines)) for _ in range(self._places.most)]
         try:
             async with asyncio.timeout(max(0.0, batch.expires_at - time.time())):
                 await self._until_done(workers)
@@ -153,20 +159,20 @@ class BatchRun:
             await self._answer_line(number, line)
 
     async def _answer_line(self, number: int, line: BatchLine) -> None:
-        keeper, id = self._keeper, self._batch.id
+        store, id = self._store, self._batch.id
 
         async def note(deaths: int) -> None:
-            await keeper.write_line(LineChange(id, number, deaths))
+            await store.write_line(LineChange(id, number, deaths))
 
         attempts = Attempts(self._deaths.get(number, 0), note)
-        status, body = await answer(self._service, keeper.endpoints[line.url], line, keeper.places, attempts)
+        status, body = await answer(self._service, self._endpoints[line.url], line, self._places, attempts)
         response = LineResponse(status, new_id("req-"), msgspec.Raw(body))
         await self._keep(number, LineResult(new_id("batch_req_"), line.custom_id, response))
 
     async def _keep(self, number: int, result: LineResult) -> None:
         row, id = msgspec.json.encode(result), self._batch.id
         failed = result.response is None or result.response.status_code != 200
-        status = await self._keeper.write_line(LineChange(id, number, row=row, failed=failed))
+        status = await self._store.write_line(LineChange(id, number, row=row, failed=failed))
         if status != "in_progress":  # another server was asked to cancel it
             self.news.set()
 
@@ -175,9 +181,9 @@ class BatchRun:
         owner, batch = self._owner, self._batch
         cancelled, expired = batch.status == "cancelling", False
         if not cancelled:
-            expired = await self._keeper.call(lambda store: add_expired(store, batch, self._limits))
-        lifetime_s = self._keeper.lifetime_s(batch.output_expires_after)
-        output, errors = await self._keeper.call(lambda store: write_outputs(store, owner, batch, lifetime_s))
+            expired = await self._store.call(lambda store: add_expired(store, batch, self._limits))
+        lifetime_s = self._store.lifetime_s(batch.output_expires_after)
+        output, errors = await self._store.call(lambda store: write_outputs(store, owner, batch, lifetime_s))
 
         def end(row: BatchObject) -> None:
             row.output_file_id, row.error_file_id = output, errors

@@ -1,7 +1,8 @@
 """Store: files and batches on disk, in one directory, which several servers of a machine may share.
 
 Rows are in SQLite, contents of files next to it. Each change is one transaction: a kill leaves the state before or
-after the change. A content without a row is removed by a later sweep.
+after the change. A content without a row is removed by a later sweep. MIGRATIONS lead from each version of the tables
+to the next.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from typing import BinaryIO, NamedTuple
 
 import msgspec
 
-from weft.api.batches import results, schema
+from weft.api.batches import results
 from weft.api.batches.contents import Contents
 from weft.api.batches.types import BATCH, FILE, BatchObject, FileObject
 from weft.errors import ConfigError, error_reason
 from weft.http.errors import HttpError
-from weft.machine.sqlite_files import make_private_file, migrate
+from weft.machine.sqlite_files import Migration, make_private_file, migrate, statements
 
 BUSY_S = 30.0  # seconds to wait for another server's transaction
 PIECE_BYTES = 2**20  # bytes of a file that are read at once
@@ -48,6 +49,57 @@ KEEP_FILE = """
 INSERT INTO files (id, owner, row, bytes, purpose, expires_at) VALUES (?, ?, ?, ?, ?, ?)
 ON CONFLICT (id) DO UPDATE SET row = excluded.row, bytes = excluded.bytes, expires_at = excluded.expires_at
 """
+ALL = "*"  # stands for all owners in `usage`; an owner is "" or hexadecimal
+# The sums of `usage` are kept by the database itself, whatever changes a row.
+COUNT = """
+CREATE TRIGGER {table}_{event} AFTER {event} ON {table} BEGIN
+    INSERT OR IGNORE INTO usage VALUES ({row}.owner, 0, 0, 0);
+    UPDATE usage SET {changes} WHERE owner IN ({row}.owner, '*');
+END
+"""
+COUNTS = (
+    COUNT.format(table="files", event="INSERT", row="new", changes="files = files + 1, bytes = bytes + new.bytes"),
+    COUNT.format(table="files", event="DELETE", row="old", changes="files = files - 1, bytes = bytes - old.bytes"),
+    COUNT.format(table="files", event="UPDATE", row="new", changes="bytes = bytes + new.bytes - old.bytes"),
+    COUNT.format(table="batches", event="INSERT", row="new", changes="batches = batches + 1"),
+    COUNT.format(table="batches", event="DELETE", row="old", changes="batches = batches - 1"),
+)
+FILES = "CREATE TABLE IF NOT EXISTS files (id TEXT PRIMARY KEY, owner TEXT NOT NULL, row BLOB NOT NULL)"
+BATCHES = """
+CREATE TABLE IF NOT EXISTS batches (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, status TEXT NOT NULL, input TEXT NOT NULL, row BLOB NOT NULL
+)
+"""
+BATCH_KEYS = "CREATE TABLE IF NOT EXISTS batch_keys (batch TEXT PRIMARY KEY, key TEXT NOT NULL) WITHOUT ROWID"
+# Columns and indexes for every search: the work for a request does not grow with the number of rows.
+COLUMNS = (
+    "ALTER TABLE files ADD COLUMN bytes INTEGER NOT NULL DEFAULT 0",
+    "ALTER TABLE files ADD COLUMN purpose TEXT NOT NULL DEFAULT ''",
+    "ALTER TABLE files ADD COLUMN expires_at INTEGER",
+    "UPDATE files SET bytes = json_extract(CAST(row AS TEXT), '$.bytes'), "
+    "purpose = json_extract(CAST(row AS TEXT), '$.purpose'), "
+    "expires_at = json_extract(CAST(row AS TEXT), '$.expires_at')",
+    "ALTER TABLE batches ADD COLUMN created_at INTEGER NOT NULL DEFAULT 0",
+    "UPDATE batches SET created_at = json_extract(CAST(row AS TEXT), '$.created_at')",
+    "CREATE INDEX files_of_owner ON files (owner)",
+    "CREATE INDEX files_that_expire ON files (expires_at) WHERE expires_at IS NOT NULL",
+    "CREATE INDEX batches_of_owner ON batches (owner)",
+    "CREATE INDEX batches_by_status ON batches (status, created_at)",
+    "CREATE INDEX batches_by_input ON batches (input)",
+)
+USAGE = (
+    "CREATE TABLE usage (owner TEXT PRIMARY KEY, files INTEGER NOT NULL, bytes INTEGER NOT NULL, "
+    "batches INTEGER NOT NULL) WITHOUT ROWID",
+    "INSERT INTO usage SELECT owner, sum(file), sum(bytes), sum(batch) FROM ("
+    "SELECT owner, 1 AS file, bytes, 0 AS batch FROM files UNION ALL SELECT owner, 0, 0, 1 FROM batches"
+    ") GROUP BY owner",
+    "INSERT INTO usage SELECT '*', coalesce(sum(files), 0), coalesce(sum(bytes), 0), coalesce(sum(batches), 0) "
+    "FROM usage",
+)
+MIGRATIONS: tuple[Migration, ...] = (
+    statements(FILES, BATCHES, BATCH_KEYS, results.RESULTS),
+    statements(*COLUMNS, *USAGE, *COUNTS, results.DEATHS),
+)
 
 
 class UnfinishedBatch(NamedTuple):
@@ -94,7 +146,7 @@ class Store:
             make_private_file(folder / "store.sqlite")
             self._rows = sqlite3.connect(folder / "store.sqlite", timeout=BUSY_S, check_same_thread=False)
             self._rows.execute("PRAGMA journal_mode = WAL")
-            migrate(self._rows, schema.MIGRATIONS)
+            migrate(self._rows, MIGRATIONS)
             self._results = results.ResultTable(self._rows)
             self._contents.make_private()
             self._sweep(time.time())
@@ -192,7 +244,7 @@ class Store:
                 code="storage-full",
             )
 
-    def used_bytes(self, owner: str = schema.ALL) -> int:
+    def used_bytes(self, owner: str = ALL) -> int:
         """Bytes of all files of an owner."""
         return self._usage(owner)[0]
 
@@ -236,7 +288,7 @@ class Store:
                 self._rows.execute(REMOVE_BATCHES, (*UNFINISHED, now - kept_s))
         with self._rows:
             self._rows.execute("DELETE FROM batch_keys WHERE batch NOT IN (SELECT id FROM batches)")
-            self._rows.execute("DELETE FROM usage WHERE files + batches = 0 AND owner != ?", (schema.ALL,))
+            self._rows.execute("DELETE FROM usage WHERE files + batches = 0 AND owner != ?", (ALL,))
         self._sweep(now)
         return self.used_bytes()
 

@@ -112,7 +112,7 @@ COUNTERS = (
 )
 
 
-class Metrics:
+class ServerMetrics:
     """Metrics of all replicas. `model` is the first served name, `stats` has an entry for each replica."""
 
     def __init__(self, model: str, max_model_len: int, stats: Callable[[], Sequence[Stats]]) -> None:

@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector as PrometheusCollector
 
 from weft.api.observe.device_metrics import DeviceMetrics
-from weft.api.observe.metrics import Metrics
+from weft.api.observe.metrics import ServerMetrics
 from weft.engine.core.request import Request, Stats
 from weft.engine.replicas.running import RunningReplica
 from weft.monitor.figures import describe_server
@@ -76,7 +76,7 @@ class ServerMonitor(PrometheusCollector):
         replicas: Callable[[], Sequence[RunningReplica]],
         stats: Callable[[], Sequence[Stats]],
         devices: DeviceMetrics,
-        metrics: Metrics,
+        metrics: ServerMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`replicas` and `stats` have an entry for each replica."""

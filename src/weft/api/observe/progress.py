@@ -1,11 +1,11 @@
-"""Progress: detects an engine that finishes no step while requests run."""
+"""StepProgress: detects an engine that finishes no step while requests run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 
-class Progress:
+class StepProgress:
     """Time since the engine's last finished step. `clock` returns seconds."""
 
     def __init__(self, timeout_s: float, clock: Callable[[], float]) -> None:

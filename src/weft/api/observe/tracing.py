@@ -19,7 +19,7 @@ from weft.errors import ConfigError
 from weft.formatting import extra_hint
 
 if TYPE_CHECKING:
-    from weft.api.service.service import Service
+    from weft.api.observe.spans import RequestSpans
     from weft.http.options import ServeOptions
 
 PATH = "/v1/traces"  # path of a collector that gets spans over HTTP
@@ -87,23 +87,22 @@ def check_tracing(options: ServeOptions) -> None:
 
 
 @contextmanager
-def traced(service: Service) -> Iterator[None]:
-    """Send spans of a service's requests to its --otlp-traces-endpoint, if it has one. Raises as `check_tracing`.
+def request_spans(options: ServeOptions, model: str) -> Iterator[RequestSpans | None]:
+    """Spans that are sent to --otlp-traces-endpoint; None without that option. Raises as `check_tracing`.
 
     OpenTelemetry's own variables, such as OTEL_SERVICE_NAME and OTEL_EXPORTER_OTLP_TRACES_HEADERS, set the rest.
     """
-    options = service.options
     check_tracing(options)
     if options.otlp_traces_endpoint is None:
-        yield
+        yield None
         return
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
     from weft.api.observe.spans import RequestSpans
 
     url = traces_url(options.otlp_traces_endpoint)
-    service.spans = RequestSpans(OTLPSpanExporter(endpoint=url), service.names[0], url)
+    spans = RequestSpans(OTLPSpanExporter(endpoint=url), model, url)
     try:
-        yield
+        yield spans
     finally:
-        service.spans.close()
+        spans.close()

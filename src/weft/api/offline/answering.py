@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from weft.api.batches.answers import answer
-from weft.api.batches.attempts import Attempts, Places
+from weft.api.batches.attempts import Attempts, LinePlaces
 from weft.api.batches.lines import LineLimits, decode_line, request_fault
 from weft.api.batches.runner import LineError, LineResponse, LineResult, line_error
 from weft.api.batches.store import new_id
@@ -41,7 +41,7 @@ class RowKind(msgspec.Struct, frozen=True):
     defaults: dict[str, Any] = {}
 
 
-class Answered(msgspec.Struct, frozen=True):
+class AnsweredRow(msgspec.Struct, frozen=True):
     """The part of an answer that is kept: a line of the output, or the fields that are added to the row, as JSON."""
 
     number: int
@@ -60,7 +60,7 @@ class Generated(msgspec.Struct):
     tool_calls: Any = msgspec.UNSET
 
 
-class Failed(msgspec.Struct):
+class RowError(msgspec.Struct):
     """The field that an error adds to a plain row."""
 
     error: LineError
@@ -76,9 +76,9 @@ async def answer_row(
     kind: RowKind,
     number: int,
     text: bytes,
-    places: Places | None = None,
+    places: LinePlaces | None = None,
     attempts: Attempts | None = None,
-) -> Answered:
+) -> AnsweredRow:
     """Answer a row, which takes one of the `places`. Raises NotNowError if the engine has died."""
 
     async def ask(line: BatchLine) -> tuple[int, bytes]:
@@ -94,10 +94,10 @@ async def answer_row(
     status, body = await ask(line)
     if status != 200:
         return _failed(number, body_error(body))
-    return Answered(number, False, msgspec.json.encode(generated(body)))
+    return AnsweredRow(number, False, msgspec.json.encode(generated(body)))
 
 
-async def _answer_request(ask: Ask, kind: RowKind, limits: LineLimits, number: int, text: bytes) -> Answered:
+async def _answer_request(ask: Ask, kind: RowKind, limits: LineLimits, number: int, text: bytes) -> AnsweredRow:
     """The line of an output file of /v1/batches."""
     result = LineResult(new_id("batch_req_"), "", None)
     try:
@@ -111,7 +111,7 @@ async def _answer_request(ask: Ask, kind: RowKind, limits: LineLimits, number: i
     except RequestError as error:
         result.error = line_error(error)
     failed = result.response is None or result.response.status_code != 200
-    return Answered(number, failed, msgspec.json.encode(result))
+    return AnsweredRow(number, failed, msgspec.json.encode(result))
 
 
 def _without_gaps(text: bytes) -> bytes:
@@ -175,5 +175,5 @@ def body_error(body: bytes) -> LineError:
     return LineError(str(error.get("code") or "error"), str(error.get("message") or "the request failed"))
 
 
-def _failed(number: int, error: LineError) -> Answered:
-    return Answered(number, True, msgspec.json.encode(Failed(error)))
+def _failed(number: int, error: LineError) -> AnsweredRow:
+    return AnsweredRow(number, True, msgspec.json.encode(RowError(error)))

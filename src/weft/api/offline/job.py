@@ -13,26 +13,26 @@ from typing import Any
 import msgspec
 
 from weft.api.batches.answers import NotNowError
-from weft.api.batches.attempts import Attempts, Places
-from weft.api.offline.answering import Answered, RowKind, answer_row
+from weft.api.batches.attempts import Attempts, LinePlaces
+from weft.api.offline.answering import AnsweredRow, RowKind, answer_row
 from weft.api.offline.journal import Journal
 from weft.api.offline.outputs import failed_path, write_outputs
 from weft.api.offline.rows import RowFile, import_arrow, is_parquet, open_rows
 from weft.api.service.embedded import OpenedModel, open_for_service, run_service
 from weft.api.service.service import Service
 from weft.config import EngineConfig
-from weft.engine.client.progress import Progress
+from weft.engine.client.progress import ProgressBar
 from weft.errors import ConfigError, EngineError, error_reason
 from weft.http.options import ServeOptions
 
 log = logging.getLogger("weft.serving")
 
 Rows = Iterator[tuple[int, bytes]]
-Keep = Callable[[Answered], None]
+Keep = Callable[[AnsweredRow], None]
 AttemptsOf = Callable[[int], Attempts]
 
 
-class Job(msgspec.Struct, frozen=True):
+class BatchJob(msgspec.Struct, frozen=True):
     """A batch: its input, the path of its output, its engine, and the fields of plain rows that do not have them."""
 
     rows: RowFile
@@ -57,7 +57,7 @@ class Job(msgspec.Struct, frozen=True):
 
 # Answers rows, and passes each answer to the first function in the order of arrival. The second function returns the
 # attempts to answer a row, including attempts before a kill.
-Answer = Callable[[Job, Rows, Keep, AttemptsOf], None]
+Answer = Callable[[BatchJob, Rows, Keep, AttemptsOf], None]
 
 
 def open_job(source: str, out: str, model: str | None) -> tuple[RowFile, str]:
@@ -96,7 +96,7 @@ def journal_path(out: str) -> Path:
     return Path(f"{out}.progress")
 
 
-def run_job(job: Job, answer: Answer) -> tuple[int, int]:
+def run_job(job: BatchJob, answer: Answer) -> tuple[int, int]:
     """Answer the rows that have no answer yet, and write the output; return the numbers of answers and of errors.
 
     After a kill, a full disk or Ctrl-C the same job goes on. Raises ConfigError, and what `answer` raises.
@@ -104,11 +104,11 @@ def run_job(job: Job, answer: Answer) -> tuple[int, int]:
     journal = Journal(journal_path(job.out), job.about)
     try:
         done = journal.answered()
-        with Progress(job.rows.count, bar=True, description="Rows, loading the model") as progress:
+        with ProgressBar(job.rows.count, bar=True, description="Rows, loading the model") as progress:
             for _ in done:
                 progress.advance()
 
-            def keep(answered: Answered) -> None:
+            def keep(answered: AnsweredRow) -> None:
                 journal.add(answered)
                 progress.describe("Rows")
                 progress.advance()
@@ -132,7 +132,7 @@ def run_job(job: Job, answer: Answer) -> tuple[int, int]:
     return counts
 
 
-def _write_output(job: Job, journal: Journal) -> None:
+def _write_output(job: BatchJob, journal: Journal) -> None:
     """Write the output. Raises ConfigError."""
     try:
         write_outputs(job.rows, journal, job.out)
@@ -144,7 +144,7 @@ def _write_output(job: Job, journal: Journal) -> None:
         ) from None
 
 
-def answer_here(job: Job, rows: Rows, keep: Keep, attempts: AttemptsOf) -> None:
+def answer_here(job: BatchJob, rows: Rows, keep: Keep, attempts: AttemptsOf) -> None:
     """Answer rows with an engine of this machine, until SIGTERM or Ctrl-C, each of which raises KeyboardInterrupt.
 
     Raises EngineError if the engine dies, ConfigError, ModelError, PlanError.
@@ -157,7 +157,7 @@ def answer_here(job: Job, rows: Rows, keep: Keep, attempts: AttemptsOf) -> None:
             raise KeyboardInterrupt from None
 
 
-async def _answer_all(job: Job, opened: OpenedModel, rows: Rows, keep: Keep, attempts: AttemptsOf) -> None:
+async def _answer_all(job: BatchJob, opened: OpenedModel, rows: Rows, keep: Keep, attempts: AttemptsOf) -> None:
     task = asyncio.current_task()
     assert task is not None
     # Ctrl-C is not a death: the running rows are not its cause.
@@ -168,7 +168,7 @@ async def _answer_all(job: Job, opened: OpenedModel, rows: Rows, keep: Keep, att
 
 async def answer_rows(service: Service, kind: RowKind, rows: Rows, keep: Keep, attempts: AttemptsOf) -> None:
     """Answer rows, as many at once as the engine runs. Raises EngineError."""
-    places = Places(min(service.capacity, service.plan.max_running * len(service.engine.replicas) + 1))
+    places = LinePlaces(min(service.capacity, service.plan.max_running * len(service.engine.replicas) + 1))
 
     async def take_rows() -> None:
         for number, text in rows:
@@ -191,7 +191,7 @@ def _ended() -> EngineError:
     return EngineError(CLOSED)
 
 
-def summary(job: Job, counts: tuple[int, int]) -> str:
+def summary(job: BatchJob, counts: tuple[int, int]) -> str:
     """The outcome of a batch, in a line."""
     answered, failed = counts
     line = f"{job.out}: {answered} of {job.rows.count} rows answered"

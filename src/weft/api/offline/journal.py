@@ -10,7 +10,7 @@ from pathlib import Path
 from weft.api.batches import results
 from weft.api.batches.attempts import Attempts
 from weft.api.batches.results import LineChange
-from weft.api.offline.answering import Answered
+from weft.api.offline.answering import AnsweredRow
 from weft.errors import ConfigError, error_reason
 from weft.machine.sqlite_files import BESIDE, Migration, copy_path, make_private_file, migrate, statements
 
@@ -65,7 +65,7 @@ class Journal:
                 code="other-batch",
             )
 
-    def add(self, answered: Answered) -> None:
+    def add(self, answered: AnsweredRow) -> None:
         """Store the answer to a row, unless it has an answer."""
         with self._writing():
             self._results.write_changes([LineChange(BATCH, answered.number, row=answered.row, failed=answered.failed)])

@@ -17,7 +17,7 @@ from weft.api.ollama.types import PullRequest, PullStatus
 from weft.api.service.service import Service
 from weft.checkpoint.hub import pull
 from weft.checkpoint.hub.fetch_progress import FetchProgress
-from weft.checkpoint.hub.hub_files import Commit
+from weft.checkpoint.hub.files import Commit
 from weft.checkpoint.names import gguf_reference
 from weft.errors import ModelError, RequestError
 from weft.http.access import check_owner

@@ -18,7 +18,7 @@ from weft.api.conversation.chat_answer import (
     open_answers,
 )
 from weft.api.conversation.chat_prompt import PreparedChat, prepare_chat
-from weft.api.openai.openai_stream import OpenAIStream
+from weft.api.openai.stream import OpenAIStream
 from weft.api.service.continuation import check_continuation_key
 from weft.api.service.logprobs import chat_logprobs
 from weft.api.service.openai_types import (

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from weft.api.openai.openai_stream import OpenAIStream
+from weft.api.openai.stream import OpenAIStream
 from weft.api.service.continuation import answered_ids, check_continuation_key
 from weft.api.service.engine_stream import EngineStream
 from weft.api.service.logprobs import completion_logprobs

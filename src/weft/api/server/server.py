@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from weft import logs
 from weft.api.batches.keeper import BatchKeeper
 from weft.api.observe.predicted import PredictionCheck
-from weft.api.observe.tracing import check_tracing, traced
+from weft.api.observe.tracing import check_tracing, request_spans
 from weft.api.server.app import create_app
 from weft.api.server.stopping import cancel_exit_deadline, drain, handle_stop_signals
 from weft.api.service.run_files import announced
@@ -23,7 +23,7 @@ from weft.api.service.service import Service
 from weft.checkpoint.checkpoint import Checkpoint
 from weft.config import EngineConfig
 from weft.engine.cluster.assembly import AnyAssembly, assemble
-from weft.engine.executors.base import Ready
+from weft.engine.executors.base import StartResult
 from weft.engine.frontend.frontend import Frontend
 from weft.engine.frontend.text_tools import TextTools
 from weft.engine.replicas.engine_nodes import EngineNodes
@@ -140,7 +140,7 @@ async def _serve(
         level = logging.INFO if options.announces else logging.DEBUG  # clients of a set know one address
         log.log(level, "serving %s at %s (%.2f s)", ", ".join(service.names), address, time.monotonic() - began)
         run_file = announced(service.names, address, service.checkpoints) if options.announces else nullcontext()
-        with run_file, traced(service):
+        with run_file, request_spans(options, service.names[0]) as service.spans:
             await server.until_ended()
         failure = engine.failure
     finally:
@@ -316,7 +316,7 @@ def _prefill_speed(expected: Forecast) -> float:
     return tokens / expected.speed(tokens, 1).ttft_s
 
 
-def _compare_start(expected: Forecast, ready: Ready) -> str:
+def _compare_start(expected: Forecast, ready: StartResult) -> str:
     """Log line that compares the ranks' reports at the start with the prediction."""
     from weft.planner.execution.forecast import start_report
 

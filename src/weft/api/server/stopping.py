@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from weft.api.observe.progress import Progress
+from weft.api.observe.progress import StepProgress
 from weft.api.server import stop_guard
 from weft.engine.processes.launch import STACKS_SIGNAL
 from weft.logs import event_fields
@@ -117,7 +117,7 @@ async def drain(service: Service, end_s: float) -> None:
     The wait also ends if no step finishes for STALL_S seconds, or if a process has been stopped for STOPPED_S
     seconds: without it no request ends. Requests that wait for an engine to start again are not waited for.
     """
-    progress = Progress(STALL_S, time.monotonic)
+    progress = StepProgress(STALL_S, time.monotonic)
     while service.streams and (left := end_s - time.monotonic()) > 0:
         if progress.stalled_s(service.engine.stats.steps):
             log.warning(

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
-from weft.api.observe.tracing import traced
+from weft.api.observe.tracing import request_spans
 from weft.api.service.service import Service
 from weft.checkpoint.checkpoint import Checkpoint
 from weft.config import EngineConfig
@@ -50,7 +50,7 @@ async def run_service(config: EngineConfig, options: ServeOptions, opened: Opene
         frontend = Frontend.for_engine(config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len)
         capacity = sum(one.plan.max_running for one in planned) + config.max_num_queued_reqs
         service = Service(engine, frontend, options, model=config.model, capacity=capacity)
-        with traced(service):
+        with request_spans(options, service.names[0]) as service.spans:
             yield service
     finally:
         await engine.close()

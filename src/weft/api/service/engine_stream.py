@@ -7,9 +7,11 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from weft.api.observe.monitoring import ServerMonitor
 from weft.api.observe.tracing import trace_headers
+from weft.api.service.engine import ServingEngine
 from weft.api.service.openai_types import PromptTokensDetails, Usage
 from weft.engine.core.request import Output
 from weft.engine.executors.ranks import CLOSED
@@ -19,14 +21,36 @@ from weft.errors import EngineError, NoEngineError
 from weft.http.clients import current
 from weft.http.errors import HttpError, shutting_down_error
 from weft.http.key_rates import counting
+from weft.http.options import ServeOptions
 
 if TYPE_CHECKING:
-    from weft.api.service.service import Service
+    from weft.api.observe.spans import RequestSpans
 
 log = logging.getLogger("weft.serving")
 
 
 RESTART_S = 5  # seconds after which clients should retry while engines restart
+
+
+class StreamOwner(Protocol):
+    """The part of a service that its streams use."""
+
+    engine: ServingEngine
+    options: ServeOptions
+    monitor: ServerMonitor
+    spans: RequestSpans | None
+
+    def stream_opened(self, stream: EngineStream) -> None:
+        """Count a stream; called by the stream itself."""
+        ...
+
+    def stream_closed(self, stream: EngineStream) -> None:
+        """Forget a stream; called by the stream itself."""
+        ...
+
+    def observe(self, collector: Collector, delta: Delta, last_s: float | None, now_s: float, replica: int) -> None:
+        """Update the metrics of a replica with a delta. `last_s` is the time of its choice's previous delta, if any."""
+        ...
 
 
 class EngineStream:
@@ -36,7 +60,7 @@ class EngineStream:
     which the limits of its key and --request-timeout apply.
     """
 
-    def __init__(self, service: Service, collectors: Sequence[Collector], *, counted: bool = True) -> None:
+    def __init__(self, service: StreamOwner, collectors: Sequence[Collector], *, counted: bool = True) -> None:
         self.collectors, self._counted = collectors, counted
         self._service = service
         self._owners: dict[str, tuple[int, Collector]] = {}  # by engine request
@@ -140,7 +164,7 @@ class EngineStream:
         return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
 
 
-def timeout_error(service: Service) -> HttpError:
+def timeout_error(service: StreamOwner) -> HttpError:
     """The 504 error for requests that take longer than --request-timeout."""
     return HttpError(
         504,

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -15,31 +15,28 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 
 from weft.api.observe.device_metrics import DeviceMetrics
-from weft.api.observe.metrics import CacheConfig, Metrics
+from weft.api.observe.metrics import CacheConfig, ServerMetrics
 from weft.api.observe.monitoring import ServerMonitor
 from weft.api.observe.predicted import PredictionCheck
 from weft.api.observe.prefix_debug import PrefixDebug, PrefixReport
 from weft.api.observe.profiling import LastProfile
-from weft.api.observe.progress import Progress
+from weft.api.observe.progress import StepProgress
 from weft.api.parsers.choose import choose_format
+from weft.api.service.engine import ServingEngine, Unloading
 from weft.api.service.engine_stream import EngineStream
 from weft.api.service.openai_types import TemplateRequest
 from weft.api.service.sampling import ACCEPTED_FIELDS, check_lengths, check_supported
-from weft.api.service.unloading import Unloading
 from weft.checkpoint.hub import model_names
-from weft.engine.core.commands import Command, Replies, ResetPrefixCache
 from weft.engine.core.params import SamplingParams
-from weft.engine.core.request import Output, Request, Stats
 from weft.engine.frontend.collector import Collector, Delta
 from weft.engine.frontend.frontend import Frontend
 from weft.engine.frontend.pooling import Pooler
 from weft.engine.frontend.prompt import Prompt
 from weft.engine.replicas.memory import Trimmer
-from weft.engine.replicas.running import RunningReplica
 from weft.engine.sandbox.isolated import Call, Result, advance
 from weft.engine.sandbox.pool import Outcome, SandboxBusyError
 from weft.engine.templates.limits import LIMITS
-from weft.errors import EngineError, ModelError, RequestError
+from weft.errors import ModelError, RequestError
 from weft.http.answer_bytes import AnswerBytes
 from weft.http.body import BodyReceiver, Notes, UnknownFields, check_structure, convert_object, parse_object
 from weft.http.clients import Clients, current
@@ -56,64 +53,6 @@ T = TypeVar("T", bound=msgspec.Struct)
 Prepared = TypeVar("Prepared")
 
 LARGE_TOKENS = 2**16  # prompt tokens of an HTTP request above which memory is returned to the system afterwards
-
-
-class Engine(Protocol):
-    """The part of AsyncEngine and ReplicaSet that Service and EngineStream use."""
-
-    @property
-    def stats(self) -> Stats:
-        """Stats as of the last step reported, of all replicas together."""
-        ...
-
-    @property
-    def replicas(self) -> Sequence[RunningReplica]:
-        """The engines that run."""
-        ...
-
-    @property
-    def replica_stats(self) -> Sequence[Stats]:
-        """The stats of each replica."""
-        ...
-
-    @property
-    def failure(self) -> EngineError | None:
-        """The error after which no request will run again; None while requests may run."""
-        ...
-
-    @property
-    def outage(self) -> str:
-        """The reason why no request can run now; "" if requests can."""
-        ...
-
-    @property
-    def stopped_s(self) -> float:
-        """Seconds for which a process of an engine has been stopped (SIGSTOP)."""
-        ...
-
-    @property
-    def computes(self) -> bool:
-        """True while ranks are observed to compute a step; False if they do not, or are not observed."""
-        ...
-
-    def submit(self, requests: Sequence[Request]) -> AsyncGenerator[Output, None]:
-        """Submit requests and return their outputs as they arrive. Closing the generator aborts unfinished requests.
-
-        Raises QueueFullError and EngineError at once, not on the first iteration.
-        """
-        ...
-
-    def abort(self, ids: Sequence[str]) -> None:
-        """Stop these requests. A generator without remaining requests ends."""
-        ...
-
-    async def call(self, command: Command | ResetPrefixCache) -> Replies:
-        """Have the ranks execute a command between two steps. Raises RequestError and EngineError."""
-        ...
-
-    async def call_each(self, command: Command | ResetPrefixCache) -> list[tuple[RunningReplica, Replies]]:
-        """Like `call`, with the engines that reply."""
-        ...
 
 
 class OpenStream(Protocol):
@@ -133,7 +72,9 @@ class Service:
     Endpoints use `frontend` directly for prompts, templates and tokens. Metrics have the first of `names`.
     """
 
-    def __init__(self, engine: Engine, frontend: Frontend, options: ServeOptions, *, model: str, capacity: int) -> None:
+    def __init__(
+        self, engine: ServingEngine, frontend: Frontend, options: ServeOptions, *, model: str, capacity: int
+    ) -> None:
         """`model` is as the user typed it; `capacity` is the number of requests that can run and wait together."""
         self.engine = engine
         self.frontend = frontend
@@ -145,7 +86,7 @@ class Service:
         self.pooler = Pooler(frontend, self.names[0])
         self.capacity = capacity
         self.created = int(time.time())
-        self.metrics = Metrics(self.names[0], frontend.max_model_len, lambda: engine.replica_stats)
+        self.metrics = ServerMetrics(self.names[0], frontend.max_model_len, lambda: engine.replica_stats)
         cache = {"block_size": str(self.plan.block_size), "cache_dtype": self.plan.kv_cache_dtype}
         self.metrics.registry.register(CacheConfig(self.names[0], cache, lambda: engine.replica_stats))
         self.devices = DeviceMetrics([replica.plan for replica in engine.replicas], engine.call_each)
@@ -159,13 +100,13 @@ class Service:
         self.answer_bytes = AnswerBytes()
         self.streams: set[OpenStream] = set()  # open now
         self.downloads: set[object] = set()  # started by clients, and running
-        self.unloading = Unloading(self)
+        self.unloading = Unloading(engine, lambda: bool(self.streams) or self.draining, self.note_awake)
         self.idle = asyncio.Event()
         self.idle.set()
         self.spans: RequestSpans | None = None  # with --otlp-traces-endpoint
         self.prediction_check: PredictionCheck | None = None
         self.prefill_tok_s: float | None = None  # by the planner
-        self._progress = Progress(options.progress_timeout, time.monotonic)
+        self._progress = StepProgress(options.progress_timeout, time.monotonic)
         default_bytes = max(LIMITS.body_bytes, LIMITS.bytes_per_token * frontend.max_model_len)
         self.body_bytes = options.max_body_bytes or default_bytes  # longer bodies are refused
         self.json_values = max(LIMITS.json_values, 2 * frontend.max_model_len)  # of one body

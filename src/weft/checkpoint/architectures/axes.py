@@ -93,9 +93,8 @@ def axis_length(shape: ModelShape, axis: Axis | Extent) -> int:
     """Length of an axis in the whole model, in elements; 0 if the model has no experts or latent attention for it."""
     if isinstance(axis, Extent):
         return axis.length
-    if axis in CUT_BY:
-        return _SPAN_LENGTHS[CUT_BY[axis]](shape) * per_unit(shape, axis)
-    return _WHOLE_LENGTHS[axis](shape)
+    cut = CUT_BY.get(axis)
+    return _WHOLE_LENGTHS[axis](shape) if cut is None else _SPAN_LENGTHS[cut](shape) * per_unit(shape, axis)
 
 
 def owned(shape: ModelShape, place: Place, axis: Axis | Extent) -> Span:
@@ -103,7 +102,8 @@ def owned(shape: ModelShape, place: Place, axis: Axis | Extent) -> Span:
     if isinstance(axis, Extent):
         rank, size = (place.tp_rank, place.tp_size) if axis.cut else (0, 1)
         return Span(axis.length * rank // size, axis.length * (rank + 1) // size)
-    if axis not in CUT_BY:
+    cut = CUT_BY.get(axis)
+    if cut is None:
         return Span(0, axis_length(shape, axis))
-    span: Span = getattr(place, CUT_BY[axis])
+    span: Span = getattr(place, cut)
     return span.scaled(per_unit(shape, axis))

@@ -78,7 +78,7 @@ def layer_bytes_per_token(shape: ModelShape, dtype: str = "bf16", place: Place |
 
 def kv_bytes_per_token(shape: ModelShape, dtype: str = "bf16", place: Place | None = None) -> int:
     """Bytes of one token in all layers of a rank (default: of the whole model); sliding windows are ignored."""
-    return sum(spec.bytes_per_token for spec in kv_specs(shape, dtype, place).values())
+    return len((place or whole(shape)).layers) * layer_bytes_per_token(shape, dtype, place)
 
 
 def kv_bytes(shape: ModelShape, tokens: int, dtype: str = "bf16", place: Place | None = None) -> int:

@@ -1,7 +1,7 @@
 """The parameters of each architecture as data: names, dims, axes that may be cut, and source tensors.
 
 Layers are built from this table, the loader reads it as fills, the planner sums it, the tests check it. Names of source
-tensors are Hugging Face's; `checkpoint.gguf.gguf_names` translates them for GGUF.
+tensors are Hugging Face's; `checkpoint.gguf.names` translates them for GGUF.
 """
 
 from __future__ import annotations

@@ -328,7 +328,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     @property
     def has_windows(self) -> bool:
-        return any(layer.window is not None for layer in self.layers)
+        return any(layer.window is not None for layer in self.distinct_layers)
 
     @property
     def longest(self) -> int:

@@ -11,7 +11,7 @@ from weft.checkpoint.architectures.architecture import Architecture, ConfigField
 from weft.checkpoint.architectures.registry import ARCHITECTURES, RUNNABLE, find_architecture
 from weft.checkpoint.architectures.shape import DType, ModelShape, Norm
 from weft.checkpoint.config import library
-from weft.checkpoint.config.config_layers import ACTIVATIONS, read_activation, read_layers, with_defaults
+from weft.checkpoint.config.layers import ACTIVATIONS, read_activation, read_layers, with_defaults
 from weft.checkpoint.files import limits
 from weft.checkpoint.files.fields import Fields
 from weft.checkpoint.files.model_file import read_model_file

@@ -13,7 +13,7 @@ WIDTH = 120
 NUMBER = re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)(e[-+]?\d+)?|0o[0-7]+|0x[0-9a-f]+|[-+]?\.inf|\.nan", re.IGNORECASE)
 
 
-class Block(str):
+class YamlBlock(str):
     """A text of several lines, written as a block ("|")."""
 
     __slots__ = ()
@@ -63,7 +63,7 @@ def dump_yaml(value: object) -> str:
     import yaml
 
     class Dumper(yaml.SafeDumper):
-        """Indents lists, writes `Block` texts as blocks, and never writes aliases."""
+        """Indents lists, writes `YamlBlock` texts as blocks, and never writes aliases."""
 
         def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
             super().increase_indent(flow, False)
@@ -71,12 +71,12 @@ def dump_yaml(value: object) -> str:
         def ignore_aliases(self, data: object) -> bool:
             return True
 
-    def block(dumper: yaml.SafeDumper, text: Block) -> yaml.ScalarNode:
+    def block(dumper: yaml.SafeDumper, text: YamlBlock) -> yaml.ScalarNode:
         return dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style="|")
 
     def plain(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
         return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'" if NUMBER.fullmatch(text) else None)
 
-    Dumper.add_representer(Block, block)
+    Dumper.add_representer(YamlBlock, block)
     Dumper.add_representer(str, plain)
     return str(yaml.dump(value, Dumper=Dumper, sort_keys=False, width=WIDTH, allow_unicode=True))

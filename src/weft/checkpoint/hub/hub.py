@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.checkpoint.files import limits
-from weft.checkpoint.hub import hub_files
-from weft.checkpoint.hub.hub_files import CreateProgress, show_progress
+from weft.checkpoint.hub import files as hub_files
+from weft.checkpoint.hub.files import CreateProgress, show_progress
 from weft.checkpoint.names import catalogue
 from weft.checkpoint.names.gguf_reference import GgufReference, choose_files
 from weft.errors import ModelError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from weft.checkpoint.hub import demo, hub, model_names
-from weft.checkpoint.hub.hub_files import CreateProgress, show_progress
+from weft.checkpoint.hub.files import CreateProgress, show_progress
 from weft.checkpoint.names import catalogue, gguf_reference
 
 

@@ -14,6 +14,7 @@ from importlib.resources import files
 import msgspec
 
 from weft.checkpoint.architectures.model import Model
+from weft.checkpoint.architectures.shape import ModelShape
 from weft.checkpoint.config import config_json
 from weft.checkpoint.files.fields import Fields
 from weft.errors import ModelError
@@ -223,11 +224,18 @@ def _key(name: str) -> str:
     return re.sub(r"[\s_]+", "-", re.sub(r"(?<=\d)_(?=\d)", ".", name.strip().casefold()))
 
 
+@cache
+def _shape(name: str) -> ModelShape:
+    """The shape of the model with this id: always the same object, which caches find without comparing all layers."""
+    entry, id = _names()[_key(name)]
+    return config_json.shape_from_config(Fields(entry.config, f"the catalogue's {id}"), run=False)
+
+
 def _model(entry: Entry, name: str, precision: str | None = None) -> Model:
     config = Fields(entry.config, f"the catalogue's {name}")
     return Model(
         name=name,
-        shape=config_json.shape_from_config(config, run=False),
+        shape=_shape(name),
         params=entry.params,
         precision=precision or entry.precision or config_json.precision(config) or "bf16",
         source=entry.source,

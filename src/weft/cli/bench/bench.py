@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from weft.cli import engine
 from weft.engine.client.control import replica_rows
-from weft.engine.client.progress import Progress
+from weft.engine.client.progress import ProgressBar
 from weft.errors import ConfigError
-from weft.study.bench.measure import BatchRun, median_figures, run_batch
+from weft.study.bench.measure import RunFigures, median_figures, run_batch
 from weft.study.bench.predicted import comparison_lines, predict_batch
 from weft.study.bench.workload import BenchRequest, nano_vllm, random_requests
 
@@ -29,10 +29,10 @@ def main(arguments: Namespace) -> int:
     with engine.start_engine(arguments, skip_tokenizer_init=True) as llm:
         plan = llm.plan
         workload = (latency_workload if task == "latency" else throughput_workload)(arguments, plan.shape.vocab)
-        runs: list[BatchRun] = []
+        runs: list[RunFigures] = []
         # Every run has other tokens, so that no run finds KV blocks of another.
         numbers = range(-arguments.num_iters_warmup, arguments.num_iters)
-        with Progress(len(numbers), True, "Runs", animated=False) as progress:
+        with ProgressBar(len(numbers), True, "Runs", animated=False) as progress:
             for number in numbers:
                 measured = run_batch(llm, workload(number))
                 print(run_line("warm-up" if number < 0 else f"run {number + 1}", measured), file=sys.stderr)
@@ -98,7 +98,7 @@ def throughput_workload(arguments: Namespace, vocab: int) -> Callable[[int], lis
     return requests
 
 
-def run_line(name: str, measured: BatchRun) -> str:
+def run_line(name: str, measured: RunFigures) -> str:
     """One run as text."""
     return (
         f"{name}: {measured.seconds:.3f} s, {1000 * measured.ttft_s:.1f} ms to the first token, "

@@ -11,11 +11,11 @@ import msgspec
 def main(arguments: Namespace) -> int:
     """Print the status as lines, or as one JSON object."""
     from weft.api.service.run_files import running_servers
-    from weft.engine.cluster.status import Engine, cluster_status, status_lines
+    from weft.engine.cluster.status import NodeUser, cluster_status, status_lines
     from weft.machine.hardware.host import probe_host
 
     servers = [
-        Engine(name=", ".join(server.names), model=server.names[0], state="running", ranks=None, url=server.url)
+        NodeUser(name=", ".join(server.names), model=server.names[0], state="running", ranks=None, url=server.url)
         for server in running_servers()
         if server.names
     ]

@@ -162,8 +162,8 @@ def engine_config(arguments: Namespace, **ours: Any) -> EngineConfig:
     """
     from weft.plan.layout import check_config  # not for --help
 
-    given = given_values(arguments, tuple(flag for _, group in ENGINE for flag in group))
-    config = EngineConfig(**{**ours, **given})
+    flags = given_values(arguments, tuple(flag for _, group in ENGINE for flag in group))
+    config = EngineConfig(**{**ours, **flags})
     check_config(config)
     return config
 
@@ -173,10 +173,10 @@ def serve_options(arguments: Namespace, environment: Mapping[str, str]) -> Serve
 
     The environment's VLLM_API_KEY counts if no --api-key is given.
     """
-    given = given_values(arguments, SERVER)
-    if "api_key" not in given and environment.get("VLLM_API_KEY"):
-        given["api_key"] = (environment["VLLM_API_KEY"],)
-    return ServeOptions(**given, admin_key=environment.get("WEFT_ADMIN_KEY"))
+    flags = given_values(arguments, SERVER)
+    if "api_key" not in flags and environment.get("VLLM_API_KEY"):
+        flags["api_key"] = (environment["VLLM_API_KEY"],)
+    return ServeOptions(**flags, admin_key=environment.get("WEFT_ADMIN_KEY"))
 
 
 def sampling_options(arguments: Namespace, **ours: Any) -> dict[str, Any]:
@@ -185,9 +185,9 @@ def sampling_options(arguments: Namespace, **ours: Any) -> dict[str, Any]:
     The engine's --seed is the request's seed too. Raises RequestError for a value out of range, before an engine
     starts.
     """
-    given = given_values(arguments, SAMPLING)
+    flags = given_values(arguments, SAMPLING)
     if hasattr(arguments, "seed"):
-        given["seed"] = arguments.seed
-    options = {**ours, **given}
+        flags["seed"] = arguments.seed
+    options = {**ours, **flags}
     SamplingParams(**options)
     return options

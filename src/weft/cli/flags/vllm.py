@@ -40,9 +40,9 @@ def strip_vllm_flags(argv: list[str], own: frozenset[str]) -> tuple[list[str], l
     return kept, warnings
 
 
-def _values(words: list[str], arity: int) -> list[str]:
+def _values(argv: list[str], arity: int) -> list[str]:
     """The words up to the next flag, at most `arity`; any number if that is negative."""
-    limited = words if arity < 0 else words[:arity]
+    limited = argv if arity < 0 else argv[:arity]
     return list(takewhile(lambda word: not word.startswith("--"), limited))
 
 

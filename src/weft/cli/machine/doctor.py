@@ -31,16 +31,16 @@ STYLES = {"ok": "green", "warn": "bold yellow", "fail": "bold red", "skipped": "
 
 def main(arguments: Namespace) -> int:
     """Print the checks; return 1 if one fails."""
-    given = vars(arguments)
-    security, measure = given.get("security", False), given.get("measure", True)
+    flags = vars(arguments)
+    security, measure = flags.get("security", False), flags.get("measure", True)
     checks: tuple[AnyCheck, ...]
-    hosts = given.get("hosts")
-    if given.get("nodes", False) or hosts is not None:
+    hosts = flags.get("hosts")
+    if flags.get("nodes", False) or hosts is not None:
         checks = nodes_checks(hosts, security=security, measure=measure)
     else:
         checks = tuple(security_checks() if security else all_checks(measure=measure))
     answer = checks_json(checks)
-    if given.get("json", False):
+    if flags.get("json", False):
         print(json.dumps(answer))
     else:
         from rich.text import Text

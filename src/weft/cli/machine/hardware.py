@@ -24,23 +24,23 @@ logger = logging.getLogger("weft.cli")
 
 def main(arguments: Namespace) -> int:
     """Print this machine, or the hardware of the flags, as tables, JSON or a hardware file."""
-    given = vars(arguments)
-    check_hardware_flags(given)
-    as_json = given.get("json", False)
-    if is_described(given):
+    flags = vars(arguments)
+    check_hardware_flags(flags)
+    as_json = flags.get("json", False)
+    if is_described(flags):
         from weft.cli.plan_question import described_cluster
 
-        cluster = described_cluster(given)
+        cluster = described_cluster(flags)
         if as_json:
             print(json.dumps(hardware_file.cluster_fields(cluster)))
         else:
             print(hardware_file.hardware_yaml(cluster), end="")
         return 0
     here = host.probe_host()
-    measured = machine_speeds(here, measure=given.get("measure", True), refresh=given.get("refresh_hardware", False))
+    measured = machine_speeds(here, measure=flags.get("measure", True), refresh=flags.get("refresh_hardware", False))
     if as_json:
         print(json.dumps(machine_json(here, measured)))
-    elif given.get("yaml", False):
+    elif flags.get("yaml", False):
         print(hardware_file.hardware_yaml(planned_machine(here, measured)), end="")
     else:
         from weft.cli.machine.hardware_view import print_machine
@@ -49,27 +49,27 @@ def main(arguments: Namespace) -> int:
     return 0
 
 
-def check_hardware_flags(given: dict[str, Any]) -> None:
+def check_hardware_flags(flags: dict[str, Any]) -> None:
     """Raise UsageError for flags that contradict each other."""
-    if given.get("json", False) and given.get("yaml", False):
+    if flags.get("json", False) and flags.get("yaml", False):
         raise UsageError("--json and --yaml are two formats of the same answer; give one of them", code="json-and-yaml")
-    if not given.get("refresh_hardware", False):
+    if not flags.get("refresh_hardware", False):
         return
-    if is_described(given):
+    if is_described(flags):
         raise UsageError(
             "--refresh-hardware measures this machine, but --gpus and --nodes describe other hardware",
             code="refresh-of-other-hardware",
         )
-    if not given.get("measure", True):
+    if not flags.get("measure", True):
         raise UsageError(
             "--refresh-hardware measures this machine, but --no-measure measures nothing",
             code="refresh-without-measuring",
         )
 
 
-def is_described(given: dict[str, Any]) -> bool:
+def is_described(flags: dict[str, Any]) -> bool:
     """Return True if the flags describe hardware other than this machine."""
-    return any(name in given for name in ("gpus", "nodes", "network"))
+    return any(name in flags for name in ("gpus", "nodes", "network"))
 
 
 def machine_speeds(here: Host, *, measure: bool, refresh: bool) -> Speeds:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.cli.parser import UsageError
 from weft.cli.tables import console, figures_table
-from weft.cli.top.top_watch import refusal_code
+from weft.cli.top.watch import refusal_code
 from weft.errors import WeftError, error_reason
 from weft.monitor.trace_report import KINDS
 from weft.study.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress
@@ -30,16 +30,16 @@ OVERHEAD = ("sampling", "scheduling", "other", "idle")
 
 def main(arguments: Namespace) -> int:
     """Profile a server that works, print tables or JSON, and write the merged trace."""
-    given = vars(arguments)
-    output = Path(given["output"])
+    flags = vars(arguments)
+    output = Path(flags["output"])
     if output.parent != Path() and not output.parent.is_dir():
         raise UsageError(f"there is no directory {output.parent} for --output", code="invalid-flag-value")
-    profile, trace = asyncio.run(profile_server(given["url"], given["steps"], given["timeout"]))
+    profile, trace = asyncio.run(profile_server(flags["url"], flags["steps"], flags["timeout"]))
     try:
         output.write_bytes(trace)
     except OSError as error:
         raise WeftError(f"cannot write {output}: {error_reason(error)}", code="cannot-write-trace") from None
-    if given.get("json", False):
+    if flags.get("json", False):
         print(json.dumps(profile))
         return 0
     out = console()

@@ -79,14 +79,14 @@ its prompts. Look at it before you send it: tar -xzf.
 
 def main(arguments: Namespace) -> int:
     """Write the file; print its name and its parts."""
-    given = vars(arguments)
-    path = Path(given.get("output") or f"weft-support-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
+    flags = vars(arguments)
+    path = Path(flags.get("output") or f"weft-support-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
     secrets = Secrets()
-    parts = collect_parts(secrets, [Path(name) for name in given.get("log") or ()])
+    parts = collect_parts(secrets, [Path(name) for name in flags.get("log") or ()])
     # Last, when all secrets are known.
     files = {name: secrets.clean(text) for name, text in parts.items()}
     write_bundle(path, files)
-    if given.get("json", False):
+    if flags.get("json", False):
         print(json.dumps({"file": str(path), "parts": sorted(files)}))
     else:
         print(f"wrote {path}, which only you can read: {', '.join(sorted(files))}")

@@ -12,18 +12,18 @@ from weft.cli.tables import console
 from weft.machine.hardware import host, nvml
 from weft.machine.hardware.gpu_figures import GpuSampler, NvLinkState
 from weft.machine.hardware.host import Host
-from weft.monitor.topology import Device, DeviceLink, TopologyReport, report_json, report_topology
+from weft.monitor.topology import DeviceLink, TopologyDevice, TopologyReport, report_json, report_topology
 
 NAMED = 6  # devices or links with the same figures that are still listed by name
 
 
 def main(arguments: Namespace) -> int:
     """Print the links of this machine as a page or as one JSON object."""
-    given = vars(arguments)
+    flags = vars(arguments)
     here = host.probe_host()
-    speeds = machine_speeds(here, measure=given.get("measure", True), refresh=given.get("refresh_hardware", False))
+    speeds = machine_speeds(here, measure=flags.get("measure", True), refresh=flags.get("refresh_hardware", False))
     report = report_topology(here, speeds, nvlink_states(here))
-    if given.get("json", False):
+    if flags.get("json", False):
         print(json.dumps(report_json(report)))
         return 0
     out = console()
@@ -57,7 +57,7 @@ def shared_lines(named: Iterable[tuple[str, str]]) -> Iterator[str]:
         yield f"{', '.join(names) if len(names) <= NAMED else f'{names[0]} to {names[-1]} ({len(names)})'}: {text}"
 
 
-def describe_device(device: Device) -> str:
+def describe_device(device: TopologyDevice) -> str:
     """Model, place, and links of one device."""
     parts = [f"{device.model} on {device.node}"]
     if device.numa_node is not None:

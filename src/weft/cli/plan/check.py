@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,18 +11,21 @@ from typing import Any
 
 import msgspec
 
+from weft.checkpoint import lookup
 from weft.checkpoint.architectures.model import Model
 from weft.checkpoint.architectures.shape import ModelShape
-from weft.checkpoint.quantised.precision import meant_precisions
+from weft.checkpoint.names import catalogue
+from weft.checkpoint.quantised.precision import canonical, meant_precisions
 from weft.cli.parser import UsageError
-from weft.cli.plan.check_subject import Subject
 from weft.cli.plan_question import NOTHING_FITS, compared_precisions
+from weft.errors import ConfigError, ModelError
 from weft.formatting import format_bytes
-from weft.machine.hardware.cluster import Cluster
-from weft.planner.claims.claim_text import GAIN_GPUS, Claim, GainClaim, LinkClaim, parse_claim
+from weft.machine.hardware.cluster import Cluster, parse_cluster
+from weft.machine.hardware.gpus import GpuSpec, find_gpu, generic_gpu, nearest_gpu
 from weft.planner.claims.claims import RESERVED_BYTES, ClaimVerdict, claimed_tokens, judge_claim
-from weft.planner.claims.link_claims import has_nvlink, judge_gain, judge_link
-from weft.planner.claims.memory_claims import fewest_gpus, judge_memory
+from weft.planner.claims.links import has_nvlink, judge_gain, judge_link
+from weft.planner.claims.memory import fewest_gpus, judge_memory
+from weft.planner.claims.text import GAIN_GPUS, Claim, GainClaim, LinkClaim, parse_claim
 from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.note import Note, create_note
 from weft.planner.profiles import load_profile
@@ -38,6 +42,7 @@ IN_CLAIM = ("model", "gpus", "nodes", "network", "precision", "quantization")
 # The model and the cards of a gain by NVLink, if the claim names none: the guides speak of 70B models.
 SERVED = Claim(model="Llama-3.3-70B-Instruct", precision="bf16", gpus=GAIN_GPUS)
 Predicted = tuple[DeploymentLayout, Prediction] | str | None
+_PARAMETERS = re.compile(r"\d+(?:\.\d+)?b\b", re.IGNORECASE)
 
 
 @dataclass
@@ -62,7 +67,7 @@ def main(arguments: Namespace) -> int:
         raise UsageError("--check prints a verdict and --html writes a plan; give one of them", code="check-with-html")
     _refuse_flags_of_claim(arguments)
     claim = parse_claim(arguments.check)
-    subject = Subject(getattr(arguments, "hf_token", None))
+    subject = ClaimSubject(getattr(arguments, "hf_token", None))
     judged = judge(claim, subject, arguments.engine)
     if getattr(arguments, "json", False):
         print(json.dumps(verdict_json(arguments.check, judged, subject.remarks)))
@@ -79,7 +84,7 @@ def _refuse_flags_of_claim(arguments: Namespace) -> None:
         raise UsageError(f"--check has the model and the hardware in its claim; leave {flag} out", code="flag-in-claim")
 
 
-def judge(claim: Claim | LinkClaim | GainClaim, subject: Subject, engine: str) -> Judged:
+def judge(claim: Claim | LinkClaim | GainClaim, subject: ClaimSubject, engine: str) -> Judged:
     """The verdict on a claim of any kind."""
     if isinstance(claim, LinkClaim):
         verdict = judge_link(subject.find_gpu(claim.gpu), claim.links, claim.link_Bps)
@@ -100,7 +105,7 @@ def _fields(verdict: msgspec.Struct) -> dict[str, Any]:
     return {name: value for name, value in kept.items() if name not in ("possible", "layout", "note", "reasons")}
 
 
-def _judge_gain(claim: GainClaim, subject: Subject, engine: str) -> Judged:
+def _judge_gain(claim: GainClaim, subject: ClaimSubject, engine: str) -> Judged:
     run = claim.run or SERVED
     model, cluster = subject.find_model(run.model), subject.find_cluster(run.gpus)
     if not has_nvlink(cluster):
@@ -121,7 +126,7 @@ def _judge_gain(claim: GainClaim, subject: Subject, engine: str) -> Judged:
     return judged
 
 
-def _judge_run(claim: Claim, subject: Subject, engine: str) -> Judged:
+def _judge_run(claim: Claim, subject: ClaimSubject, engine: str) -> Judged:
     model = subject.find_model(claim.model)
     tokens = claimed_tokens(model.shape, claim.tokens)
     if tokens > model.shape.longest:
@@ -298,3 +303,53 @@ def verdict_lines(judged: Judged, remarks: Sequence[str]) -> list[str]:
     """The verdict as text."""
     head = f"possible{judged.aside}" if judged.possible else "impossible"
     return [head, *(f"  {line}" for line in (*remarks, *map(str, judged.reasons), *judged.lines))]
+
+
+class ClaimSubject:
+    """Finds models and cards by the names of a claim; `remarks` lists what was taken for something else."""
+
+    def __init__(self, hf_token: str | None) -> None:
+        self._token = hf_token
+        self.remarks: list[str] = []
+
+    def find_model(self, name: str) -> Model:
+        """The model of a name, or one of the same size and nearly the same name. Raises ModelError, and ConfigError for
+        a name that ends in an unknown precision."""
+        try:
+            return lookup.look_up(name, hf_token=self._token)
+        except ModelError as error:
+            if error.code != "unknown-model":
+                raise
+            model, _, last = name.rpartition(" ")
+            if model and catalogue.find_known(model) is not None:
+                canonical(last)  # raises
+            near = self._nearest_model(name)
+            if near is None:
+                raise
+            self.remarks.append(f"there is no {name}: judged as {near.name}")
+            return near
+
+    def _nearest_model(self, name: str) -> Model | None:
+        size = {match.lower() for match in _PARAMETERS.findall(name)}
+        alike = (
+            near for near in catalogue.nearest(name) if size and size == {*map(str.lower, _PARAMETERS.findall(near))}
+        )
+        nearest = next(alike, None)
+        return catalogue.find(nearest) if nearest else None
+
+    def find_cluster(self, gpus: str) -> Cluster:
+        """The cluster of a description in which a card may be a size of memory. Raises ConfigError."""
+        return parse_cluster(gpus, find=self.find_gpu)
+
+    def find_gpu(self, name: str) -> GpuSpec:
+        """The card of a name, of a memory, or the nearest one with the memory that a name has. Raises ConfigError."""
+        try:
+            return generic_gpu(name) or find_gpu(name)
+        except ConfigError as error:
+            near = nearest_gpu(name)
+            if near is None or error.code not in ("unknown-gpu", "gpu-of-other-size"):
+                raise
+            remark = f"there is no {name}: judged as {near.name}"
+            if remark not in self.remarks:
+                self.remarks.append(remark)
+            return near

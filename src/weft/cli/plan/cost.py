@@ -18,8 +18,8 @@ from weft.cli.plan_question import NOTHING_FITS, build_question, find_model
 from weft.cli.tables import NARROW, console, figures_table
 from weft.errors import ConfigError
 from weft.planner.prices import api_prices, economics
-from weft.planner.prices.api_prices import Quote, Usage
-from weft.planner.prices.economics import Fleet, Mix
+from weft.planner.prices.api_prices import Quote, TokenUsage
+from weft.planner.prices.economics import Mix, RentedReplicas
 from weft.planner.question import Question
 from weft.planner.search.ranking import Candidate
 from weft.planner.search.search import search
@@ -54,11 +54,11 @@ def main(arguments: Namespace) -> int:
     return 0
 
 
-def rented_fleet(question: Question, best: Candidate) -> Fleet:
+def rented_fleet(question: Question, best: Candidate) -> RentedReplicas:
     """The candidate as a fleet of GPUs that are paid for by the hour."""
     assert question.price is not None
     tokens = best.predicted.output_tok_s
-    return Fleet(
+    return RentedReplicas(
         dollars_per_hour=question.price * best.layout.gpu_count(question.cluster),
         requests_per_s=tokens / question.workload.output_len,
         tokens_per_s=tokens,
@@ -72,13 +72,13 @@ def rentable_units(best: Candidate) -> int:
     return 1 if layout.shares_experts else layout.data_parallel
 
 
-def request_usage(question: Question, cached: float) -> Usage:
+def request_usage(question: Question, cached: float) -> TokenUsage:
     """Tokens of the mean request; `cached` is the share of its prompt that an API serves from its cache."""
     work = question.workload
-    return Usage(work.input_len, round(work.input_len * cached), work.output_len)
+    return TokenUsage(work.input_len, round(work.input_len * cached), work.output_len)
 
 
-def api_quotes(arguments: Namespace, model: Model, each: Usage) -> list[Quote]:
+def api_quotes(arguments: Namespace, model: Model, each: TokenUsage) -> list[Quote]:
     """Prices of a request: of the APIs that the flags name, else of all APIs that sell the model.
 
     Raises ConfigError if no provider sells the model and --demand needs an API.
@@ -102,7 +102,7 @@ def api_quotes(arguments: Namespace, model: Model, each: Usage) -> list[Quote]:
     return sellers
 
 
-def compared_mixes(replica: Fleet, quote: Quote, demand: tuple[float, ...], max_load: float) -> list[Mix]:
+def compared_mixes(replica: RentedReplicas, quote: Quote, demand: tuple[float, ...], max_load: float) -> list[Mix]:
     """No own replicas, the cheapest mix, and enough replicas for all requests: in this order, without repetition."""
     best = economics.cheapest_mix(replica, quote.dollars, demand, max_load)
     counts = dict.fromkeys((0, best.replicas, economics.replicas_for_peak(replica, demand, max_load)))
@@ -110,7 +110,7 @@ def compared_mixes(replica: Fleet, quote: Quote, demand: tuple[float, ...], max_
 
 
 def as_json(
-    arguments: Namespace, question: Question, best: Candidate, fleet: Fleet, quotes: list[Quote]
+    arguments: Namespace, question: Question, best: Candidate, fleet: RentedReplicas, quotes: list[Quote]
 ) -> dict[str, Any]:
     """The comparison as JSON: money in dollars, times in hours, loads in requests per second."""
     work, demand = question.workload, getattr(arguments, "demand", None)
@@ -136,14 +136,14 @@ def as_json(
     }
 
 
-def mixes_json(fleet: Fleet, quote: Quote, demand: tuple[float, ...], max_load: float) -> list[dict[str, Any]]:
+def mixes_json(fleet: RentedReplicas, quote: Quote, demand: tuple[float, ...], max_load: float) -> list[dict[str, Any]]:
     """The compared mixes as JSON."""
     mixes = compared_mixes(fleet.per_replica, quote, demand, max_load)
     return [{**msgspec.structs.asdict(mix), "dollars": mix.dollars} for mix in mixes]
 
 
 def print_comparison(
-    arguments: Namespace, question: Question, model: Model, best: Candidate, fleet: Fleet, quotes: list[Quote]
+    arguments: Namespace, question: Question, model: Model, best: Candidate, fleet: RentedReplicas, quotes: list[Quote]
 ) -> None:
     """Print the comparison as text."""
     out = console()
@@ -175,7 +175,7 @@ def print_comparison(
         print_mixes(out, arguments, question, fleet.per_replica, cheapest, best)
 
 
-def api_table(fleet: Fleet, quotes: Sequence[Quote], utilization: float, output_len: int) -> Table:
+def api_table(fleet: RentedReplicas, quotes: Sequence[Quote], utilization: float, output_len: int) -> Table:
     """The prices of APIs, and the use from which own GPUs cost less."""
     table = figures_table("API", "$/M answer", "for prompts", "break-even", f"at {utilization:.0%} use")
     for quote in quotes:
@@ -190,7 +190,7 @@ def api_table(fleet: Fleet, quotes: Sequence[Quote], utilization: float, output_
 
 
 def print_mixes(
-    out: Console, arguments: Namespace, question: Question, replica: Fleet, quote: Quote, best: Candidate
+    out: Console, arguments: Namespace, question: Question, replica: RentedReplicas, quote: Quote, best: Candidate
 ) -> None:
     """Print the cost of own replicas together with an API for the demand."""
     demand, size = arguments.demand, best.layout.gpu_count(question.cluster) // rentable_units(best)

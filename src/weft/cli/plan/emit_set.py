@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft._version import __version__
 from weft.cli.parser import UsageError
-from weft.cli.plan import emit_files, plan_set
+from weft.cli.plan import emit_files, model_set
 from weft.cli.serve import set_file
 from weft.fleet.hosting.model_set import ModelEntry, ModelSet
 from weft.formatting import format_counts
@@ -43,7 +43,7 @@ def plan_configured(arguments: Namespace) -> int | None:
     if not has_several(arguments, config):
         emit_files.name_configured_model(arguments, config)
         return None
-    return plan_set.main(arguments, _models(arguments, config))
+    return model_set.main(arguments, _models(arguments, config))
 
 
 def main(arguments: Namespace, config: NodeConfig) -> int:
@@ -54,10 +54,10 @@ def main(arguments: Namespace, config: NodeConfig) -> int:
     from weft.fleet.hosting.set_plan import with_gpus
     from weft.study.export import infernet
 
-    given = next((name for name in OF_ONE if hasattr(arguments, name)), None)
-    if given is not None:
+    flags = next((name for name in OF_ONE if hasattr(arguments, name)), None)
+    if flags is not None:
         raise UsageError(
-            f"--{given.replace('_', '-')} is about one model, and {arguments.infernet_config} has several; leave it "
+            f"--{flags.replace('_', '-')} is about one model, and {arguments.infernet_config} has several; leave it "
             "out, or give MODEL",
             code="emit-flag-beside-set",
         )
@@ -97,7 +97,7 @@ def set_files(models: ModelSet, plan: SetPlan, cluster: Cluster, port: int) -> l
     header = _comment([*origin, *steps])
     content: dict[str, Any] = {"host": "127.0.0.1", "port": port, **dict.fromkeys(infernet.NODE_FLAGS, True)}
     content["models"] = [_row(entry) for entry in models.entries]
-    table = _comment([*origin, *plan_set.plan_text(models, plan).splitlines()])
+    table = _comment([*origin, *model_set.plan_text(models, plan).splitlines()])
     serve = command_line(["weft", "serve", "--config", SET_FILE], {}, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
     return [
         *infernet.node_files(header, models.entries[0].name, f"http://127.0.0.1:{port}"),

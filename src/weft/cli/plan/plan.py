@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from weft.cli.flags import plan_flags
-from weft.cli.plan import emit, plan_outputs
+from weft.cli.plan import emit, outputs
 from weft.cli.plan_question import NOTHING_FITS, build_question, find_model, planned_cluster
 from weft.errors import ModelError
 from weft.planner.search.search import search
@@ -18,9 +18,9 @@ def main(arguments: Namespace) -> int:
     """
     promised = any(hasattr(arguments, flag.dest) for flag in plan_flags.PROMISE)
     if promised:
-        from weft.cli.plan import plan_promise  # imports the simulation, which other plans do not need
+        from weft.cli.plan import promise  # imports the simulation, which other plans do not need
 
-        plan_promise.check_promise_flags(arguments)
+        promise.check_promise_flags(arguments)
     emit.check_emit_flags(arguments)
     status = _answer_other_question(arguments)
     return _plan_model(arguments, promised=promised) if status is None else status
@@ -33,12 +33,12 @@ def _answer_other_question(arguments: Namespace) -> int | None:
 
         return check.main(arguments)
     if hasattr(arguments, "config"):
-        from weft.cli.plan import plan_set
+        from weft.cli.plan import model_set
         from weft.cli.serve import set_file
 
         models = set_file.read_model_set(arguments.config)
         if models is not None:
-            return plan_set.main(arguments, models)
+            return model_set.main(arguments, models)
     if hasattr(arguments, "emit"):
         return _emit(arguments)
     if hasattr(arguments, "infernet_config"):
@@ -46,35 +46,35 @@ def _answer_other_question(arguments: Namespace) -> int | None:
 
         return emit_set.plan_configured(arguments)
     if not getattr(arguments, "model", ""):
-        from weft.cli.plan import plan_models
+        from weft.cli.plan import known_models
 
-        return plan_models.main(arguments)
+        return known_models.main(arguments)
     return None
 
 
 def _emit(arguments: Namespace) -> int:
     if not getattr(arguments, "model", "") and not hasattr(arguments, "infernet_config"):
-        from weft.cli.plan import plan_models
+        from weft.cli.plan import known_models
 
-        plan_models.check_model_flags(arguments)  # raises
+        known_models.check_model_flags(arguments)  # raises
     return emit.main(arguments)
 
 
 def _plan_model(arguments: Namespace, *, promised: bool) -> int:
     """Print the plan of one model. `promised`: with a promise of times, which a simulation checks."""
-    plan_outputs.check_outputs(arguments)
+    outputs.check_outputs(arguments)
     try:
         model = find_model(arguments)
     except ModelError as error:
-        from weft.cli.plan import plan_outline
+        from weft.cli.plan import outline
 
-        if error.code not in plan_outline.NOT_RUN or promised:
+        if error.code not in outline.NOT_RUN or promised:
             raise
-        return plan_outline.main(arguments, planned_cluster(vars(arguments)), error)
+        return outline.main(arguments, planned_cluster(vars(arguments)), error)
     if promised:
-        from weft.cli.plan import plan_promise
+        from weft.cli.plan import promise
 
-        return plan_promise.main(arguments, model)
+        return promise.main(arguments, model)
     answer = search(build_question(arguments, model))
-    plan_outputs.write_outputs(arguments, answer, model)
+    outputs.write_outputs(arguments, answer, model)
     return 0 if answer.best else NOTHING_FITS

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weft.cli.plan.plan_columns import MARK, PlanJson, between
-from weft.cli.plan.plan_picture import LINKS
+from weft.cli.plan.columns import MARK, PlanJson, between
+from weft.cli.plan.picture import LINKS
 from weft.formatting import format_bytes, format_counts
 
 REJECTED = 4  # rejected layouts that are listed

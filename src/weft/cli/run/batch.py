@@ -18,7 +18,7 @@ def main(arguments: Namespace) -> int:
             "weft batch takes an input and an output file, as in: weft batch rows.jsonl answers.jsonl --model demo",
             code="batch-arguments",
         )
-    from weft.api.offline.job import Job, answer_here, open_job, run_job, summary
+    from weft.api.offline.job import BatchJob, answer_here, open_job, run_job, summary
     from weft.http.options import ServeOptions
 
     source, out = arguments.argument
@@ -30,15 +30,15 @@ def main(arguments: Namespace) -> int:
     arguments.model = model
     config = engine_config(arguments)
     # The same length for rows of any length is a limit and no wish: no row fails by it.
-    given = {"clip_max_tokens": not rows.is_requests, **given_values(arguments, ANSWERS)}
-    names = (*given.pop("served_model_name", ()), name, model)
-    options = ServeOptions(**given, served_model_name=tuple(dict.fromkeys(names)))
+    flags = {"clip_max_tokens": not rows.is_requests, **given_values(arguments, ANSWERS)}
+    names = (*flags.pop("served_model_name", ()), name, model)
+    options = ServeOptions(**flags, served_model_name=tuple(dict.fromkeys(names)))
     answer = answer_here
     if getattr(arguments, "ray", False):
         from weft.ray.data import answer_on_ray
 
         answer = answer_on_ray
-    job = Job(rows, out, config, options, defaults)
+    job = BatchJob(rows, out, config, options, defaults)
     try:
         counts = run_job(job, answer)
     except KeyboardInterrupt:

@@ -6,15 +6,15 @@ import json
 import shutil
 import sys
 import textwrap
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.cli import engine, terminal
-from weft.cli.flags.flags import sampling_options
-from weft.cli.run.chat_settings import FLAGS, changed_setting, setting_text
+from weft.cli.flags.flags import SAMPLING, Flag, sampling_options
+from weft.cli.hints import did_you_mean
 from weft.engine.core.params import SamplingParams
 from weft.errors import ConfigError, RequestError, error_reason
 
@@ -25,6 +25,12 @@ WELCOME = "Chat with {model}. Type a message, or /help for the commands. Ctrl-C 
 CTRL_C_HINT = "Ctrl-C once more ends the chat; so do Ctrl-D and /exit"
 HELP_INDENT = 19  # columns before the explanation of a command
 Messages = list[dict[str, str]]
+SWITCH = {"on": True, "off": False}
+FLAGS = {flag.dest: flag for flag in SAMPLING}
+
+# Values in words, where the value alone says little.
+NOT_SET = {"max_tokens": "up to the context's end", "seed": "random", "stop": "none", "top_k": "all tokens"}
+NOTES = {("temperature", 0.0): "always the likeliest token", ("min_p", 0.0): "off", ("repetition_penalty", 1.0): "off"}
 
 
 @dataclass
@@ -204,3 +210,47 @@ def wrapped(text: str, indent: int = 0) -> str:
 def notify(text: str) -> None:
     """Print on standard error, since standard output has only the conversation."""
     print(text, file=sys.stderr, flush=True)
+
+
+def changed_setting(words: str) -> tuple[str, Any]:
+    """The parameter that `words` change, as in "temperature 0.5", and its value. Raises ConfigError."""
+    name, _, text = words.partition(" ")
+    flag = FLAGS.get(name.lstrip("-").replace("-", "_"))
+    if flag is None:
+        names = sorted(FLAGS)
+        hint = did_you_mean(name, names)
+        raise ConfigError(
+            f"unknown parameter {name!r}; {f'{hint} ' * bool(hint)}the parameters are {', '.join(names)}",
+            code="unknown-parameter",
+        )
+    if not text.strip():
+        raise ConfigError(f"{flag.dest} needs a value: {flag.help}", code="flag-needs-value")
+    return flag.dest, _parse_value(flag, text.strip())
+
+
+def _parse_value(flag: Flag, text: str) -> Any:
+    if flag.parse is None:
+        if text not in SWITCH:
+            raise ConfigError(f"{flag.dest} is {text!r}; it must be on or off", code="flag-needs-boolean")
+        return SWITCH[text]
+    try:
+        value = flag.parse(text)
+    except (ValueError, ArgumentTypeError) as error:
+        reason = error if isinstance(error, ArgumentTypeError) else f"{text!r} is not a number"
+        raise ConfigError(f"{flag.dest}: {reason}", code="invalid-flag-value") from None
+    return (value,) if flag.repeated else value
+
+
+def setting_text(params: SamplingParams, name: str) -> str:
+    """A parameter and its value, as in "temperature 0 (always the likeliest token)"."""
+    value = getattr(params, name)
+    if value in (None, ()) or (name == "top_k" and value == 0):
+        shown = NOT_SET.get(name, "none")
+    elif isinstance(value, bool):
+        shown = "on" if value else "off"
+    elif isinstance(value, tuple):
+        shown = ", ".join(map(repr, value))
+    else:
+        shown = f"{value:g}" if isinstance(value, float) else str(value)
+    note = NOTES.get((name, value)) if isinstance(value, float) else None
+    return f"{name} {shown}{f' ({note})' if note else ''}"

@@ -15,11 +15,11 @@ def main(arguments: Namespace) -> int:
     from weft.fleet.gateway.server import run_gateway
     from weft.fleet.upstreams.config import make_config, read_config
 
-    given: dict[str, Any] = given_values(arguments, GATEWAY_FLAGS)
-    shutdown_timeout = given.pop("shutdown_timeout")
-    if "upstream" in given:
-        given["upstreams"] = [{"url": url} for url in given.pop("upstream")]
+    flags: dict[str, Any] = given_values(arguments, GATEWAY_FLAGS)
+    shutdown_timeout = flags.pop("shutdown_timeout")
+    if "upstream" in flags:
+        flags["upstreams"] = [{"url": url} for url in flags.pop("upstream")]
     path = getattr(arguments, "config", None)
-    config = read_config(path, given) if path is not None else make_config(given)
+    config = read_config(path, flags) if path is not None else make_config(flags)
     run_gateway(config, os.environ.get("WEFT_ADMIN_KEY"), shutdown_timeout)
     return 0

@@ -78,11 +78,11 @@ def read_environment(environment: Mapping[str, str]) -> tuple[Namespace, EngineC
     from weft.cli.parser import UsageError, parse_command
 
     try:
-        words = shlex.split(environment.get(VARIABLE, ""))
+        argv = shlex.split(environment.get(VARIABLE, ""))
     except ValueError as error:
         raise UsageError(f"{VARIABLE} cannot be split into words: {error}", code="invalid-flag-value") from None
     # The server's flags are known too: of these the names count, and the others have nothing to act on.
-    arguments = parse_command(replace(COMMANDS["serve"], needs_model=False), words)
+    arguments = parse_command(replace(COMMANDS["serve"], needs_model=False), argv)
     if not getattr(arguments, "model", "") and environment.get(MODEL):
         arguments.model = environment[MODEL]
     return arguments, engine_config(arguments, model=getattr(arguments, "model", ""))

@@ -15,19 +15,19 @@ from weft.formatting import format_bytes
 def main(arguments: Namespace) -> int:
     """Run one of the commands."""
     command: str = arguments.command
-    words: list[str] = list(getattr(arguments, "argument", None) or [])
+    positional: list[str] = list(getattr(arguments, "argument", None) or [])
     most = {"pull": 1, "stop": 1, "rm": None}.get(command, 0)
-    if (most is None and not words) or (most and len(words) != most):
+    if (most is None and not positional) or (most and len(positional) != most):
         raise UsageError(f"weft {command} needs the name of a model", code="model-missing")
     folder = getattr(arguments, "download_dir", None)
     match command:
         case "pull":
-            return pull(words[0], getattr(arguments, "hf_token", None), folder)
+            return pull(positional[0], getattr(arguments, "hf_token", None), folder)
         case "ls":
             return list_models(folder, as_json=getattr(arguments, "json", False))
         case "rm":
-            return remove(words, folder)
-    return stop(words[0])
+            return remove(positional, folder)
+    return stop(positional[0])
 
 
 def pull(name: str, token: str | None, folder: str | None) -> int:

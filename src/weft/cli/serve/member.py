@@ -39,7 +39,7 @@ def main() -> int:
     return 0
 
 
-def serve_model(words: list[str]) -> None:
+def serve_model(argv: list[str]) -> None:
     """Run `weft serve` with arguments, without a run file: `weft ps` shows the set. Raises WeftError."""
     from weft import logs
     from weft.api.server.server import serve
@@ -50,7 +50,7 @@ def serve_model(words: list[str]) -> None:
 
     command = COMMANDS["serve"]
     logs.configure(command.log_level)
-    arguments = parse_command(command, words)
+    arguments = parse_command(command, argv)
     expand_model_name(command, arguments)
     options = replace(serve_options(arguments, os.environ), announces=False, behind_front=True)
     serve(engine_config(arguments), options)

@@ -18,7 +18,7 @@ from weft.cli.parser import (
     is_set,
     read_config_file,
     spelled_name,
-    typed_words,
+    typed_flags,
 )
 from weft.config import EngineConfig
 from weft.errors import ConfigError, nearest_name
@@ -79,13 +79,13 @@ def _entry(row: object, number: int, common: Mapping[Flag, Any], path: str) -> M
     if not isinstance(model, str) or not model:
         raise ConfigError(f"{where} has no model; give one, as in model: demo", code="model-missing")
     given = {**common, **_flags_of_fields(fields, where)}
-    words = [word for flag, value in given.items() if value is not None for word in typed_words(flag, value, where)]
+    flags = [word for flag, value in given.items() if value is not None for word in typed_flags(flag, value, where)]
     keep_alive = fields.get("keep-alive")
     priority = _priority(fields.get("priority", 0), where)
     return ModelEntry(
         names=_names(fields.get("name"), model, where),
-        config=config_of_words(model, words, where),
-        words=tuple(words),
+        config=config_of_flags(model, flags, where),
+        flags=tuple(flags),
         keep_alive_s=float("inf") if keep_alive is None else parse_keep_alive(keep_alive, f"keep-alive of {where}"),
         priority=priority,
         always=_loads_at_start(fields.get("load", "start"), where),
@@ -144,13 +144,13 @@ def _names(value: object, model: str, where: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def config_of_words(model: str, words: list[str], where: str) -> EngineConfig:
+def config_of_flags(model: str, flags: list[str], where: str) -> EngineConfig:
     """The engine's options that flags give. Raises ConfigError and UsageError, which name the model at fault."""
     parser = Parser(prog=where, add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
     for flag in MODEL_FLAGS:
         add_flag(parser.add_argument_group(), flag)
     try:
-        arguments = parser.parse_args(words)
+        arguments = parser.parse_args(flags)
         arguments.model = model
         return engine_config(arguments)
     except UsageError as error:
@@ -174,7 +174,7 @@ def models_of_node(node: NodeConfig, path: str) -> ModelSet:
     entries = []
     for server in node.instances:
         model = model_of_tag(server.model)
-        config = config_of_words(model, [], path)
+        config = config_of_flags(model, [], path)
         entries.append(ModelEntry(names=tuple(dict.fromkeys((server.model, model))), config=config))
     ports = [server.port for server in node.instances if server.port is not None]
     others = [server for server in node.instances if server.port not in (None, *ports[:1])]
@@ -192,10 +192,10 @@ def models_of_node(node: NodeConfig, path: str) -> ModelSet:
 
 def check_front_flags(arguments: Namespace, source: str) -> None:
     """Raise UsageError for an engine's flag given with a set: it would be unclear which engine it is for."""
-    given = next((flag for flag in ENGINE_FLAGS if hasattr(arguments, flag.dest)), None)
-    if given is not None:
+    misplaced = next((flag for flag in ENGINE_FLAGS if hasattr(arguments, flag.dest)), None)
+    if misplaced is not None:
         raise UsageError(
-            f"{given.long} is about one engine, and {source} has several; put {given.name} into the file, for one "
-            "model or next to `models` for all",
+            f"{misplaced.long} is about one engine, and {source} has several; put {misplaced.name} into the file, for "
+            "one model or next to `models` for all",
             code="engine-flag-beside-set",
         )

@@ -11,11 +11,10 @@ from typing import Any
 import msgspec
 
 from weft.cli.plan_question import NOTHING_FITS, find_model
-from weft.cli.simulate import simulate_plots as plots
-from weft.cli.simulate import simulate_view as view
-from weft.cli.simulate.simulate_runs import find_limit, finite, first_guess, report_json, run_rates, simulated_rates
-from weft.cli.simulate.simulate_study import build_simulation_question, build_study, check_load_flags, parse_load
-from weft.cli.simulate.simulate_verdict import judge_run, judge_sweep
+from weft.cli.simulate import plots, view
+from weft.cli.simulate.runs import find_limit, finite, first_guess, report_json, run_rates, simulated_rates
+from weft.cli.simulate.study import build_simulation_question, build_study, check_load_flags, parse_load
+from weft.cli.simulate.verdict import judge_run, judge_sweep
 from weft.planner.question import Question
 from weft.planner.report.plan_json import cut_json
 from weft.planner.search.ranking import Candidate
@@ -28,10 +27,10 @@ from weft.study.simulate.study import Study
 
 def main(arguments: Namespace) -> int:
     """Simulate and print the report; return 3 if the model does not fit, or the promise of the run is not kept."""
-    given = vars(arguments)
-    check_load_flags(given)
+    flags = vars(arguments)
+    check_load_flags(flags)
     model = find_model(arguments)
-    load, longest = parse_load(given, model)
+    load, longest = parse_load(flags, model)
     question = build_simulation_question(arguments, model, load, longest)
     answer = search(question)
     if answer.best is None:
@@ -40,12 +39,12 @@ def main(arguments: Namespace) -> int:
             file=sys.stderr,
         )
         return NOTHING_FITS
-    study = build_study(given, question, answer.best, load)
-    check_runs(given, study, load)
-    capacity, runs = run_study(given, study, load, answer.best)
+    study = build_study(flags, question, answer.best, load)
+    check_runs(flags, study, load)
+    capacity, runs = run_study(flags, study, load, answer.best)
     judged = None if capacity else judge_run(study, runs[0]) if len(runs) == 1 else judge_sweep(study, runs)
-    if given.get("json"):
-        document = as_json(given, question, answer.best, study, load, runs, capacity)
+    if flags.get("json"):
+        document = as_json(flags, question, answer.best, study, load, runs, capacity)
         if judged is not None:
             document["verdict"] = msgspec.to_builtins(judged)
         print(json.dumps(finite(document)))
@@ -53,33 +52,33 @@ def main(arguments: Namespace) -> int:
         first = view.verdict(study, capacity) if capacity else [judged.text] if judged else []
         print("\n".join([*first, "", *view.heading(question, answer.best, study, load)]))
         view.print_runs(study, load, runs, capacity)
-    if "plot" in given:
-        plots.write_plots(given["plot"], view.deployment_title(question, answer.best), study, runs, capacity)
+    if "plot" in flags:
+        plots.write_plots(flags["plot"], view.deployment_title(question, answer.best), study, runs, capacity)
     unkept = capacity.value is None if capacity else judged is not None and judged.kept is False and len(runs) == 1
     return NOTHING_FITS if unkept else 0
 
 
-def check_runs(given: dict[str, Any], study: Study, load: SimulatedLoad) -> None:
+def check_runs(flags: dict[str, Any], study: Study, load: SimulatedLoad) -> None:
     """Raise an error for a run that is too long to be simulated, before the first one starts."""
-    if given.get("find") == "replicas":
+    if flags.get("find") == "replicas":
         study.check_run_length(load, ceil(first_guess(study, load)))
-    elif "find" not in given:
-        for rate in simulated_rates(given, study, load):
+    elif "find" not in flags:
+        for rate in simulated_rates(flags, study, load):
             study.check_run_length(msgspec.structs.replace(load, rate=rate))
 
 
 def run_study(
-    given: dict[str, Any], study: Study, load: SimulatedLoad, best: Candidate
+    flags: dict[str, Any], study: Study, load: SimulatedLoad, best: Candidate
 ) -> tuple[CapacityResult | None, tuple[Report, ...]]:
     """The result of --find, None without the flag, and the reports of all runs in ascending order of the load."""
-    if "find" not in given:
-        return None, tuple(run_rates(given, study, load))
-    capacity = find_limit(given, study, load, best)
+    if "find" not in flags:
+        return None, tuple(run_rates(flags, study, load))
+    capacity = find_limit(flags, study, load, best)
     return capacity, tuple(sorted(capacity.runs, key=lambda run: (run.replicas, run.rate or 0.0)))
 
 
 def as_json(
-    given: dict[str, Any],
+    flags: dict[str, Any],
     question: Question,
     best: Candidate,
     study: Study,
@@ -100,7 +99,7 @@ def as_json(
             "input_len": input_len,
             "output_len": output_len,
             "burstiness": load.burstiness,
-            "trace": given.get("trace"),
+            "trace": flags.get("trace"),
             "seed": load.seed,
         },
         "duration_s": study.times.duration_s,
@@ -110,7 +109,7 @@ def as_json(
     }
     if capacity is not None:
         document["find"] = {
-            "what": given["find"],
+            "what": flags["find"],
             "value": capacity.value,
             "reason": capacity.reason or None,
             "best": report_json(capacity.report) if capacity.report else None,

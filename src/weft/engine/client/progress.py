@@ -1,4 +1,4 @@
-"""Progress: a bar on standard error with the number of finished prompts, or of other parts of a long task."""
+"""ProgressBar: a bar on standard error with the number of finished prompts, or of other parts of a long task."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Bar(Protocol):
     def close(self) -> Any: ...
 
 
-class Progress(AbstractContextManager["Progress"]):
+class ProgressBar(AbstractContextManager["ProgressBar"]):
     """A bar for `total` prompts, or for parts of a task that `description` names.
 
     If `bar` is True, the bar is shown on a terminal and in a notebook. `bar` may be a function with tqdm's

@@ -30,10 +30,9 @@ from weft.engine.cluster.agent_messages import (
     Ended,
     Examine,
     Examined,
-    Failed,
     Fetched,
     Leave,
-    Progress,
+    ProgressLine,
     Pull,
     Ready,
     Reply,
@@ -41,6 +40,7 @@ from weft.engine.cluster.agent_messages import (
     Started,
     Stop,
     Stopped,
+    TaskFailed,
 )
 from weft.engine.cluster.facts import torch_version
 from weft.engine.processes.keys import KEY_MODE, VARIABLE
@@ -57,7 +57,7 @@ TAIL_BYTES = 8192
 FindUrl = Callable[[int], str | None]
 
 
-class Version(msgspec.Struct):
+class TaskVersion(msgspec.Struct):
     """The part of every task that all versions understand."""
 
     weft: str
@@ -73,7 +73,7 @@ class Record(msgspec.Struct, frozen=True):
     """The file about a server that has been started."""
 
     pid: int
-    words: tuple[str, ...]
+    argv: tuple[str, ...] = msgspec.field(name="words")
     since_s: float
     environment: str = ""  # digest of the variables that it was given
 
@@ -106,10 +106,10 @@ class Agent:
     def do_task(self) -> None:
         line = self._given.line(None) or b""
         try:
-            version = msgspec.json.decode(line, type=Version).weft
+            version = msgspec.json.decode(line, type=TaskVersion).weft
             if version != __version__:
                 has = f"it has Weft {__version__} for {sys.executable}, and this machine has {version}"
-                self._send(Failed(f"{has}; install the same on both"))
+                self._send(TaskFailed(f"{has}; install the same on both"))
                 return
             task = msgspec.json.decode(line, type=AnyTask)
             match task:
@@ -122,11 +122,11 @@ class Agent:
                 case Examine():
                     self._examine(task)
         except msgspec.DecodeError as error:
-            self._send(Failed(f"a task that it does not know: {error}"))
+            self._send(TaskFailed(f"a task that it does not know: {error}"))
         except WeftError as error:
-            self._send(Failed(str(error)))
+            self._send(TaskFailed(str(error)))
         except OSError as error:
-            self._send(Failed(f"{error_reason(error)}{f': {error.filename}' if error.filename else ''}"))
+            self._send(TaskFailed(f"{error_reason(error)}{f': {error.filename}' if error.filename else ''}"))
 
     def _start(self, task: Start) -> None:
         server = Server(task.name, task.node)
@@ -147,7 +147,7 @@ class Agent:
                 self._send(Ready(url))
             if not ready and time.monotonic() > say_at:
                 say_at += SAY_S
-                self._send(Progress(server.last_line()))
+                self._send(ProgressLine(server.last_line()))
             line = self._given.line(LOOK_S)
             if line is not None:
                 with contextlib.suppress(msgspec.DecodeError):
@@ -161,20 +161,20 @@ class Agent:
         if status == 0:
             self._send(Fetched(printed))
         else:
-            self._send(Failed((complaints or [f"weft pull ended with status {status}"])[-1]))
+            self._send(TaskFailed((complaints or [f"weft pull ended with status {status}"])[-1]))
 
     def _examine(self, task: Examine) -> None:
         """Run `weft doctor`; the end of the input ends it. Its status says only if a check has failed."""
         status, printed, complaints = self._run_weft("doctor", "--json", *task.flags)
         self._send(decode_doctor(status, printed, complaints))
 
-    def _run_weft(self, *words: str, variables: Mapping[str, str] | None = None) -> tuple[int, str, list[str]]:
+    def _run_weft(self, *argv: str, variables: Mapping[str, str] | None = None) -> tuple[int, str, list[str]]:
         """Run `weft WORDS`; return its status, what it printed and its lines on standard error, which are sent too.
 
         The end of the input ends it.
         """
         child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "weft", *words],
+            [sys.executable, "-P", "-m", "weft", *argv],
             env=environment(os.environ, variables or {}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -204,7 +204,7 @@ class Agent:
         with child.stderr as lines:
             for line in lines:
                 into.append(line.decode("utf-8", "replace").strip())
-                self._send(Progress(into[-1]))
+                self._send(ProgressLine(into[-1]))
 
 
 def _read_output(child: subprocess.Popen[bytes], printed: list[bytes]) -> None:
@@ -214,7 +214,7 @@ def _read_output(child: subprocess.Popen[bytes], printed: list[bytes]) -> None:
         printed.append(output.read())
 
 
-def decode_doctor(status: int, printed: str | bytes, complaints: Sequence[str]) -> Examined | Failed:
+def decode_doctor(status: int, printed: str | bytes, complaints: Sequence[str]) -> Examined | TaskFailed:
     """This machine's answer by what `weft doctor --json` has printed; its status says only if a check has failed.
 
     `complaints` are the lines of its standard error.
@@ -222,7 +222,7 @@ def decode_doctor(status: int, printed: str | bytes, complaints: Sequence[str]) 
     try:
         checks = msgspec.json.decode(printed, type=DoctorReport).checks
     except msgspec.DecodeError:
-        return Failed((complaints or [f"weft doctor ended with status {status}"])[-1])
+        return TaskFailed((complaints or [f"weft doctor ended with status {status}"])[-1])
     return Examined(checks, torch_version(), time.time())
 
 
@@ -242,13 +242,13 @@ class Server:
         with open(self._record, "a+b", opener=_open_private) as record:
             if not try_lock(record.fileno()):
                 running = self._read_record()
-                same = (running.words, running.environment) == (task.words, _digest(task.environment))
+                same = (running.argv, running.environment) == (task.argv, _digest(task.environment))
                 return Started(running.pid, str(self.log), True, same, running.since_s)
-            words = [*task.words, *self._write_secrets(task)]
+            argv = [*task.argv, *self._write_secrets(task)]
             self._forget(record)
             with self._open_log() as log:
                 self._child = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "weft", "serve", *words],
+                    [sys.executable, "-P", "-m", "weft", "serve", *argv],
                     env=environment(os.environ, task.environment),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -256,7 +256,7 @@ class Server:
                     pass_fds=[record.fileno()],
                     start_new_session=True,
                 )
-            about = Record(self._child.pid, task.words, time.time(), _digest(task.environment))
+            about = Record(self._child.pid, task.argv, time.time(), _digest(task.environment))
             record.write(msgspec.json.encode(about))
             record.flush()
         return Started(about.pid, str(self.log), False, True, about.since_s)
@@ -314,7 +314,7 @@ class Server:
 
     def _write_secrets(self, task: Start) -> list[str]:
         """Write the key and the certificate for this user alone; return the flags that name them."""
-        words = []
+        argv = []
         for flag, name, text in (
             ("--cluster-key-file", "key", task.key),
             ("--cluster-cert-file", "certificate.pem", task.certificate),
@@ -323,8 +323,8 @@ class Server:
             path.unlink(missing_ok=True)
             if text:
                 write_private(path, text)
-                words += [flag, str(path)]
-        return words
+                argv += [flag, str(path)]
+        return argv
 
     def _remove_secrets(self) -> None:
         for name in ("key", "certificate.pem"):

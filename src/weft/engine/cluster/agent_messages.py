@@ -25,7 +25,7 @@ class Start(Task, frozen=True, kw_only=True, tag=True):
 
     name: str
     node: int
-    words: tuple[str, ...]
+    argv: tuple[str, ...] = msgspec.field(name="words")
     key: str = ""
     certificate: str = ""
     environment: dict[str, str] = {}
@@ -90,7 +90,7 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
     killed: bool = False
 
 
-class Progress(msgspec.Struct, frozen=True, tag=True):
+class ProgressLine(msgspec.Struct, frozen=True, tag="Progress"):
     """A line about what goes on."""
 
     line: str
@@ -110,10 +110,10 @@ class Examined(msgspec.Struct, frozen=True, tag=True):
     clock_s: float
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class TaskFailed(msgspec.Struct, frozen=True, tag="Failed"):
     """The task cannot be done: the reason, with the way out."""
 
     reason: str
 
 
-Reply = Started | Ready | Ended | Stopped | Progress | Fetched | Examined | Failed
+Reply = Started | Ready | Ended | Stopped | ProgressLine | Fetched | Examined | TaskFailed

@@ -14,9 +14,10 @@ import msgspec
 from weft.checkpoint.checkpoint import Checkpoint
 from weft.config import EngineConfig
 from weft.engine.cluster import preflight
-from weft.engine.cluster.door import NOT_ANSWERING, JoinedNode, JoinListener
 from weft.engine.cluster.facts import gather_facts
 from weft.engine.cluster.groups import Cancelled, JoinedGroup, end_of_head
+from weft.engine.cluster.join_listener import JoinListener
+from weft.engine.cluster.joined_node import NOT_ANSWERING, JoinedNode
 from weft.engine.cluster.measured import store_cluster
 from weft.engine.cluster.messages import (
     Facts,
@@ -65,7 +66,7 @@ class Assembly:
 
     def close(self) -> None:
         """Listen for nodes no longer. May be called twice."""
-        self._gatherer.door.close()
+        self._gatherer.listener.close()
 
 
 class Gatherer:
@@ -75,19 +76,19 @@ class Gatherer:
         self,
         config: EngineConfig,
         checkpoint: Checkpoint,
-        door: JoinListener,
+        listener: JoinListener,
         own: Callable[[], Facts],
         *,
         lasting: bool,
     ) -> None:
-        self.door = door
+        self.listener = listener
         self._config, self._own, self._lasting = config, own, lasting
         self._stored = False
 
     def gather(self, replicas: Sequence[int], cancelled: Cancelled) -> list[JoinedGroup]:
         """The nodes of these replicas, in order. Raises ConfigError, which they learn of."""
         own = self._own()
-        joined = self.door.wait_for(replicas, cancelled)
+        joined = self.listener.wait_for(replicas, cancelled)
         try:
             groups = [self._group(own, number, nodes) for number, nodes in zip(replicas, joined, strict=True)]
         except BaseException as error:
@@ -111,7 +112,7 @@ class Gatherer:
 
     def _group(self, own: Facts, number: int, nodes: Sequence[JoinedNode]) -> JoinedGroup:
         """The nodes of a replica, checked."""
-        settings = self.door.settings
+        settings = self.listener.settings
         speeds = check_nodes(own, nodes, settings, preflight.fetch_command(self._config))
         machines = {0: own.host} | {node.facts.node: node.facts.host for node in nodes}
         hosts = [self._part(number, node, machines[node]) for node in settings.groups[number]]
@@ -119,7 +120,7 @@ class Gatherer:
 
     def _part(self, replica: int, node: int, host: Host) -> Host:
         """The part of a machine that a replica has."""
-        settings = self.door.settings
+        settings = self.listener.settings
         number, count = place_on_node(settings.nodes, settings.replicas, replica, node)
         return part_of_node(host, number, count, on_cpu=device_kind(self._config, host) == "cpu")
 
@@ -156,16 +157,16 @@ def assemble(
         return gather_facts(settings, probe_host(), config.model, checkpoint, environment)
 
     own_facts()  # fails before anybody waits
-    door = JoinListener(settings)
-    door.open()
+    listener = JoinListener(settings)
+    listener.open()
     try:
-        gatherer = Gatherer(config, checkpoint, door, own_facts, lasting=lasting)
+        gatherer = Gatherer(config, checkpoint, listener, own_facts, lasting=lasting)
         groups = gatherer.gather(range(settings.replicas), lambda: False)
     except BaseException as error:
-        door.close(error)
+        listener.close(error)
         raise
     if not lasting:
-        door.close()
+        listener.close()
     return Assembly(groups, gatherer, lasting=lasting)
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 
 from weft.engine.cluster.agent import decode_doctor
-from weft.engine.cluster.agent_messages import Examine, Examined, Failed, Progress
+from weft.engine.cluster.agent_messages import Examine, Examined, ProgressLine, TaskFailed
 from weft.engine.cluster.hosts import HostsFile
 from weft.engine.cluster.preflight import MAX_SKEW_S
 from weft.engine.cluster.ray_cluster import connect, head_address
 from weft.engine.cluster.ray_facts import way_out
 from weft.engine.cluster.remote import conversations, failure, nodes_of
-from weft.engine.cluster.ssh import Node
+from weft.engine.cluster.ssh import SshNode
 from weft.engine.executors.ray_calls import call_watched
 from weft.engine.executors.ray_nodes import NODE_LABEL
 from weft.machine.check import Check, Status
@@ -61,11 +61,11 @@ def visit_hosts(hosts: HostsFile, flags: Sequence[str]) -> Visits:
     `flags` are extra arguments for `weft doctor`. Raises ConfigError without ssh.
     """
     nodes, began_s = nodes_of(hosts), time.time()
-    visits: dict[Node, Visit | Check] = {}
+    visits: dict[SshNode, Visit | Check] = {}
     with conversations(dict.fromkeys(nodes, Examine(flags=tuple(flags)))) as (_, replies):
         while len(visits) < len(nodes):
             node, reply = next(replies)
-            if node in visits or isinstance(reply, Progress):
+            if node in visits or isinstance(reply, ProgressLine):
                 continue
             if isinstance(reply, Examined):
                 visits[node] = Visit(reply, began_s, time.time())
@@ -95,7 +95,7 @@ def _visit_nodes(ray: Any, flags: Sequence[str]) -> Visits:
 
 def _ray_visit(ray: Any, answer: Any, began_s: float) -> Visit | Check:
     try:
-        reply = msgspec.json.decode(ray.get(answer, timeout=DOCTOR_S), type=Examined | Failed)
+        reply = msgspec.json.decode(ray.get(answer, timeout=DOCTOR_S), type=Examined | TaskFailed)
     except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError, msgspec.DecodeError) as error:
         lines = str(error).strip().splitlines() or [f"no answer within {DOCTOR_S:g} s"]
         return _unreachable(f"{lines[-1]}; {way_out(error)}")
@@ -104,8 +104,8 @@ def _ray_visit(ray: Any, answer: Any, began_s: float) -> Visit | Check:
 
 def _report_doctor(flags: list[str]) -> bytes:
     """The answer of the node on which this task runs, as JSON."""
-    words = [sys.executable, "-P", "-m", "weft", "doctor", "--json", *flags]
-    ran = subprocess.run(words, capture_output=True, stdin=subprocess.DEVNULL, timeout=DOCTOR_S)
+    argv = [sys.executable, "-P", "-m", "weft", "doctor", "--json", *flags]
+    ran = subprocess.run(argv, capture_output=True, stdin=subprocess.DEVNULL, timeout=DOCTOR_S)
     complaints = ran.stderr.decode("utf-8", "replace").strip().splitlines()
     return msgspec.json.encode(decode_doctor(ran.returncode, ran.stdout, complaints))
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from weft.engine.cluster.joined_node import JoinedNode
 from weft.engine.cluster.messages import Facts, Speed
 from weft.engine.cluster.preflight import NAME
 from weft.engine.executors.node_messages import NodeSocket, OtherNodes
 from weft.engine.executors.ray_nodes import RayNodes
 from weft.errors import WeftError
 from weft.machine.hardware.host import Host
-
-if TYPE_CHECKING:
-    from weft.engine.cluster.door import JoinedNode
 
 Cancelled = Callable[[], bool]
 

@@ -66,11 +66,11 @@ def run_node(config: EngineConfig, settings: NodeSettings, environment: Mapping[
     facts = gather_facts(settings, probe_host(), config.model, checkpoint, environment)
     path = checkpoint.path if isinstance(checkpoint, Checkpoint) else ""
     numbers = [number for number, nodes in enumerate(settings.groups) if settings.node in nodes]
-    run_sessions([Session(settings, facts, path, number) for number in numbers])
+    run_sessions([NodeSession(settings, facts, path, number) for number in numbers])
     log.info("the head has ended the engine")
 
 
-def run_sessions(sessions: Sequence[Session]) -> None:
+def run_sessions(sessions: Sequence[NodeSession]) -> None:
     """Run the ranks of several replicas; the first that fails ends all, with its error."""
     with ThreadPoolExecutor(len(sessions), thread_name_prefix="weft-session") as threads:
         ends = [threads.submit(session.run_replica) for session in sessions]
@@ -82,7 +82,7 @@ def run_sessions(sessions: Sequence[Session]) -> None:
                 session.stop()
 
 
-class Session:
+class NodeSession:
     """This node's part in one replica: it joins the head, and again whenever the engine starts again."""
 
     def __init__(self, settings: NodeSettings, facts: Facts, checkpoint: str, replica: int) -> None:
@@ -123,7 +123,7 @@ class Session:
         if channel := self._channel:
             channel.hang_up()
 
-    def _join(self) -> Node:
+    def _join(self) -> HeadConnection:
         """Connect to the head, and report. Raises ConfigError."""
         settings, ended = self._settings, self._failure
         gone_s = None if ended is None else CLOSED_S if ended.phase == "shutdown" else GONE_S
@@ -139,7 +139,7 @@ class Session:
         with contextlib.suppress(OSError):  # the head is gone, as the first read will tell
             channel.send(Join(self._facts, self._replica))
         log.info("node %d has joined the head at %s", settings.node, settings.head)
-        return Node(settings, self._facts, self._checkpoint, channel)
+        return HeadConnection(settings, self._facts, self._checkpoint, channel)
 
 
 def connect_to_head(
@@ -200,7 +200,7 @@ def _open_connection(settings: NodeSettings) -> socket.socket:
         raise
 
 
-class Node:
+class HeadConnection:
     """This node's side of a connection to the head. `lasting`: an engine that fails starts again."""
 
     def __init__(self, settings: NodeSettings, facts: Facts, checkpoint: str, channel: Channel[ToJoined]) -> None:

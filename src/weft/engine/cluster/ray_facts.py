@@ -35,7 +35,7 @@ SAY_S = 10.0  # seconds between two log lines on a node that has not reported ye
 def find_seats(ray: Any, config: EngineConfig, on_cpu: bool, group: OwnGroup | None = None) -> list[Seat]:
     """The cluster's nodes with room for ranks, this process's own first, each with its facts.
 
-    If this process is in a placement group, the room is that of the group's free bundles. Raises ConfigError, and
+    If this process is in a placement group, only the group's free bundles count. Raises ConfigError, and
     PlanError if no node has room.
     """
     own = ray.get_runtime_context().get_node_id()

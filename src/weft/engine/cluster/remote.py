@@ -14,10 +14,9 @@ from weft.engine.cluster.agent import write_private
 from weft.engine.cluster.agent_messages import (
     AnyTask,
     Ended,
-    Failed,
     Fetched,
     Leave,
-    Progress,
+    ProgressLine,
     Pull,
     Ready,
     Reply,
@@ -25,9 +24,10 @@ from weft.engine.cluster.agent_messages import (
     Started,
     Stop,
     Stopped,
+    TaskFailed,
 )
 from weft.engine.cluster.hosts import HostsFile
-from weft.engine.cluster.ssh import Conversation, Gone, Node
+from weft.engine.cluster.ssh import Conversation, Gone, SshNode
 from weft.engine.processes.keys import load_key, make_key
 from weft.engine.processes.tls import load_certificate
 from weft.errors import ConfigError, WeftError, error_reason
@@ -36,14 +36,14 @@ GRACE_S = 10.0  # seconds for a node to end by itself after the head
 TERM_S = 40.0  # seconds for a server to end its requests
 KEY_FILE = "KEYFILE"  # in commands that are only printed
 Say = Callable[[str], None]
-Talk = Iterator[tuple[Node, Reply | Gone]]
+Talk = Iterator[tuple[SshNode, Reply | Gone]]
 
 
 class RemoteError(WeftError):
     """A node on which a command could not be done."""
 
 
-class Launch(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """A model, the flags of weft serve or weft pull, and variables for its environment on all nodes."""
 
     model: str
@@ -51,47 +51,47 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     variables: dict[str, str] = {}
 
 
-def nodes_of(hosts: HostsFile) -> list[Node]:
-    return [Node(number, machine) for number, machine in enumerate(hosts.hosts)]
+def nodes_of(hosts: HostsFile) -> list[SshNode]:
+    return [SshNode(number, machine) for number, machine in enumerate(hosts.hosts)]
 
 
-def serve_words(hosts: HostsFile, launch: Launch, node: int) -> tuple[str, ...]:
+def serve_arguments(hosts: HostsFile, launch: ClusterLaunch, node: int) -> tuple[str, ...]:
     """Words after `weft serve` for a node, without the file of the key."""
-    words = [launch.model, *launch.flags]
+    argv = [launch.model, *launch.flags]
     if len(hosts.hosts) == 1:
-        return tuple(words)
-    words += ["--nnodes", str(len(hosts.hosts)), "--node-rank", str(node)]
+        return tuple(argv)
+    argv += ["--nnodes", str(len(hosts.hosts)), "--node-rank", str(node)]
     if not any(flag.startswith("--master-addr=") for flag in launch.flags):
-        words += ["--master-addr", hosts.hosts[0].host]
-    return (*words, "--headless") if node else tuple(words)
+        argv += ["--master-addr", hosts.hosts[0].host]
+    return (*argv, "--headless") if node else tuple(argv)
 
 
-def start_task(hosts: HostsFile, launch: Launch, node: Node, key: str, certificate: str = "") -> Start:
+def start_task(hosts: HostsFile, launch: ClusterLaunch, node: SshNode, key: str, certificate: str = "") -> Start:
     gpus = node.machine.visible_gpus
     return Start(
         name=hosts.name,
         node=node.number,
-        words=serve_words(hosts, launch, node.number),
+        argv=serve_arguments(hosts, launch, node.number),
         key=key,
         certificate=certificate,
         environment=launch.variables | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}),
     )
 
 
-def dry_run(hosts: HostsFile, launch: Launch) -> list[str]:
+def dry_run(hosts: HostsFile, launch: ClusterLaunch) -> list[str]:
     """The commands of `bring_up` as lines for a shell, without any secret."""
     lines = []
     for node in nodes_of(hosts):
         gpus = node.machine.visible_gpus
-        words = [node.machine.python, "-P", "-m", "weft", "serve", *serve_words(hosts, launch, node.number)]
+        argv = [node.machine.python, "-P", "-m", "weft", "serve", *serve_arguments(hosts, launch, node.number)]
         if len(hosts.hosts) > 1:
-            words += ["--cluster-key-file", KEY_FILE]
+            argv += ["--cluster-key-file", KEY_FILE]
         if hosts.certificates:
-            words += ["--cluster-cert-file", "CERTIFICATE"]
+            argv += ["--cluster-cert-file", "CERTIFICATE"]
         shown = [f"{name}=..." for name in launch.variables]  # a value may be a secret
         shown += [] if gpus is None else [f"CUDA_VISIBLE_DEVICES={gpus}"]
         lines += [f"# {node.label}:", shlex.join(node.command()), "# which starts there:"]
-        lines.append(" ".join([*shown, shlex.join(words)]))
+        lines.append(" ".join([*shown, shlex.join(argv)]))
     return lines
 
 
@@ -122,7 +122,7 @@ def node_certificate(hosts: HostsFile, node: int) -> str:
     return load_certificate(str(Path(hosts.certificates) / f"node{node}.pem"))
 
 
-def bring_up(hosts: HostsFile, launch: Launch, say: Say) -> str:
+def bring_up(hosts: HostsFile, launch: ClusterLaunch, say: Say) -> str:
     """Start the engine on all nodes, and wait until it answers requests; return its URL.
 
     Engines that run already are left alone and reported. If a node fails, or runs an engine of other flags under this
@@ -147,7 +147,7 @@ def _await_ready(replies: Talk, say: Say, count: int) -> str:
             case Started():
                 running += 1
                 _say_started(node, reply, say)
-            case Progress(line):
+            case ProgressLine(line):
                 say(f"{node.label}: {line}")
             case Ready():
                 url = reply.url
@@ -160,7 +160,7 @@ def _await_ready(replies: Talk, say: Say, count: int) -> str:
     raise AssertionError("the replies end with Gone")
 
 
-def _say_started(node: Node, reply: Started, say: Say) -> None:
+def _say_started(node: SshNode, reply: Started, say: Say) -> None:
     if not reply.was_running:
         say(f"{node.label}: started, process {reply.pid}, log {reply.log}")
         return
@@ -192,14 +192,14 @@ def _stopped_line(reply: Reply) -> str:
     return ""
 
 
-def pull_everywhere(hosts: HostsFile, launch: Launch, say: Say) -> bool:
+def pull_everywhere(hosts: HostsFile, launch: ClusterLaunch, say: Say) -> bool:
     """Fetch a model on all nodes, with lines of progress; return False if that has failed on one."""
     pull = Pull(model=launch.model, flags=launch.flags, environment=launch.variables)
     tasks = dict.fromkeys(nodes_of(hosts), pull)
     return _run_each(tasks, say, lambda reply: f"fetched: {reply.path}" if isinstance(reply, Fetched) else "")
 
 
-def _run_each(tasks: Mapping[Node, AnyTask], say: Say, describe: Callable[[Reply], str]) -> bool:
+def _run_each(tasks: Mapping[SshNode, AnyTask], say: Say, describe: Callable[[Reply], str]) -> bool:
     """Run a task on each node until its end; return False if one has failed.
 
     `describe` returns a line for the reply that ends the task, and "" for any other.
@@ -210,7 +210,7 @@ def _run_each(tasks: Mapping[Node, AnyTask], say: Say, describe: Callable[[Reply
             node, reply = next(replies)
             if node not in waiting:
                 continue
-            if isinstance(reply, Progress):
+            if isinstance(reply, ProgressLine):
                 say(f"{node.label}: {reply.line}")
                 continue
             waiting.discard(node)
@@ -220,20 +220,20 @@ def _run_each(tasks: Mapping[Node, AnyTask], say: Say, describe: Callable[[Reply
     return done
 
 
-def failure(node: Node, reply: Reply | Gone) -> RemoteError:
+def failure(node: SshNode, reply: Reply | Gone) -> RemoteError:
     """The error for an answer with which a task has not been done."""
     match reply:
         case Gone():
             return RemoteError(f"{node.label}: {node.reason(reply)}", code="node-unreachable")
-        case Failed(reason):
+        case TaskFailed(reason):
             return RemoteError(f"{node.label}: {reason}", code="node-failed")
     return RemoteError(f"{node.label}: unexpected answer {type(reply).__name__}", code="node-failed")
 
 
 @contextmanager
-def conversations(tasks: Mapping[Node, AnyTask]) -> Iterator[tuple[Sequence[Conversation], Talk]]:
+def conversations(tasks: Mapping[SshNode, AnyTask]) -> Iterator[tuple[Sequence[Conversation], Talk]]:
     """Conversations with all nodes at once, and their replies as they come. On leaving, all are ended."""
-    came: SimpleQueue[tuple[Node, Reply | Gone]] = SimpleQueue()
+    came: SimpleQueue[tuple[SshNode, Reply | Gone]] = SimpleQueue()
     with ExitStack() as open_talks:
         talks = [
             open_talks.enter_context(closing(Conversation(node, task, lambda *reply: came.put(reply))))

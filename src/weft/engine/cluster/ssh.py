@@ -52,7 +52,7 @@ class Gone(msgspec.Struct, frozen=True):
     line: str
 
 
-class Node:
+class SshNode:
     """A machine of the file, with its number among the nodes."""
 
     def __init__(self, number: int, machine: Machine) -> None:
@@ -73,14 +73,14 @@ class Node:
     def command(self, ssh: str = "ssh") -> list[str]:
         """The ssh command that starts the agent. Everything that differs from task to task goes to its input."""
         machine = self.machine
-        words = [ssh, "-T"]
+        argv = [ssh, "-T"]
         for option in OPTIONS:
-            words += ["-o", option]
+            argv += ["-o", option]
         if machine.port:
-            words += ["-p", str(machine.port)]
+            argv += ["-p", str(machine.port)]
         if machine.user:
-            words += ["-l", machine.user]
-        return [*words, "--", machine.host, f"{quoted(machine.python)} -P -m {AGENT}"]
+            argv += ["-l", machine.user]
+        return [*argv, "--", machine.host, f"{quoted(machine.python)} -P -m {AGENT}"]
 
     def reason(self, gone: Gone) -> str:
         """Reason why there was no answer, with the way out."""
@@ -105,7 +105,7 @@ def quoted(program: str) -> str:
 class Conversation:
     """The agent of a node. `take` is called from threads with every reply, and once with Gone at the end."""
 
-    def __init__(self, node: Node, task: msgspec.Struct, take: Callable[[Node, Reply | Gone], None]) -> None:
+    def __init__(self, node: SshNode, task: msgspec.Struct, take: Callable[[SshNode, Reply | Gone], None]) -> None:
         """Raises ConfigError if there is no ssh."""
         program = shutil.which("ssh")
         if program is None:

@@ -25,7 +25,7 @@ LINKS_S = 20.0  # seconds for the nodes of Ray to report the links of their GPUs
 DIRECT = "peer to peer"
 
 
-class Engine(msgspec.Struct, frozen=True, kw_only=True):
+class NodeUser(msgspec.Struct, frozen=True, kw_only=True):
     """A user of a node: a placement group of Ray, with the number of its bundles there, or a server of this machine.
 
     An engine of Weft has a model; a server has a URL, and reports no ranks.
@@ -70,7 +70,7 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     gpu_names: tuple[str, ...] = ()
     memory_bytes: int = 0
     links: tuple[Link, ...] | None = ()
-    engines: tuple[Engine, ...] = ()
+    engines: tuple[NodeUser, ...] = ()
 
 
 class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +85,7 @@ class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
     network: tuple[Link, ...] = ()
 
 
-def cluster_status(host: Host, environment: Mapping[str, str], servers: Sequence[Engine] = ()) -> ClusterStatus:
+def cluster_status(host: Host, environment: Mapping[str, str], servers: Sequence[NodeUser] = ()) -> ClusterStatus:
     """The status of the Ray cluster at RAY_ADDRESS or on this machine; without one, of this machine alone.
 
     `servers` are the servers that run on this machine. Raises ConfigError for an address at which no cluster answers.
@@ -102,7 +102,7 @@ def cluster_status(host: Host, environment: Mapping[str, str], servers: Sequence
     return ClusterStatus(kind="machine", address="", nodes=(machine_status(host, servers),), network=network)
 
 
-def machine_status(host: Host, servers: Sequence[Engine] = ()) -> NodeStatus:
+def machine_status(host: Host, servers: Sequence[NodeUser] = ()) -> NodeStatus:
     """The status of a machine without Ray. A GPU is free if no process holds memory on it."""
     return NodeStatus(
         links=gpu_links(host),
@@ -200,7 +200,7 @@ def ray_node_status(
             taken[kind] += sum(group["bundles"][number].get(kind, 0.0) for number in here)
         name = group["name"]
         model = name.removeprefix(ENGINE_NAME) if name.startswith(ENGINE_NAME) else None
-        engines.append(Engine(name=name, model=model, state=group["state"].lower(), ranks=len(here)))
+        engines.append(NodeUser(name=name, model=model, state=group["state"].lower(), ranks=len(here)))
     return NodeStatus(
         node=id,
         name=node["NodeManagerHostname"],
@@ -249,7 +249,7 @@ def _link_lines(links: Sequence[Link] | None) -> Iterator[str]:
         yield f"links of GPUs {', '.join(names)}: {kind}"
 
 
-def _engine_line(engine: Engine) -> str:
+def _engine_line(engine: NodeUser) -> str:
     what = f"weft {engine.model}" if engine.model is not None else engine.name or "a placement group"
     ranks = "" if engine.ranks is None else f"{engine.ranks} rank{'s' * (engine.ranks != 1)}, "
     return f"{what}: {ranks}{engine.state}{f' at {engine.url}' if engine.url else ''}"

@@ -107,7 +107,10 @@ class KVManager:
         """Number of blocks that `rounds` more tokens of each running sequence need at most, one token at a time."""
         blocks = 0
         for sequence in running:
-            grown = self.count_blocks(max(0, sequence.computed + rounds - sequence.room))
+            new = sequence.computed + rounds - sequence.room
+            if new <= 0:
+                continue
+            grown = self.count_blocks(new)
             for group in self._paged:
                 if group.reach is None:
                     blocks += grown
@@ -285,10 +288,12 @@ class KVManager:
     def register_full_blocks(self, sequence: Sequence, known: int | None = None) -> None:
         """Add the blocks that scheduled tokens fill to the prefix cache, up to `known` tokens, or to all known
         tokens."""
+        if not self.caching:
+            return
         # A token that is still being sampled has no digest yet.
         known = len(sequence.tokens) if known is None else known
         full = min(sequence.computed, known) // self.block_size
-        if not self.caching or full <= sequence.registered:
+        if full <= sequence.registered:
             return
         digests = sequence.digests(full, self.block_size)
         for group in self._paged:

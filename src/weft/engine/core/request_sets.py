@@ -46,6 +46,8 @@ class RequestSets:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_queued = max_num_queued
         self.max_model_len = max_model_len
+        # A lone request may outgrow a small cache. It ends there, as if it reached the model's length.
+        self._longest = kv.layout.longest(kv.num_blocks, max_model_len)
         self.stages = stages
         self.lookahead = lookahead
         self.speculation = speculation
@@ -100,9 +102,7 @@ class RequestSets:
         check_prompt_length(length, self.max_model_len, needed_blocks, self.kv.num_blocks, answers=answers)
         self._check_queue(request)
         order = (request.priority if self._by_priority else 0, self._arrivals)
-        # A lone request may outgrow a small cache. It ends there, as if it reached the model's length.
-        longest = self.kv.layout.longest(self.kv.num_blocks, self.max_model_len)
-        sequence = Sequence(request, order, longest)
+        sequence = Sequence(request, order, self._longest)
         if self.speculation and answers and not request.params.needs_history:
             sequence.proposer = DraftProposer(self.speculation)
         self._arrivals += 1

@@ -328,7 +328,7 @@ class Scheduler(RequestSets):
         output = sequence.append_samples(samples)
         if output.finish_reason:
             self._end(sequence)
-        elif sequence.slot >= 0 and sequence.may_continue(self.lookahead):
+        elif sequence.slot >= 0 and not sequence.ready and sequence.may_continue(self.lookahead):
             self._await_turn(sequence)
         return output
 
@@ -369,7 +369,8 @@ class Scheduler(RequestSets):
         counters.generation_tokens += rounds * len(self._running)
         counters.computed_tokens += rounds * len(self._running)
         for sequence in self._running.values():
-            sequence.tokens += sequence.tokens[-1:] * rounds
+            tokens = sequence.tokens
+            tokens += [tokens[-1]] * rounds
         # With lookahead, the token that a step computes is still being sampled when it is scheduled.
         turns = [sequence for group in groups for sequence in group]
         self.kv.advance_in_turns(turns, rounds, unknown=int(self.lookahead))

@@ -36,13 +36,16 @@ def rounds_before_end(running: Collection[RequestSequence], most: int) -> int:
     """
     rounds = most
     for sequence in running:
-        length = len(sequence.tokens)
+        tokens = sequence.tokens
+        length = len(tokens)
         # The only token of each request that is not computed is the input of its next step, and no prompt token.
         if sequence.computed - sequence.pending + 1 != length or length == sequence.first:
             return 0
-        if sequence.tokens[-1] in sequence.stop_ids:
+        if tokens[-1] in sequence.stop_ids:
             return 0
-        rounds = min(rounds, sequence.limit - length)
+        left = sequence.limit - length
+        if left < rounds:
+            rounds = left
     return rounds
 
 

@@ -26,7 +26,7 @@ class TokenIds(msgspec.Struct, frozen=True, array_like=True):
         return len(self.packed) // 4
 
     def __iter__(self) -> Iterator[int]:
-        return iter(memoryview(self.packed).cast("i"))
+        return iter(array("i", self.packed))
 
 
 NO_IDS = TokenIds(b"")

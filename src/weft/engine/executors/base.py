@@ -14,7 +14,7 @@ from weft.plan.memory import Capacity
 from weft.plan.plan import Plan
 
 
-class Ready(msgspec.Struct, frozen=True, kw_only=True):
+class StartResult(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a start: the number of KV blocks on every rank, and what each rank reported."""
 
     num_blocks: int
@@ -35,7 +35,7 @@ class Executor(Protocol):
     @property
     def failure(self) -> Future[Cause]: ...
 
-    def start(self, plan: Plan) -> Ready: ...
+    def start(self, plan: Plan) -> StartResult: ...
 
     def submit(self, step: EngineStep) -> Future[Any]: ...
 

@@ -95,11 +95,13 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
     result: StepResult
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class RankFailed(msgspec.Struct, frozen=True, tag="Failed"):
     """The rank's last message. With `lost_peer`, it fails only because another rank has gone."""
 
     cause: Cause
     lost_peer: bool
 
 
-FromRank = Listening | PhaseEntered | Loading | Capturing | Loaded | Allocated | CommandDone | StepDone | Failed | Alive
+FromRank = (
+    Listening | PhaseEntered | Loading | Capturing | Loaded | Allocated | CommandDone | StepDone | RankFailed | Alive
+)

@@ -21,10 +21,10 @@ from weft.engine.executors.messages import (
     Allocated,
     Capturing,
     CommandDone,
-    Failed,
     Loaded,
     Loading,
     PhaseEntered,
+    RankFailed,
     RunCommand,
     RunStep,
     StepDone,
@@ -96,7 +96,7 @@ def run_rank(
         send_locked(PhaseEntered(name))
 
     def fail(error: BaseException) -> None:
-        send_locked(Failed(cause_of(error, rank, phase), lost_peer(error)))
+        send_locked(RankFailed(cause_of(error, rank, phase), lost_peer(error)))
 
     results = ResultSender(lambda result: send_locked(StepDone(result)), fail)
     try:

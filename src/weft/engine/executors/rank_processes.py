@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 
 from weft.cache import cache_path, make_private
-from weft.engine.executors.messages import Failed, FromRank, PhaseEntered, ToRank
+from weft.engine.executors.messages import FromRank, PhaseEntered, RankFailed, ToRank
 from weft.engine.executors.rank import SPIN_COUNT, SPIN_VARIABLE
-from weft.engine.executors.shared_files import open_shared_memory, shared_descriptors
 from weft.engine.processes.causes import cause_of
 from weft.engine.processes.fork_client import ForkClient
 from weft.engine.processes.forks import pool
@@ -20,7 +19,7 @@ from weft.engine.processes.liveness import Alive, Heartbeat, Silence
 from weft.errors import Cause
 from weft.machine.hardware import cuda
 from weft.plan.plan import Plan
-from weft.plan.wiring import Network, SharedMemory, Wiring
+from weft.plan.wiring import EdgeFiles, GroupFiles, Network, SharedMemory, Wiring
 
 
 class RankProcesses:
@@ -99,7 +98,7 @@ class RankProcesses:
                     self.steps[rank] = message.steps
                     self.silences[rank].hear(busy=message.computes)
                     continue
-                failed = isinstance(message, Failed)
+                failed = isinstance(message, RankFailed)
                 if isinstance(message, PhaseEntered):
                     self.phases[rank] = message.phase
                 self._take(rank, message)
@@ -178,3 +177,42 @@ def nccl_log_variables(environment: Mapping[str, str]) -> dict[str, str]:
         "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV",
         "NCCL_DEBUG_FILE": str(folder / "weft-nccl-%p.log"),
     }
+
+
+def open_shared_memory(plan: Plan, node: int = 0) -> dict[int, SharedMemory]:
+    """Open the memory and the pipes of every rank of a node, by rank.
+
+    Groups and pairs of stages that span nodes have none.
+    """
+    size, own = plan.tensor_parallel, plan.ranks_of(node)
+    partitions = [*plan.tensor_groups, *plan.exchange_groups]
+    groups = [open_group_files(ranks) for ranks in partitions if len(ranks) > 1 and set(ranks) <= set(own)]
+    # edges[rank]: from that rank to the same tensor-parallel rank of the next stage.
+    edges = {rank: open_edge_files() for rank in own if not plan.places[rank].last and rank + size in own}
+    return {
+        rank: SharedMemory(
+            groups=tuple(files for files in groups if rank in files.ranks),
+            before=None if plan.places[rank].first else edges.get(rank - size),
+            after=edges.get(rank),
+        )
+        for rank in own
+    }
+
+
+def open_group_files(ranks: Sequence[int]) -> GroupFiles:
+    """Open memory and pipes for the ranks of a group."""
+    return GroupFiles(tuple(ranks), os.memfd_create("weft"), tuple(os.pipe() for _ in ranks))
+
+
+def open_edge_files() -> EdgeFiles:
+    """Open memory and pipes between two stages."""
+    return EdgeFiles(os.memfd_create("weft"), os.pipe(), os.pipe())
+
+
+def shared_descriptors(memory: SharedMemory) -> list[int]:
+    """Return all descriptors of a rank's memory and pipes."""
+    pipes = [pipe for edge in (memory.before, memory.after) if edge for pipe in (edge.full, edge.free)]
+    for group in memory.groups:
+        pipes += group.pipes
+    files = [files.memory for files in (*memory.groups, memory.before, memory.after) if files]
+    return [*files, *(end for pipe in pipes for end in pipe)]

@@ -11,7 +11,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -19,19 +19,18 @@ from typing import Any, TypeVar
 
 from weft.engine.core.commands import CaptureGraph, GraphsLeft, RankCommand, Replies, Reply
 from weft.engine.core.step import EngineStep, LockStep, LockStepResult, StepPlan, StepResult
-from weft.engine.executors.base import Ready
-from weft.engine.executors.captures import CapturePace
+from weft.engine.executors.base import StartResult
 from weft.engine.executors.messages import (
     Allocate,
     Allocated,
     Capturing,
     CommandDone,
-    Failed,
     FromRank,
     Listening,
     Loaded,
     Loading,
     PhaseEntered,
+    RankFailed,
     RunCommand,
     RunStep,
     StepDone,
@@ -62,6 +61,7 @@ IDLE_S = 0.1  # after this many seconds without a step, no request runs or waits
 
 PHASE_CHARACTERS = 40  # of a phase that a rank names
 OTHER_CODE = "install the same Weft on all nodes; if it is, this is a bug, or that node is not to be trusted"
+BUSY_SHARE = 0.1  # of the time, at most, that captures take while steps run
 
 
 class UnexpectedMessageError(WeftError):
@@ -125,7 +125,7 @@ class RankExecutor(ABC):
         self._reading, self._captures = ReadingProgress(), CapturingProgress()
         self._start_phases = StartPhases(0)
 
-    def start(self, plan: Plan) -> Ready:
+    def start(self, plan: Plan) -> StartResult:
         self._phases = ["start"] * len(plan.places)
         self._ranks, self._groups = range(len(plan.places)), plan.attention_groups
         self._group_of = [place.dp_rank for place in plan.places]
@@ -151,7 +151,7 @@ class RankExecutor(ABC):
         except BaseException:  # after Ctrl-C, too, no rank may be left behind
             self.close()
             raise
-        return Ready(num_blocks=num_blocks, ranks=capacities)
+        return StartResult(num_blocks=num_blocks, ranks=capacities)
 
     def submit(self, step: EngineStep) -> Future[Any]:
         pending = PendingStep(step)
@@ -262,7 +262,7 @@ class RankExecutor(ABC):
             case PhaseEntered(phase):
                 self._phases[rank] = phase[:PHASE_CHARACTERS]
                 self._start_phases.enter(phase)
-            case Failed(cause, lost_peer):
+            case RankFailed(cause, lost_peer):
                 self._fail(cause, lost_peer)
             case _:
                 raise UnexpectedMessageError(message)
@@ -414,3 +414,28 @@ def compile_ahead(plan: Plan) -> None:
     if needed and cpu.supports(spec, KernelDevice(cards=(), packages=None)) is None:
         # A deterministic plan may need a narrow one, which its ranks compile.
         build.build_ahead(plan.dtype)
+
+
+class CapturePace:
+    """Says when the next graph is captured: at once while no step runs, else so that BUSY_SHARE is kept.
+
+    `clock` gives seconds. Every capture is between `begin` and `end`; no step runs in between.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._began_s = 0.0
+        self._next_s = float("-inf")
+
+    def is_due(self, *, idle: bool) -> bool:
+        """Return True if a graph is to be captured now."""
+        return idle or self._clock() >= self._next_s
+
+    def begin(self) -> None:
+        """Note that the ranks have been told to capture a graph, after the steps in flight."""
+        self._began_s = self._clock()
+
+    def end(self) -> None:
+        """Note that all ranks have captured it."""
+        now = self._clock()
+        self._next_s = now + (now - self._began_s) * (1 / BUSY_SHARE - 1)

@@ -100,7 +100,7 @@ class RayExecutor(RankExecutor):
         listener = socket.create_server((self._nodes.address, 0), family=family)
         # All actors of a machine connect at once, and none tries again.
         most = max(PER_ADDRESS, len(plan.places))
-        greeter = Greeter(listener, self._greet, "weft-ray-door", per_address=most)
+        greeter = Greeter(listener, self._greet, "weft-ray-join", per_address=most)
         greeter.start()
         try:
             self._call_ray(lambda: self._start_actors(plan, listener.getsockname()[1]))

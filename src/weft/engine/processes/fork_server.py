@@ -182,13 +182,13 @@ def place_descriptors(files: Sequence[int], numbers: Sequence[int]) -> None:
         os.close(file)
 
 
-def rename_process(words: Sequence[str]) -> None:
+def rename_process(argv: Sequence[str]) -> None:
     """Write a command line over this process's own, which `ps` shows. A longer one is cut off."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         fields = Path("/proc/self/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
         start, end = (int(field) for field in fields[ARGUMENTS_FIELD : ARGUMENTS_FIELD + 2])
         if start:
-            line = b"\0".join(os.fsencode(word) for word in words)[: end - start - 1]
+            line = b"\0".join(os.fsencode(word) for word in argv)[: end - start - 1]
             ctypes.memmove(start, line.ljust(end - start, b"\0"), end - start)
 
 
@@ -215,9 +215,9 @@ def become_child(request: ForkRequest, files: Sequence[int]) -> None:
     sys.modules["torch"].default_generator.seed()
     if numpy_random := sys.modules.get("numpy.random"):
         numpy_random.seed()
-    words = [str(argument) for argument in request.arguments]
-    sys.argv = [request.module, *words]
-    rename_process([sys.executable, "-P", "-m", request.module, *words])
+    argv = [str(argument) for argument in request.arguments]
+    sys.argv = [request.module, *argv]
+    rename_process([sys.executable, "-P", "-m", request.module, *argv])
     Fork.child = True
     gc.enable()
     import_module(request.module).main(*request.arguments)

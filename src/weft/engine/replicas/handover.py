@@ -18,8 +18,8 @@ from weft.engine.core.token_ids import TokenIds
 from weft.engine.executors.ranks import CLOSED
 from weft.engine.processes.causes import cause_of
 from weft.engine.replicas.output_stream import OutputSink
+from weft.engine.replicas.queue_limit import QueueLimit
 from weft.engine.replicas.replica import Replica
-from weft.engine.replicas.room import QueueLimit
 from weft.engine.replicas.routing import Router, work_of
 from weft.engine.replicas.suspects import ALONE_S, LOST, REFUSED_S, Suspects, Trial
 from weft.errors import CORE, EngineError, FatalRequestError, NoEngineError, WeftError

@@ -6,6 +6,7 @@ Only the core is local: its ranks may be processes, or run on other nodes.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import threading
 from collections import deque
@@ -22,12 +23,11 @@ from weft.engine.core.commands import Command, Replies, ResetPrefixCache
 from weft.engine.core.engine import EngineCore
 from weft.engine.core.request import Output, Request, Stats
 from weft.engine.executors import create_executor
-from weft.engine.executors.base import Ready
+from weft.engine.executors.base import StartResult
 from weft.engine.executors.rank import WORKER
 from weft.engine.executors.ranks import CLOSED
 from weft.engine.processes.causes import cause_of
 from weft.engine.replicas.engine_nodes import EngineNodes
-from weft.engine.replicas.heap import CallersHeap
 from weft.engine.replicas.loop import CoreLoop
 from weft.engine.replicas.running import RunningReplica
 from weft.engine.structured.compiler import GrammarCompiler
@@ -91,7 +91,7 @@ class LocalEngine:
     @property
     def replicas(self) -> list[RunningReplica]:
         """The engines that run: this one."""
-        return [RunningReplica(self.plan, Ready(num_blocks=self.num_blocks, ranks=self.capacities))]
+        return [RunningReplica(self.plan, StartResult(num_blocks=self.num_blocks, ranks=self.capacities))]
 
     def stats(self) -> Stats:
         """Return the core's stats after everything that this thread has sent to it. Raises EngineError."""
@@ -289,3 +289,35 @@ class CoreThread(CoreLoop):
         for submission in submissions:
             submission.outputs.put(EngineError(cause))
         self.core.commands.fail(EngineError(cause))
+
+
+class CallersHeap:
+    """Keeps full garbage collections short while requests run.
+
+    A full collection looks through every object of the process, most of them torch's: 80 ms and more, in which no step
+    is scheduled. A process of our own freezes its heap for good. In the caller's process that must not happen: frozen
+    garbage in reference cycles is never freed. So the objects that exist when the first request comes are frozen until
+    the last request has ended, then unfrozen. A heap that the caller has frozen is left alone from then on: to count
+    frozen objects each time would take as long as a step.
+    """
+
+    frozen = False  # by an engine of this process
+    left_alone = False  # frozen by somebody else
+
+    def __init__(self) -> None:
+        self._busy = False
+        self._frozen = False
+
+    def set_busy(self, busy: bool) -> None:
+        """Freeze the heap when work begins and unfreeze it when all work has ended."""
+        if busy == self._busy:
+            return
+        self._busy = busy
+        if self._frozen:
+            gc.unfreeze()
+            self._frozen = CallersHeap.frozen = False
+        elif busy and not (CallersHeap.frozen or CallersHeap.left_alone):
+            CallersHeap.left_alone = gc.get_freeze_count() > 0
+            if not CallersHeap.left_alone:
+                gc.freeze()
+                self._frozen = CallersHeap.frozen = True

@@ -7,7 +7,7 @@ import msgspec
 from weft.config import EngineConfig
 from weft.engine.core.commands import Command, Replies, ResetPrefixCache
 from weft.engine.core.request import Output, Request, Stats
-from weft.engine.executors.base import Ready
+from weft.engine.executors.base import StartResult
 from weft.engine.executors.node_messages import OtherNodes
 from weft.engine.executors.ray_nodes import RayNodes
 from weft.engine.processes.liveness import Alive, Heartbeat
@@ -59,7 +59,7 @@ class CoreStarted(msgspec.Struct, frozen=True, tag=True):
     """Every rank is warm. `plan` is the executed plan: its max_model_len fits the KV cache."""
 
     plan: Plan
-    ready: Ready
+    ready: StartResult
 
 
 class RequestRefused(msgspec.Struct, frozen=True, tag=True):

@@ -13,7 +13,7 @@ from typing import cast
 from weft.config import EngineConfig
 from weft.engine.core.commands import Command, Replies, ResetPrefixCache
 from weft.engine.core.request import Output, Request, Stats
-from weft.engine.executors.base import Ready
+from weft.engine.executors.base import StartResult
 from weft.engine.executors.node_messages import OtherNodes
 from weft.engine.executors.rank import WORKER
 from weft.engine.executors.ranks import CLOSED
@@ -24,7 +24,6 @@ from weft.engine.processes.fork_client import ForkClient
 from weft.engine.processes.framing import FrameDecoder, encode_frame
 from weft.engine.processes.launch import FAMILY_EXIT_S, Child, end_children
 from weft.engine.processes.liveness import BEAT_S, Alive, Heartbeat, Silence, idle_beat_s
-from weft.engine.replicas.core_start import start_core
 from weft.engine.replicas.messages import (
     AbortRequests,
     AddRequests,
@@ -41,7 +40,7 @@ from weft.engine.replicas.messages import (
     ToCore,
 )
 from weft.engine.replicas.output_stream import OutputSink, OutputStream
-from weft.engine.replicas.room import QueueLimit
+from weft.engine.replicas.queue_limit import QueueLimit
 from weft.engine.replicas.running import RunningReplica
 from weft.errors import CORE, Cause, EngineError, QueueFullError, RequestError, WeftError
 from weft.plan.plan import Plan
@@ -50,6 +49,7 @@ LOST = Cause(
     rank=CORE, phase="step", code="connection-closed", cause="its connection has closed, and the cause is not known yet"
 )
 SILENT_S = 1.5  # seconds without a sign of life, after which a core that is to end gets no time for it
+CORE_MODULE = "weft.engine.replicas.process"
 
 
 class AsyncEngine:
@@ -61,7 +61,7 @@ class AsyncEngine:
     """
 
     plan: Plan
-    ready: Ready
+    ready: StartResult
 
     def __init__(self, limit: QueueLimit, child: Child[FromCore]) -> None:
         loop = asyncio.get_running_loop()
@@ -401,3 +401,24 @@ class CoreConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._closed.set_result(None)
         self._engine.connection_ended(error)
+
+
+async def start_core(files: Iterable[int], forks: ForkClient | None) -> Child[FromCore]:
+    """Start the core's process, which inherits `files`. May be cancelled.
+
+    `forks`, which no other process uses at this time, forks it if it can: no module is imported again.
+    """
+    if forks is None:
+        return Child(CORE_MODULE, FromCore, files=files)
+    forks.reclaim()
+    starting: asyncio.Task[Child[FromCore]] = asyncio.create_task(
+        # In a thread, since a server that is stopped has to be waited for.
+        asyncio.to_thread(Child, CORE_MODULE, FromCore, env=forks.environment, files=files, server=forks)
+    )
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        child = await starting
+        await asyncio.to_thread(end_children, [child], 0.0)
+        child.close()
+        raise

@@ -21,10 +21,10 @@ from weft.engine.processes.liveness import SHORTEST_S
 from weft.engine.replicas.engine_nodes import EngineNodes
 from weft.engine.replicas.handover import HandOver
 from weft.engine.replicas.output_stream import OutputSink, OutputStream
+from weft.engine.replicas.queue_limit import QueueLimit
 from weft.engine.replicas.remote import AsyncEngine
 from weft.engine.replicas.replica import Replica
 from weft.engine.replicas.restarts import EngineKeeper
-from weft.engine.replicas.room import QueueLimit
 from weft.engine.replicas.routing import Router
 from weft.engine.replicas.running import RunningReplica
 from weft.engine.replicas.suspects import LOST

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from weft.engine.executors.base import Ready
+from weft.engine.executors.base import StartResult
 from weft.plan.plan import Plan
 
 
@@ -15,6 +15,6 @@ class RunningReplica(NamedTuple):
     """
 
     plan: Plan
-    ready: Ready
+    ready: StartResult
     number: int = 0
     first_rank: int = 0

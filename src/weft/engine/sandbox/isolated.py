@@ -15,7 +15,15 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from weft.engine.processes.framing import MAX_FRAME, Channel, FrameError
 from weft.engine.sandbox.limits import Limits
-from weft.engine.sandbox.messages import Answered, Broken, FromWorker, Job, Ready, Refused, Registration
+from weft.engine.sandbox.messages import (
+    Broken,
+    FromWorker,
+    JobRefused,
+    JobResult,
+    Registration,
+    SandboxJob,
+    WorkerReady,
+)
 from weft.engine.sandbox.pool import Outcome, Pool
 from weft.engine.sandbox.zygote import WorkerEnds, close_unused, forgotten, numbers, spawn_worker
 from weft.errors import RequestError
@@ -98,9 +106,9 @@ class Isolated:
     def outcome(self, reply: FromWorker | None) -> Outcome:
         """Return the result, or the error, of a worker's reply; None stands for a worker that has ended instead."""
         match reply:
-            case Answered(data):
+            case JobResult(data):
                 return data
-            case Refused(message, param, code):
+            case JobRefused(message, param, code):
                 return RequestError(message, param=param, code=code)
             case Broken(reason):
                 return self.broken(reason)
@@ -191,5 +199,5 @@ class BlockingCaller:
             self._worker = ends, Channel(ends.work, FromWorker)
         ends, channel = self._worker
         ends.work.settimeout(function.limits.wall_s)
-        channel.send(Job(data))
-        return next((message for message in channel if not isinstance(message, Ready)), None)
+        channel.send(SandboxJob(data))
+        return next((message for message in channel if not isinstance(message, WorkerReady)), None)

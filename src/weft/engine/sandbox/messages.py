@@ -16,25 +16,25 @@ class Registration(msgspec.Struct):
     limits: Limits
 
 
-class Job(msgspec.Struct, tag=True):
+class SandboxJob(msgspec.Struct, tag="Job"):
     """One call of a handler."""
 
     data: bytes
 
 
-class Ready(msgspec.Struct, tag=True):
+class WorkerReady(msgspec.Struct, tag="Ready"):
     """The first message of a worker."""
 
     pid: int
 
 
-class Answered(msgspec.Struct, tag=True):
+class JobResult(msgspec.Struct, tag="Answered"):
     """The result of a job."""
 
     data: bytes
 
 
-class Refused(msgspec.Struct, tag=True):
+class JobRefused(msgspec.Struct, tag="Refused"):
     """A RequestError that the handler has raised."""
 
     message: str
@@ -48,4 +48,4 @@ class Broken(msgspec.Struct, tag=True):
     reason: str
 
 
-FromWorker = Ready | Answered | Refused | Broken
+FromWorker = WorkerReady | JobResult | JobRefused | Broken

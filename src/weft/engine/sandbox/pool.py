@@ -11,7 +11,7 @@ from typing import Protocol
 from weft.engine.processes.framing import FrameDecoder, FrameError, encode_frame
 from weft.engine.processes.liveness import read_times
 from weft.engine.sandbox.limits import Limits
-from weft.engine.sandbox.messages import Broken, FromWorker, Job, Ready, Registration
+from weft.engine.sandbox.messages import Broken, FromWorker, Registration, SandboxJob, WorkerReady
 from weft.engine.sandbox.zygote import WorkerEnds, current_zygote, spawn_worker
 from weft.errors import RequestError
 
@@ -54,13 +54,13 @@ class Pending:
 
     def __init__(self, data: bytes, future: asyncio.Future[Outcome], now_s: float) -> None:
         self.since_s = now_s
-        self.frame = encode_frame(Job(data))
+        self.frame = encode_frame(SandboxJob(data))
         self.future = future
         self.large = len(data) > LARGE
         self.missed = False  # its worker ended before it began
 
 
-class Worker:
+class PoolWorker:
     """A worker as the loop sees it. Its jobs are answered in order."""
 
     def __init__(self, pool: Pool, ends: WorkerEnds, now_s: float) -> None:
@@ -164,7 +164,7 @@ class Pool:
     def __init__(self, function: PooledFunction) -> None:
         self.loop = asyncio.get_running_loop()
         self._function: PooledFunction = weakref.proxy(function)
-        self._workers: list[Worker] = []
+        self._workers: list[PoolWorker] = []
         self._waiting: dict[bool, deque[Pending]] = {False: deque(), True: deque()}  # by large
         self._dealing = False
         self._watch: asyncio.TimerHandle | None = None
@@ -214,9 +214,9 @@ class Pool:
         if self._watch is not None:
             self._watch.cancel()
 
-    def on_message(self, worker: Worker, message: FromWorker) -> None:
+    def on_message(self, worker: PoolWorker, message: FromWorker) -> None:
         """Pass a worker's answer on, and give it, or the next one, more to do."""
-        if isinstance(message, Ready):
+        if isinstance(message, WorkerReady):
             worker.pid, worker.since_s = message.pid, self.loop.time()
             return
         job = worker.jobs.popleft()
@@ -229,7 +229,7 @@ class Pool:
         if any(self._waiting.values()):
             self._deal_out_soon()
 
-    def on_end(self, worker: Worker) -> None:
+    def on_end(self, worker: PoolWorker) -> None:
         """End the job that a worker died of; others do the rest. Once a worker may end, with its zygote, unstarted."""
         if worker.jobs and (worker.pid or worker.jobs[0].missed):
             self._settle(worker.jobs.popleft(), self._function.outcome(None))
@@ -237,7 +237,7 @@ class Pool:
             worker.jobs[0].missed = True
         self._end(worker)
 
-    def _end(self, worker: Worker) -> None:
+    def _end(self, worker: PoolWorker) -> None:
         worker.close()
         self._workers.remove(worker)
         self._put_back(worker.jobs)
@@ -289,7 +289,7 @@ class Pool:
         if self._watch is None and any(worker.jobs for worker in self._workers):
             self._watch = self.loop.call_later(LOOK_S, self._look)
 
-    def _find_worker(self, job: Pending) -> Worker | None:
+    def _find_worker(self, job: Pending) -> PoolWorker | None:
         """Return the worker that gets a job, a new one if need be; None if it has to wait."""
         busy = [worker for worker in self._workers if worker.jobs]
         if job.large and sum(worker.jobs[0].large for worker in busy) >= LARGE_PLACES:
@@ -304,8 +304,8 @@ class Pool:
             return None
         return self._spawn()
 
-    def _spawn(self) -> Worker:
-        worker = Worker(self, spawn_worker(self._function.registration), self.loop.time())
+    def _spawn(self) -> PoolWorker:
+        worker = PoolWorker(self, spawn_worker(self._function.registration), self.loop.time())
         self._workers.append(worker)
         return worker
 

@@ -22,7 +22,15 @@ import msgspec
 from weft.engine.processes.framing import FrameDecoder, encode_frame
 from weft.engine.processes.lifeline import die_with
 from weft.engine.sandbox.limits import Limits, confine, grant_cpu
-from weft.engine.sandbox.messages import Answered, Broken, FromWorker, Job, Ready, Refused, Registration
+from weft.engine.sandbox.messages import (
+    Broken,
+    FromWorker,
+    JobRefused,
+    JobResult,
+    Registration,
+    SandboxJob,
+    WorkerReady,
+)
 from weft.errors import RequestError
 
 Handler = Callable[[bytes], bytes]
@@ -80,10 +88,10 @@ def run_worker(files: list[int], handler: Handler, limits: Limits) -> NoReturn:
     work, lifeline = files
     die_with(lifeline)
     end = socket.socket(fileno=work)
-    end.sendall(encode_frame(Ready(os.getpid())))
+    end.sendall(encode_frame(WorkerReady(os.getpid())))
     confine(limits)
     gc.enable()
-    decoder: FrameDecoder[Job] = FrameDecoder(Job)
+    decoder: FrameDecoder[SandboxJob] = FrameDecoder(SandboxJob)
     try:
         while data := end.recv(RECEIVE_BYTES):
             grant_cpu(limits.cpu_s)
@@ -93,7 +101,7 @@ def run_worker(files: list[int], handler: Handler, limits: Limits) -> NoReturn:
         os._exit(0)
 
 
-def answer_all(end: socket.socket, handler: Handler, jobs: Iterable[Job]) -> bool:
+def answer_all(end: socket.socket, handler: Handler, jobs: Iterable[SandboxJob]) -> bool:
     """Answer jobs, each before the next one begins: the parent takes the first without an answer as the running one.
 
     Return False after one that may have left the process unfit for more.
@@ -106,12 +114,12 @@ def answer_all(end: socket.socket, handler: Handler, jobs: Iterable[Job]) -> boo
     return True
 
 
-def answer(handler: Handler, job: Job) -> FromWorker:
+def answer(handler: Handler, job: SandboxJob) -> FromWorker:
     """Return the reply to one job, whatever the handler raises."""
     try:
-        return Answered(handler(job.data))
+        return JobResult(handler(job.data))
     except RequestError as error:
-        return Refused(str(error), error.param, error.code)
+        return JobRefused(str(error), error.param, error.code)
     except BaseException as error:  # such as the panic of a library in Rust, which is no Exception
         return Broken(f"{type(error).__name__}: {error!s:.500}")
 

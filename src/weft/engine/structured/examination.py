@@ -23,7 +23,7 @@ WALK = 16  # tokens of an answer that are tried: some limits of the library are 
 BEGINNINGS = b'{["' + b"<(:, \n" + b"0aA1tfn-}]"
 
 
-class Question(msgspec.Struct, frozen=True):
+class GrammarQuestion(msgspec.Struct, frozen=True):
     """A question about a text: if a grammar can be compiled, and where its mistake is, or why a schema cannot be."""
 
     text: str
@@ -31,7 +31,7 @@ class Question(msgspec.Struct, frozen=True):
     lark: bool = False
 
 
-def encode_questions(questions: Sequence[Question]) -> bytes:
+def encode_questions(questions: Sequence[GrammarQuestion]) -> bytes:
     """Return questions as one job."""
     return msgspec.msgpack.encode(questions)
 
@@ -44,10 +44,10 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     tokenizer = build_vocabulary(msgspec.msgpack.decode(setup, type=Vocabulary))
 
     def examine(job: bytes) -> bytes:
-        questions = msgspec.msgpack.decode(job, type=list[Question])
+        questions = msgspec.msgpack.decode(job, type=list[GrammarQuestion])
         return msgspec.msgpack.encode([answer(question) for question in questions])
 
-    def answer(question: Question) -> str:
+    def answer(question: GrammarQuestion) -> str:
         if not question.whole:
             return _problem(question)
         check_grammar(tokenizer, question.text)
@@ -107,7 +107,7 @@ def _with_place(grammar: str, problem: str) -> str:
     return placed(schema, problem)
 
 
-def _problem(question: Question) -> str:
+def _problem(question: GrammarQuestion) -> str:
     """Why a schema or an expression in Lark cannot be compiled by itself; "" if it can."""
     from llguidance import LLMatcher
 

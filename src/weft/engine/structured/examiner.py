@@ -14,7 +14,7 @@ import msgspec
 from weft.engine.core.grammar import PARAM
 from weft.engine.sandbox.isolated import Isolated
 from weft.engine.sandbox.limits import Limits
-from weft.engine.structured.examination import Question, encode_questions
+from weft.engine.structured.examination import GrammarQuestion, encode_questions
 from weft.engine.structured.unknown import Answers, answering
 from weft.engine.structured.vocabulary import Vocabulary, list_vocabulary
 from weft.engine.text.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ KEPT = 4096  # answers that are kept; each is an empty text or a problem
 LIMITS = Limits(cpu_s=5, wall_s=15.0, memory=768 << 20, stack=4 << 20, nice=10)
 
 
-def key_of(question: Question) -> bytes:
+def key_of(question: GrammarQuestion) -> bytes:
     """Return the key of a question among the answers."""
     return blake2b(msgspec.msgpack.encode(question), digest_size=16).digest()
 
@@ -63,7 +63,7 @@ class GrammarExaminer:
 
     async def check(self, grammar: str, param: str = PARAM) -> None:
         """Raise RequestError, with the place of the mistake, for a grammar that cannot be compiled."""
-        answer = await self._ask(Question(grammar))
+        answer = await self._ask(GrammarQuestion(grammar))
         if isinstance(answer, RequestError):
             raise RequestError(str(answer), param=param, code=answer.code)
 
@@ -99,7 +99,7 @@ class GrammarExaminer:
             for question in part:
                 answers.known[question] = str(await self._ask(question))
 
-    async def _ask(self, question: Question) -> str | RequestError:
+    async def _ask(self, question: GrammarQuestion) -> str | RequestError:
         key = key_of(question)
         if (kept := self._kept(key)) is not None:
             return kept

@@ -1,6 +1,6 @@
 """Jinja environment of chat templates: sandboxed, and within a budget of time and of characters.
 
-Loops, operators, comparisons and calls are charged here, filters and methods in `template_functions`.
+Loops, operators, comparisons and calls are charged here, filters and methods in `functions`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from weft.engine.templates.budget import (
     shallow_size,
     text_size,
 )
+from weft.engine.templates.functions import METHOD_OWNERS, check_method, limited_filters, limited_tests
 from weft.engine.templates.limits import LIMITS
-from weft.engine.templates.template_functions import METHOD_OWNERS, check_method, limited_filters, limited_tests
 
 WIDE = len(str(LIMITS.template_number))  # digits
 # Widths in "%5d" % x and "{:5}".format(x) that have too many digits or are computed.

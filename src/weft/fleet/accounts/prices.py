@@ -149,6 +149,6 @@ def price_of(upstream: UpstreamConfig, model: str, prompt: int, completion: int)
         return 0.0
     if upstream.price is not None:
         return (prompt * upstream.price.input + completion * upstream.price.output) / MILLION
-    from weft.planner.prices.api_prices import Usage, find_quote
+    from weft.planner.prices.api_prices import TokenUsage, find_quote
 
-    return find_quote(model, Usage(max(prompt, 1), 0, max(completion, 1))).dollars
+    return find_quote(model, TokenUsage(max(prompt, 1), 0, max(completion, 1))).dollars

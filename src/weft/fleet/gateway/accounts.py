@@ -13,9 +13,9 @@ from weft.fleet.accounts.rates import Rates
 from weft.fleet.gateway.answer import ResumableAnswer
 from weft.fleet.gateway.completion import COUNTED, MAX_TOKENS
 from weft.fleet.gateway.exchange import Exchange
-from weft.fleet.upstreams.replica import Replica
+from weft.fleet.upstreams.replica import UpstreamReplica
 from weft.http.errors import HttpError
-from weft.http.key_file import Budget, ClientKey
+from weft.http.key_file import ClientKey, SpendingLimits
 
 log = logging.getLogger("weft.gateway")
 
@@ -31,7 +31,7 @@ class Accounts:
         self,
         keys: Sequence[ClientKey],
         ledger: Ledger | None,
-        budget: Budget | None,
+        budget: SpendingLimits | None,
         concurrent: int | None = None,
     ) -> None:
         self.ledger, self.budget = ledger, budget
@@ -96,7 +96,7 @@ class Accounts:
                     retry_after_s=self.ledger.seconds_left(),
                 )
 
-    def affords(self, exchange: Exchange, replica: Replica) -> bool:
+    def affords(self, exchange: Exchange, replica: UpstreamReplica) -> bool:
         """Return True if the budget allows a request at an overflow upstream; False if the ledger cannot be read."""
         ledger = self.ledger
         if ledger is None or self.budget is None:
@@ -109,7 +109,7 @@ class Accounts:
             log.error("no request is sent to overflow upstreams: the ledger cannot be read: %s", error)
             return False
 
-    def reserve(self, exchange: Exchange, replica: Replica) -> None:
+    def reserve(self, exchange: Exchange, replica: UpstreamReplica) -> None:
         """Reserve the most that a request can take at a replica. Raises HttpError 503 if that cannot be written."""
         if self.ledger is None or exchange.completion is None:
             return
@@ -170,7 +170,7 @@ class Accounts:
             "usage_day": ledger.rows(DAY_HOURS),
         }
 
-    def _most(self, exchange: Exchange, replica: Replica) -> Amount:
+    def _most(self, exchange: Exchange, replica: UpstreamReplica) -> Amount:
         """Upper bound on a request's amount: one token per byte for dollars, the likely number for quotas."""
         completion = exchange.completion
         assert completion is not None
@@ -182,7 +182,7 @@ class Accounts:
         return Amount(exchange.prompt_tokens, answer, dollars)
 
     @staticmethod
-    def _taken(exchange: Exchange, replica: Replica, most: Amount) -> Amount:
+    def _taken(exchange: Exchange, replica: UpstreamReplica, most: Amount) -> Amount:
         """Amount of a request: the usage of its answer; without it, the upper bound, or nothing if it was refused.
 
         An upstream that ignores the limit may have answered more.
@@ -198,7 +198,7 @@ class Accounts:
         )
 
 
-def _quotas_of(keys: Sequence[ClientKey]) -> dict[str | None, Budget]:
+def _quotas_of(keys: Sequence[ClientKey]) -> dict[str | None, SpendingLimits]:
     return {key.name: key.quota for key in keys if key.quota is not None}
 
 

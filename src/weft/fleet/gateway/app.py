@@ -22,7 +22,7 @@ from weft.fleet.gateway.proxy import Proxy
 from weft.fleet.upstreams.checks import check_health, read_models
 from weft.fleet.upstreams.config import UpstreamConfig, convert_upstream
 from weft.fleet.upstreams.fleet import unknown_model
-from weft.fleet.upstreams.replica import Replica
+from weft.fleet.upstreams.replica import UpstreamReplica
 from weft.http.errors import HANDLERS, HttpError, JsonResponse
 
 ADMIN_BYTES = 2**16  # bytes of a body
@@ -107,7 +107,7 @@ async def status(proxy: Proxy, request: Request) -> Response:
     return JsonResponse(content)
 
 
-def describe_replica(replica: Replica, now: float) -> dict[str, Any]:
+def describe_replica(replica: UpstreamReplica, now: float) -> dict[str, Any]:
     """One row of /gateway/status."""
     models = replica.models
     return {

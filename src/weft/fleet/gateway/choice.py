@@ -13,7 +13,7 @@ from weft.fleet.upstreams.breaker import SHORTEST_S
 from weft.fleet.upstreams.config import Objective, Timeouts
 from weft.fleet.upstreams.fleet import Fleet
 from weft.fleet.upstreams.paths import ON_DISK
-from weft.fleet.upstreams.replica import Replica
+from weft.fleet.upstreams.replica import UpstreamReplica
 
 # Replicas that a request is tried at: if this many cannot be reached, they have a fault in common.
 TRIES = 8
@@ -54,7 +54,7 @@ class ReplicaChoice:
         """The waiting times of a request that begins now."""
         return Patience(self._fleet.clock(), self._timeouts)
 
-    async def next_candidates(self, exchange: Exchange, patience: Patience) -> list[Replica]:
+    async def next_candidates(self, exchange: Exchange, patience: Patience) -> list[UpstreamReplica]:
         """The candidates for the next try, after waiting until there are some. Empty if no replica is healthy in time.
 
         Raises ClientGoneError, and HttpError for a refused request, such as one that repeats a request that ended
@@ -84,13 +84,13 @@ class ReplicaChoice:
             for one in self._fleet.replicas.values()
         )
 
-    def choose_candidate(self, exchange: Exchange, candidates: list[Replica]) -> Replica:
+    def choose_candidate(self, exchange: Exchange, candidates: list[UpstreamReplica]) -> UpstreamReplica:
         """The policy's choice; always the same replica for data on a replica's disk."""
         if exchange.scope["path"].startswith(ON_DISK):
             return min(candidates, key=lambda replica: replica.name)
         return self._fleet.choose_replica(exchange.fingerprint, candidates)
 
-    def candidates(self, exchange: Exchange) -> list[Replica]:
+    def candidates(self, exchange: Exchange) -> list[UpstreamReplica]:
         """The replicas that may get a request now; overflow upstreams only if the others are too busy, or absent."""
         candidates = self._fleet.candidates(exchange.model, exchange.tried)
         if exchange.owner:
@@ -100,13 +100,13 @@ class ReplicaChoice:
             return usual
         return self._affordable(exchange, candidates) or usual
 
-    def _affordable(self, exchange: Exchange, candidates: list[Replica]) -> list[Replica]:
+    def _affordable(self, exchange: Exchange, candidates: list[UpstreamReplica]) -> list[UpstreamReplica]:
         """The overflow upstreams that a request may go to: its price must be bounded, and within the budget."""
         if exchange.completion is None or not exchange.model or not exchange.completion.is_priced(exchange.body):
             return []
         return [replica for replica in candidates if replica.overflow and self._accounts.affords(exchange, replica)]
 
-    def _is_too_busy(self, replicas: list[Replica], tokens: int) -> bool:
+    def _is_too_busy(self, replicas: list[UpstreamReplica], tokens: int) -> bool:
         """Return True if no replica keeps the objective for a prompt of `tokens` tokens."""
         queue, ttft_s = self._objective.queue, self._objective.ttft_s
         if queue is not None and min(len(replica.unanswered) for replica in replicas) > queue:
@@ -116,7 +116,7 @@ class ReplicaChoice:
         predicted = [replica.predicted_ttft_s(tokens) for replica in replicas]
         return all(seconds is not None and seconds > ttft_s for seconds in predicted)
 
-    def continuing(self, exchange: Exchange) -> list[Replica]:
+    def continuing(self, exchange: Exchange) -> list[UpstreamReplica]:
         """The untried replicas that can continue an answer."""
         candidates = self._fleet.candidates(exchange.model, exchange.tried)
         return [replica for replica in candidates if replica.is_weft and not replica.overflow]

@@ -1,4 +1,4 @@
-"""Completion: the parameters of a client's completion, and the bodies that replicas get for it."""
+"""ForwardedCompletion: the parameters of a client's completion, and the bodies that replicas get for it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MAX_TOKENS = 2**31 - 1  # largest limit of tokens, number of choices and token i
 MAX_HELD_IDS = 2**18  # token ids held of an answer, about 36 bytes each; a longer answer is not continued
 
 
-class Completion:
+class ForwardedCompletion:
     """A request for a completion; or for embeddings or scores, with `answers` False.
 
     `streams`: its answer is a stream of events. `single`: it has one prompt and one choice. `choices`: number of

@@ -18,7 +18,7 @@ from weft.fleet.upstreams.breaker import RetryBudget
 from weft.fleet.upstreams.config import Objective, Timeouts
 from weft.fleet.upstreams.fleet import Fleet
 from weft.fleet.upstreams.paths import is_repeatable
-from weft.fleet.upstreams.replica import Attempt, Replica
+from weft.fleet.upstreams.replica import Attempt, UpstreamReplica
 from weft.fleet.upstreams.upstream import ResponseHead, UpstreamError
 from weft.http.errors import HttpError
 
@@ -76,7 +76,7 @@ class Dispatcher:
             self.metrics.count_retry(attempt.replica, reason)
         raise self._no_replica(exchange, failure)
 
-    def _begin_attempt(self, exchange: Exchange, candidates: list[Replica]) -> Attempt:
+    def _begin_attempt(self, exchange: Exchange, candidates: list[UpstreamReplica]) -> Attempt:
         attempt = exchange.begin_attempt(self._choice.choose_candidate(exchange, candidates))
         self._losses.begin(exchange, attempt)
         return attempt
@@ -103,12 +103,14 @@ class Dispatcher:
         attempt.note_begun(self.timeouts.idle, movable=continuable and exchange.answer is not None)
         return head, first
 
-    def _is_continuable(self, exchange: Exchange, replica: Replica) -> bool:
+    def _is_continuable(self, exchange: Exchange, replica: UpstreamReplica) -> bool:
         """Return True if another replica could continue this answer; it may also be added while the answer runs."""
         completion = exchange.completion
         return completion is not None and completion.streams and completion.single and replica.is_weft
 
-    def _body(self, exchange: Exchange, replica: Replica, continuable: bool, answered: list[int] | None) -> bytes:
+    def _body(
+        self, exchange: Exchange, replica: UpstreamReplica, continuable: bool, answered: list[int] | None
+    ) -> bytes:
         """The request's body for a replica."""
         changes: dict[str, Any] = {}
         own_name = replica.own_name(exchange.model)
@@ -129,7 +131,7 @@ class Dispatcher:
         return with_fields(exchange.body, changes, rewrites=replica.overflow) if changes else exchange.body
 
     def _answer(
-        self, exchange: Exchange, replica: Replica, head: ResponseHead, continuable: bool
+        self, exchange: Exchange, replica: UpstreamReplica, head: ResponseHead, continuable: bool
     ) -> ResumableAnswer | WholeAnswer | None:
         """The object that reads a response on its way; None if the gateway need not read it."""
         completion = exchange.completion

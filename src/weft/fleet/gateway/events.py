@@ -1,8 +1,10 @@
-"""EventSplitter: cuts a stream of bytes into server-sent events, in bounded memory."""
+"""Server-sent events in a stream of bytes: whole events, in bounded memory, and the end of the last one."""
 
 from __future__ import annotations
 
 import re
+
+from weft.fleet.upstreams.upstream import ResponseHead
 
 EVENT_BYTES = 2**22  # largest event in bytes; log probabilities of many tokens at once are long
 BLANK_LINE = re.compile(rb"\r\n\r\n|\n\n|\r\r")
@@ -36,6 +38,31 @@ class EventSplitter:
         """The bytes after the last whole event, which are dropped."""
         rest, self._rest = self._rest, b""
         return rest
+
+
+class EventEnding:
+    """Tells if a response is a stream of events or lines, and how the bytes so far end."""
+
+    END_MARK = re.compile(rb"(\A|[\r\n])data: ?\[DONE\]\s*\Z")  # in OpenAI's streams
+    LONGEST = 32  # bytes that are examined
+
+    def __init__(self, head: ResponseHead) -> None:
+        self._ends: tuple[bytes, ...] = (b"\n\n", b"\r\n\r\n", b"\r\r") if head.is_event_stream else ()
+        if head.is_line_stream:
+            self._ends = (b"\n",)
+        self._tail = b"\n\n"
+
+    def push(self, piece: bytes) -> None:
+        self._tail = (self._tail + piece[-self.LONGEST :])[-self.LONGEST :]
+
+    @property
+    def between_events(self) -> bool:
+        return bool(self._ends) and self._tail.endswith(self._ends)
+
+    @property
+    def complete(self) -> bool:
+        """True if the end mark has come: the client lacks nothing."""
+        return self.between_events and self.END_MARK.search(self._tail) is not None
 
 
 def event_data(event: bytes) -> bytes | None:

@@ -12,9 +12,9 @@ from starlette.types import Scope
 from weft.fleet.accounts.keys import ANONYMOUS
 from weft.fleet.accounts.ledger import Reservation
 from weft.fleet.gateway.answer import ResumableAnswer, WholeAnswer
-from weft.fleet.gateway.completion import COUNTED, Completion
+from weft.fleet.gateway.completion import COUNTED, ForwardedCompletion
 from weft.fleet.upstreams.policy import Fingerprint
-from weft.fleet.upstreams.replica import Attempt, Replica
+from weft.fleet.upstreams.replica import Attempt, UpstreamReplica
 from weft.fleet.upstreams.upstream import UpstreamError
 from weft.http.clients import FRONT_HEADER
 from weft.http.errors import HttpError
@@ -74,7 +74,7 @@ class Exchange:
     bytes_in = announced = 0
     model = ""
     fingerprint = UNREAD
-    completion: Completion | None = None
+    completion: ForwardedCompletion | None = None
     metered = False
     entered = False  # it is counted by the rates of its key
     owner = b""  # the client's name at upstreams, for files and batches
@@ -84,7 +84,7 @@ class Exchange:
     refusal: HttpError | None = None
     answer: ResumableAnswer | WholeAnswer | None = None
     reservation: Reservation | None = None
-    reserved_at: Replica | None = None
+    reserved_at: UpstreamReplica | None = None
     gone = False
     status = bytes_out = 0
     first_byte_s = 0.0
@@ -95,13 +95,13 @@ class Exchange:
         self.scope = scope
         self.method: bytes = scope["method"].encode()
         self.raw_path: bytes = scope.get("raw_path") or scope["path"].encode()
-        self.tried: list[Replica] = []
-        self.lost_at: list[Replica] = []
+        self.tried: list[UpstreamReplica] = []
+        self.lost_at: list[UpstreamReplica] = []
         self.hops: list[bytes] = []
         self.began_s = time.monotonic()
         self._read_headers(gateway)
 
-    def head(self, replica: Replica, length: int) -> bytes:
+    def head(self, replica: UpstreamReplica, length: int) -> bytes:
         """Request line and header fields for a replica, and a body of `length` bytes."""
         scope = self.scope
         target = replica.path + self.raw_path
@@ -153,7 +153,7 @@ class Exchange:
         )
         self._common, self._keys = b"".join(sent), b"".join(keys)
 
-    def begin_attempt(self, replica: Replica) -> Attempt:
+    def begin_attempt(self, replica: UpstreamReplica) -> Attempt:
         """Note the next try."""
         self.tried.append(replica)
         self.tries += 1

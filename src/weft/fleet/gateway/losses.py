@@ -11,7 +11,7 @@ from weft.engine.replicas.suspects import LOST, PATIENCE_S, Suspects, Trial
 from weft.fleet.gateway.exchange import Exchange
 from weft.fleet.upstreams.breaker import RetryBudget
 from weft.fleet.upstreams.paths import is_repeatable
-from weft.fleet.upstreams.replica import Attempt, Replica
+from weft.fleet.upstreams.replica import Attempt, UpstreamReplica
 from weft.fleet.upstreams.upstream import ENGINE_RESTARTS, ResponseHead, UpstreamError, error_code
 from weft.http.errors import CODE_HEADER, HttpError
 from weft.logs import event_fields
@@ -50,7 +50,7 @@ class Losses:
 
     # Suspects, one after another
 
-    def free(self, exchange: Exchange, candidates: Sequence[Replica], waited_s: float) -> list[Replica]:
+    def free(self, exchange: Exchange, candidates: Sequence[UpstreamReplica], waited_s: float) -> list[UpstreamReplica]:
         """The candidates without another suspect, if the request is a suspect; after PATIENCE_S all candidates."""
         if not self._suspects or not exchange.digest or waited_s >= PATIENCE_S:
             return list(candidates)

@@ -9,7 +9,7 @@ import msgspec
 from weft.fleet.gateway.answer import ResumableAnswer
 from weft.fleet.gateway.completion import MAX_HELD_IDS, is_id_list
 from weft.fleet.gateway.events import EVENT_BYTES, EventSplitter
-from weft.fleet.gateway.stream_apis import Mark, StreamApi
+from weft.fleet.gateway.stream_apis import ReceivedMark, StreamApi
 from weft.fleet.upstreams.upstream import ResponseHead, UpstreamError
 
 
@@ -96,7 +96,7 @@ class MarkedAnswer(ResumableAnswer):
             self.tokens += 1
         shown.append(self._show(part))
 
-    def _take_mark(self, mark: Mark, shown: list[bytes]) -> None:
+    def _take_mark(self, mark: ReceivedMark, shown: list[bytes]) -> None:
         """Pass on the parts whose mark has arrived."""
         self._marked = True
         self.tokens += len(mark.token_ids)

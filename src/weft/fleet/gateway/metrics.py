@@ -14,7 +14,7 @@ from weft.api.observe.buckets import BucketCounts
 from weft.api.observe.metrics import REQUEST, TTFT
 from weft.fleet.gateway.exchange import Exchange
 from weft.fleet.upstreams.fleet import Fleet
-from weft.fleet.upstreams.replica import Replica
+from weft.fleet.upstreams.replica import UpstreamReplica
 
 
 class ReplicaGauges(PrometheusCollector):
@@ -100,11 +100,11 @@ class GatewayMetrics:
         if exchange.first_byte_s:
             ended.first_byte.observe(exchange.first_byte_s - exchange.began_s)
 
-    def count_continued(self, replica: Replica) -> None:
+    def count_continued(self, replica: UpstreamReplica) -> None:
         """Count an answer that a replica continues."""
         self._continued.labels(replica.name).inc()
 
-    def count_retry(self, replica: Replica, reason: str) -> None:
+    def count_retry(self, replica: UpstreamReplica, reason: str) -> None:
         """Count a try whose response was not used."""
         self._retries.labels(replica.name, reason).inc()
 

@@ -12,6 +12,8 @@ from contextlib import aclosing
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
+from weft.api.ollama.stream import encode_error_line
+from weft.api.responses.errors import encode_error
 from weft.errors import WeftError
 from weft.fleet.accounts.keys import Keys
 from weft.fleet.gateway.access_log import AccessLog
@@ -20,7 +22,7 @@ from weft.fleet.gateway.answer import ResumableAnswer, WholeAnswer
 from weft.fleet.gateway.bodies import BodyPool
 from weft.fleet.gateway.client_watches import ClientWatches
 from weft.fleet.gateway.dispatch import Dispatcher
-from weft.fleet.gateway.endings import EventEnding, error_event
+from weft.fleet.gateway.events import EventEnding
 from weft.fleet.gateway.exchange import HOP_BY_HOP, OWNER_HEADER, ClientGoneError, Exchange, without
 from weft.fleet.gateway.metrics import GatewayMetrics
 from weft.fleet.gateway.request_reader import RequestReader
@@ -28,10 +30,10 @@ from weft.fleet.upstreams.config import Objective, Timeouts
 from weft.fleet.upstreams.fleet import Fleet
 from weft.fleet.upstreams.replica import Attempt
 from weft.fleet.upstreams.upstream import ResponseHead, UpstreamError
-from weft.fleet.upstreams.watches import Watch
+from weft.fleet.upstreams.watches import FleetWatch
 from weft.http.errors import WHOLE, HttpError, error_response
-from weft.http.joined import JOINED
-from weft.http.sse import DONE
+from weft.http.flow import JOINED
+from weft.http.sse import DONE, encode_error_event
 
 log = logging.getLogger("weft.gateway")
 
@@ -56,7 +58,7 @@ class Proxy:
         timeouts: Timeouts,
         metrics: GatewayMetrics,
         access_log: AccessLog | None = None,
-        watch: Watch | None = None,
+        watch: FleetWatch | None = None,
         *,
         bodies: BodyPool,
         accounts: Accounts,
@@ -281,3 +283,16 @@ def _headers_for_client(exchange: Exchange, head: ResponseHead) -> list[tuple[by
     if isinstance(exchange.answer, WholeAnswer) or head.status in BODYLESS:
         return without(headers, LENGTH)  # the length may change, or describe a body that is not sent
     return headers
+
+
+def error_event(exchange: Exchange, error: UpstreamError) -> bytes:
+    """The last event of a broken stream: the replica's own error event, if it sent any."""
+    answer, path = exchange.answer, exchange.scope["path"]
+    if isinstance(answer, ResumableAnswer) and answer.error_event:
+        return answer.error_event
+    broken = HttpError(502, f"the upstream's answer broke: {error.public}", code=error.code)
+    if path.startswith("/api/"):
+        return encode_error_line(broken)
+    if path == "/v1/responses":
+        return encode_error(broken, answer.sent_events if isinstance(answer, ResumableAnswer) else 0)
+    return encode_error_event(broken, path)

@@ -11,7 +11,7 @@ from weft.checkpoint.hub.model_names import LATEST
 from weft.fleet.accounts.keys import Keys
 from weft.fleet.gateway.accounts import Accounts
 from weft.fleet.gateway.bodies import BodyPool
-from weft.fleet.gateway.completion import COUNTED, PATHS, Completion, check_counted
+from weft.fleet.gateway.completion import COUNTED, PATHS, ForwardedCompletion, check_counted
 from weft.fleet.gateway.exchange import Exchange
 from weft.fleet.gateway.fingerprint import RoutedFields, fingerprint, model_of, read_fields, read_object
 from weft.fleet.upstreams.fleet import Fleet, unknown_model
@@ -54,7 +54,7 @@ class RequestReader:
             exchange.metered = self._accounts.meters(exchange)
             if exchange.metered:
                 check_counted(fields)
-            exchange.completion = Completion(fields, scope["path"])
+            exchange.completion = ForwardedCompletion(fields, scope["path"])
         exchange.model = self.model_of(fields, scope["path"])
         policy = self.fleet.policy
         if policy.reads_prefix or policy.reads_session:

@@ -32,7 +32,7 @@ from weft.fleet.upstreams.fleet import Fleet
 from weft.fleet.upstreams.policy import POLICIES
 from weft.fleet.upstreams.ray_watch import RayWatch
 from weft.fleet.upstreams.watched_file import WatchedFile
-from weft.fleet.upstreams.watches import DnsWatch, FileWatch, UpstreamKeys, Watch
+from weft.fleet.upstreams.watches import DnsWatch, FileWatch, FleetWatch, UpstreamKeys
 from weft.formatting import counted, still_running
 from weft.http import listen
 from weft.http.admission import RESERVED_FILES, ConnectionLimits, fit_to_files, open_files, raise_file_limit
@@ -68,7 +68,7 @@ def run_gateway(config: GatewayConfig, admin_key: str | None, shutdown_timeout: 
 def create_proxy(config: GatewayConfig, admin_key: str | None) -> Proxy:
     """The proxy of a configuration, without a server. Raises ConfigError. Call it in the event loop."""
     fleet = Fleet(config.upstreams, POLICIES[config.policy](), time.monotonic)
-    watch: Watch | None = None
+    watch: FleetWatch | None = None
     if config.discover is not None and config.discover.dns is not None:
         watch = DnsWatch(fleet, config.discover.dns)
     elif config.discover is not None and config.discover.ray is not None:

@@ -16,7 +16,7 @@ MARK = b": weft "
 LINE_MARK = b'{"weft":'
 
 
-class Mark(msgspec.Struct):
+class ReceivedMark(msgspec.Struct):
     """Weft's mark after each part of a stream: the part's tokens, and whether it was the last part."""
 
     token_ids: list[int] = []
@@ -24,10 +24,10 @@ class Mark(msgspec.Struct):
 
 
 class LineMark(msgspec.Struct):
-    weft: Mark
+    weft: ReceivedMark
 
 
-MARKS, LINE_MARKS = msgspec.json.Decoder(Mark), msgspec.json.Decoder(LineMark)
+MARKS, LINE_MARKS = msgspec.json.Decoder(ReceivedMark), msgspec.json.Decoder(LineMark)
 
 Values = Mapping[str, Any]
 Usage = dict[str, Any]
@@ -52,7 +52,7 @@ class StreamApi(NamedTuple):
         """The end of each part of a stream."""
         return LINE if self.lines else BLANK_LINE
 
-    def read_mark(self, part: bytes) -> Mark | None:
+    def read_mark(self, part: bytes) -> ReceivedMark | None:
         """The mark, if a part is a mark; else None."""
         if not part.startswith(LINE_MARK if self.lines else MARK):
             return None

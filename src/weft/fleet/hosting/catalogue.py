@@ -262,7 +262,7 @@ class Catalogue:
 
 def _digest(entry: ModelEntry) -> str:
     """A hash by which clients tell models apart; the files themselves are not hashed."""
-    return hashlib.sha256(f"{entry.config.model}:{entry.words}".encode()).hexdigest()
+    return hashlib.sha256(f"{entry.config.model}:{entry.flags}".encode()).hexdigest()
 
 
 def _is_gguf(model: Model) -> bool:

@@ -12,8 +12,7 @@ from contextvars import Context
 from typing import Any
 
 from weft.errors import WeftError
-from weft.fleet.hosting.health import HealthChecks
-from weft.fleet.hosting.hosted import Hosted
+from weft.fleet.hosting.hosted import HealthChecks, Hosted
 from weft.fleet.hosting.member import Member
 from weft.fleet.hosting.residency import PlacementDecision, Residency, State
 from weft.fleet.hosting.set_plan import ModelPlan

@@ -22,7 +22,7 @@ from weft.errors import error_reason
 from weft.fleet.upstreams.breaker import Breaker
 from weft.fleet.upstreams.checks import ask_small
 from weft.fleet.upstreams.config import Timeouts, UpstreamConfig
-from weft.fleet.upstreams.replica import Attempt, Replica
+from weft.fleet.upstreams.replica import Attempt, UpstreamReplica
 from weft.fleet.upstreams.upstream import UpstreamConnection, UpstreamError
 from weft.http.errors import HttpError
 
@@ -46,7 +46,7 @@ class SteadyBreaker(Breaker):
         self.last_failure = reason
 
 
-class MemberReplica(Replica):
+class MemberReplica(UpstreamReplica):
     """A member's server, in the form to which the gateway's code sends requests."""
 
     def __init__(self, names: Sequence[str], path: Path) -> None:

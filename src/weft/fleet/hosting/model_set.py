@@ -16,7 +16,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One model of a set.
 
     - `names`: its names in requests; messages use the first.
-    - `config`: the engine's options; `words` are the flags of `weft serve` for these options and for its answers.
+    - `config`: the engine's options; `flags` give `weft serve` these options, and the settings of its answers.
     - `keep_alive_s`: seconds that it stays awake after its last request; infinity: it must stay awake.
     - `priority`: models with larger numbers sleep first to free memory.
     - `always`: it is loaded with the set, and not at its first request.
@@ -24,7 +24,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     names: tuple[str, ...]
     config: EngineConfig
-    words: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
     keep_alive_s: float = math.inf
     priority: int = 0
     always: bool = True

@@ -62,7 +62,7 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def argv(self) -> list[str]:
         """The flags with which `weft serve` runs it as planned."""
-        argv = list(self.entry.words)
+        argv = list(self.entry.flags)
         numbers = [device.removeprefix("cuda:") for device in self.devices]
         if self.devices != (HOST,) and self.entry.config.device_ids is None:
             argv.append(f"--device-ids={','.join(numbers)}")

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from weft.fleet.upstreams.checks import check_health, read_models
 from weft.fleet.upstreams.config import Timeouts
 from weft.fleet.upstreams.fleet import Fleet
-from weft.fleet.upstreams.replica import Replica
+from weft.fleet.upstreams.replica import UpstreamReplica
 from weft.logs import event_fields
 
 log = logging.getLogger("weft.gateway")
@@ -48,10 +48,11 @@ class CheckLoop:
     ) -> None:
         self._fleet, self._timeouts, self._watches, self._also = fleet, timeouts, tuple(watches), also
         self._running: dict[Hashable, asyncio.Task[None]] = {}
-        self._due: dict[Replica, float] = {}  # the next query for its models
+        self._due: dict[UpstreamReplica, float] = {}  # the next query for its models
         self._logged = ""
         self._round = 0
-        self._checked: WeakKeyDictionary[Replica, int] = WeakKeyDictionary()  # last round of an unhealthy replica
+        # The last round of an unhealthy replica.
+        self._checked: WeakKeyDictionary[UpstreamReplica, int] = WeakKeyDictionary()
         self._hurry = asyncio.Event()
 
     def look_now(self) -> None:
@@ -92,7 +93,7 @@ class CheckLoop:
             if count % CHUNK == 0:
                 await asyncio.sleep(0)
 
-    def _longest_unchecked(self, unhealthy: list[Replica], covered: set[str] | None) -> list[Replica]:
+    def _longest_unchecked(self, unhealthy: list[UpstreamReplica], covered: set[str] | None) -> list[UpstreamReplica]:
         """The unhealthy replicas to check in this round, the longest unchecked first."""
         now = self._fleet.clock()
         due = [one for one in unhealthy if one.breaker.admits(now, urgent=not one.covered_by(covered))]
@@ -120,7 +121,7 @@ class CheckLoop:
     async def _call_also(self) -> None:
         self._also()
 
-    async def _check(self, replica: Replica, *, urgent: bool) -> None:
+    async def _check(self, replica: UpstreamReplica, *, urgent: bool) -> None:
         was_closed = replica.breaker.closed
         await check_health(replica, self._fleet, self._timeouts, urgent=urgent)
         now = time.monotonic()

@@ -10,7 +10,7 @@ import msgspec
 
 from weft.fleet.upstreams.config import Timeouts
 from weft.fleet.upstreams.fleet import Fleet
-from weft.fleet.upstreams.replica import Attempt, Replica
+from weft.fleet.upstreams.replica import Attempt, UpstreamReplica
 from weft.fleet.upstreams.upstream import UpstreamError
 
 log = logging.getLogger("weft.gateway")
@@ -28,7 +28,7 @@ class PredictedLoad(msgspec.Struct):
     prefill_tok_s: float | None = None
 
 
-async def check_health(replica: Replica, fleet: Fleet, timeouts: Timeouts, *, urgent: bool = False) -> None:
+async def check_health(replica: UpstreamReplica, fleet: Fleet, timeouts: Timeouts, *, urgent: bool = False) -> None:
     """GET /health: every response below 500 is fine, since not every server has that path.
 
     An unhealthy replica is checked after a pause, or at once if the check is `urgent`. A success closes an open
@@ -57,7 +57,7 @@ async def check_health(replica: Replica, fleet: Fleet, timeouts: Timeouts, *, ur
         )
 
 
-async def read_models(replica: Replica, timeouts: Timeouts) -> bool:
+async def read_models(replica: UpstreamReplica, timeouts: Timeouts) -> bool:
     """GET /v1/models. Without a list, requests for any model may go to the replica.
 
     Return False if this request, or the request for the speed after it, has failed. The next check then repeats both.
@@ -80,7 +80,7 @@ async def read_models(replica: Replica, timeouts: Timeouts) -> bool:
     return True
 
 
-async def _read_speed(replica: Replica, timeouts: Timeouts) -> None:
+async def _read_speed(replica: UpstreamReplica, timeouts: Timeouts) -> None:
     """GET /load of a Weft replica: the planner's speed of prompts. Raises UpstreamError and DecodeError."""
     attempt = Attempt(replica, counted=False)
     try:

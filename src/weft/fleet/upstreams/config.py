@@ -12,7 +12,7 @@ import msgspec
 from weft.checkpoint.files.yaml_text import load_yaml
 from weft.errors import ConfigError, error_reason, nearest_name
 from weft.fleet.upstreams.policy import OLD_NAMES, POLICIES
-from weft.http.key_file import UNKNOWN_FIELD, Budget
+from weft.http.key_file import UNKNOWN_FIELD, SpendingLimits
 from weft.regular_files import SETTINGS_BYTES, read_regular_text
 
 T = TypeVar("T")
@@ -109,7 +109,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     discover: Discovery | None = None
     keys: str | None = None
     objective: Objective = Objective()
-    budget: Budget | None = None
+    budget: SpendingLimits | None = None
     ledger: str | None = None
     concurrent: Annotated[int, msgspec.Meta(ge=1)] | None = None
     timeouts: Timeouts = Timeouts()
@@ -263,7 +263,7 @@ def _convert(values: Any, kind: Callable[..., T] | type[T], source: str) -> T:
         if unknown:
             fields = {
                 field
-                for struct in (GatewayConfig, UpstreamConfig, Timeouts, Discovery, Price, Objective, Budget)
+                for struct in (GatewayConfig, UpstreamConfig, Timeouts, Discovery, Price, Objective, SpendingLimits)
                 for field in struct.__struct_fields__
             }
             near = nearest_name(unknown[1], fields)

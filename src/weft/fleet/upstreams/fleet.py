@@ -8,7 +8,7 @@ from typing import Any
 from weft.errors import ConfigError
 from weft.fleet.upstreams.config import UpstreamConfig, parse_url
 from weft.fleet.upstreams.policy import Fingerprint, Policy, ReplicaViews
-from weft.fleet.upstreams.replica import Replica
+from weft.fleet.upstreams.replica import UpstreamReplica
 from weft.http.errors import HttpError
 
 
@@ -16,13 +16,13 @@ class Fleet:
     """The replicas by name. `clock` reads monotonic seconds."""
 
     def __init__(self, upstreams: Collection[UpstreamConfig], policy: Policy, clock: Callable[[], float]) -> None:
-        self.replicas: dict[str, Replica] = {}
+        self.replicas: dict[str, UpstreamReplica] = {}
         self.policy = policy
         self.clock = clock
         for upstream in upstreams:
             self.add(upstream)
 
-    def add(self, upstream: UpstreamConfig) -> Replica:
+    def add(self, upstream: UpstreamConfig) -> UpstreamReplica:
         """Add a replica. A replica that drains and has the same configuration gets requests again.
 
         Raises ConfigError if it is already there.
@@ -34,10 +34,10 @@ class Fleet:
             return known
         if known is not None:
             raise ConfigError(f"upstream {name} is already there; remove it first", code="duplicate-upstream")
-        self.replicas[name] = replica = Replica(upstream)
+        self.replicas[name] = replica = UpstreamReplica(upstream)
         return replica
 
-    def find(self, url: str) -> Replica:
+    def find(self, url: str) -> UpstreamReplica:
         """The replica at a URL. Raises ConfigError."""
         name = str(parse_url(url))
         if name not in self.replicas:
@@ -46,14 +46,14 @@ class Fleet:
             )
         return self.replicas[name]
 
-    def remove(self, replica: Replica) -> None:
+    def remove(self, replica: UpstreamReplica) -> None:
         """Forget a replica; its running requests go on."""
         replica.draining = True
         if self.replicas.get(replica.name) is replica:  # another replica may have its name by now
             del self.replicas[replica.name]
         replica.close()
 
-    def candidates(self, model: str, tried: Collection[Replica]) -> list[Replica]:
+    def candidates(self, model: str, tried: Collection[UpstreamReplica]) -> list[UpstreamReplica]:
         """The replicas that may get a request for `model` now, without the replicas in `tried`.
 
         An unhealthy replica gets only checks until a check succeeds.
@@ -75,7 +75,7 @@ class Fleet:
             covered |= replica.models.keys()
         return covered
 
-    def continuing(self, model: str) -> list[Replica]:
+    def continuing(self, model: str) -> list[UpstreamReplica]:
         """The replicas that continue answers of `model`, or may do so before their first check, healthy or not."""
         return [
             replica
@@ -90,7 +90,7 @@ class Fleet:
                 return True
         return False
 
-    def choose_replica(self, fingerprint: Fingerprint, candidates: list[Replica]) -> Replica:
+    def choose_replica(self, fingerprint: Fingerprint, candidates: list[UpstreamReplica]) -> UpstreamReplica:
         """The policy's choice among at least one candidate."""
         now = self.clock()
         weights = [replica.weight * replica.breaker.share(now) for replica in candidates]

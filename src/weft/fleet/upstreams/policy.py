@@ -6,16 +6,17 @@ choices.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from math import log
 from random import Random
 from typing import NamedTuple, Protocol
 
-from weft.fleet.upstreams.prefix_map import PrefixMap
-
 PIECE_TOKENS = 64  # tokens of a prompt that one digest of its `Fingerprint.prefix` covers
 LONGEST_MEMORY = 4096  # replicas for which round robin keeps a position; it forgets older positions
+CAPACITY = 2**16  # beginnings that a PrefixMap remembers, of about 200 bytes each
+MAX_REPLICAS = 2**14  # names of replicas that it remembers; beyond it, it is cleared
 
 
 class Fingerprint(NamedTuple):
@@ -137,7 +138,7 @@ class PowerOfTwo:
         return second if replicas.load(second) < replicas.load(first) else first
 
 
-class Session:
+class SessionAffinity:
     """The same replica for all requests of a session while it exists; without a session, the least loaded replica.
 
     Rendezvous hashing: if a replica comes or goes, only the sessions that it gains or had change their replica.
@@ -158,6 +159,50 @@ class Session:
             return -replicas.weight(index) / log((number + 1) / (2**56 + 1))
 
         return max(range(len(replicas.connections)), key=score)
+
+
+class PrefixMap:
+    """For each beginning of a prompt, the replicas that got a prompt with it.
+
+    A beginning is a digest, and a prompt is the digests of its beginnings, shortest first. The least recently used
+    beginnings are forgotten, the longest of a prompt first: long beginnings are useless without the short ones.
+    """
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._capacity = capacity
+        self._holders: OrderedDict[int, int] = OrderedDict()  # digest → replicas, as bits
+        self._bits: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def match(self, prefix: Sequence[int], names: Sequence[str]) -> list[int]:
+        """For each replica, the number of leading digests of `prefix` that it has."""
+        wanted = {self._bits.get(name, 0) for name in names}
+        matched = dict.fromkeys(wanted, 0)
+        left = sum(wanted)
+        for count, digest in enumerate(prefix, 1):
+            left &= self._holders.get(digest, 0)
+            if not left:
+                break
+            for bit in wanted:
+                if bit & left:
+                    matched[bit] = count
+        return [matched[self._bits.get(name, 0)] for name in names]
+
+    def insert(self, prefix: Sequence[int], name: str) -> None:
+        """Remember that the replica got a prompt with these digests; only the beginning of a very long prompt."""
+        if name not in self._bits:
+            if len(self._bits) >= MAX_REPLICAS:
+                self._bits.clear()
+                self._holders.clear()
+            self._bits[name] = 1 << len(self._bits)
+        bit, holders = self._bits[name], self._holders
+        for digest in reversed(prefix[: self._capacity]):
+            holders[digest] = holders.get(digest, 0) | bit
+            holders.move_to_end(digest)
+        while len(holders) > self._capacity:
+            holders.popitem(last=False)
 
 
 class Prefix:
@@ -199,7 +244,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "random": RandomChoice,
     "power_of_two": PowerOfTwo,
     "prefix": Prefix,
-    "session": Session,
+    "session": SessionAffinity,
 }
 # Names of earlier versions.
 OLD_NAMES = {"least-connections": "least_conn", "round-robin": "round_robin"}

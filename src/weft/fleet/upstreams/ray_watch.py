@@ -13,7 +13,7 @@ import msgspec
 from weft.fleet.upstreams.checks import get_small
 from weft.fleet.upstreams.config import Timeouts, UpstreamConfig
 from weft.fleet.upstreams.fleet import Fleet
-from weft.fleet.upstreams.replica import Attempt, Replica
+from weft.fleet.upstreams.replica import Attempt, UpstreamReplica
 from weft.fleet.upstreams.upstream import UpstreamError
 from weft.fleet.upstreams.watches import PollWatch, bracketed
 
@@ -62,7 +62,7 @@ class RayWatch(PollWatch):
         """Raises ConfigError for an invalid URL."""
         super().__init__(fleet)
         key = TOKEN if os.environ.get(TOKEN, "").strip() else None
-        self._dashboard = Replica(UpstreamConfig(url=url, key_env=key))
+        self._dashboard = UpstreamReplica(UpstreamConfig(url=url, key_env=key))
         self._timeouts = timeouts
         self._seen_at: float | None = None  # when a proxy was last seen, by the fleet's clock
 

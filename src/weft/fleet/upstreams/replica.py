@@ -1,4 +1,4 @@
-"""Replica: one upstream with its connections, its health and its models."""
+"""UpstreamReplica: one upstream with its connections, its health and its models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IDLE_CONNECTIONS = 256  # idle connections that are kept open
 SEND_AGAIN_S = 1.0  # a kept connection that closes without a response byte later than this may have carried the request
 
 
-class Replica:
+class UpstreamReplica:
     """One upstream.
 
     - `connections`: number of unfinished requests. `unanswered`: requests without the first token of their response, or
@@ -176,7 +176,9 @@ class Attempt:
     trial: Trial | None = None
     resent = False
 
-    def __init__(self, replica: Replica, *, counted: bool = True, probes: bool = False, tokens: int = 0) -> None:
+    def __init__(
+        self, replica: UpstreamReplica, *, counted: bool = True, probes: bool = False, tokens: int = 0
+    ) -> None:
         self.replica, self.tokens = replica, tokens
         self._probe = probes and replica.breaker.begin()
         self._connection: UpstreamConnection | None = None

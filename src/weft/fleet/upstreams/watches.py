@@ -12,7 +12,7 @@ from weft.errors import ConfigError, error_reason
 from weft.fleet.upstreams.checks import CHECK_S
 from weft.fleet.upstreams.config import UpstreamConfig, parse_url, read_upstreams, upstream_key
 from weft.fleet.upstreams.fleet import Fleet
-from weft.fleet.upstreams.replica import Replica
+from weft.fleet.upstreams.replica import UpstreamReplica
 from weft.fleet.upstreams.upstream import UpstreamError
 from weft.fleet.upstreams.watched_file import WatchedFile
 from weft.logs import event_fields
@@ -20,12 +20,12 @@ from weft.logs import event_fields
 log = logging.getLogger("weft.gateway")
 
 
-class Watch:
+class FleetWatch:
     """Adds and removes replicas so that the fleet matches a list of upstreams. Other replicas stay."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._replicas: dict[str, Replica] = {}
+        self._replicas: dict[str, UpstreamReplica] = {}
 
     async def look(self) -> None:
         """Query the source, and follow it. A failure is logged once, and changes nothing."""
@@ -48,7 +48,7 @@ class Watch:
         """Close the watch's own connections."""
 
 
-class FileWatch(Watch):
+class FileWatch(FleetWatch):
     """Follows a file of upstreams."""
 
     def __init__(self, fleet: Fleet, path: str) -> None:
@@ -83,7 +83,7 @@ class UpstreamKeys:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._files: WeakKeyDictionary[Replica, WatchedFile[str | None]] = WeakKeyDictionary()
+        self._files: WeakKeyDictionary[UpstreamReplica, WatchedFile[str | None]] = WeakKeyDictionary()
 
     async def look(self) -> None:
         """Use the keys of files that have changed for new requests. A faulty file is logged once."""
@@ -92,7 +92,7 @@ class UpstreamKeys:
                 await self._files.setdefault(replica, self._watch(replica, replica.config.key_file)).look()
 
     @staticmethod
-    def _watch(replica: Replica, path: str) -> WatchedFile[str | None]:
+    def _watch(replica: UpstreamReplica, path: str) -> WatchedFile[str | None]:
         # Without a reference to the replica, which the dictionary's value must not keep alive.
         config, upstream = replica.config, ref(replica)
 
@@ -105,7 +105,7 @@ class UpstreamKeys:
         return WatchedFile(path, lambda: upstream_key(config, {}), take, subject=subject, code="upstream-key-unchanged")
 
 
-class PollWatch(Watch):
+class PollWatch(FleetWatch):
     """Follows a source of upstreams in the network, which is queried at every check."""
 
     _failed = False

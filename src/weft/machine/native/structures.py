@@ -1,7 +1,7 @@
 """Structures and constants that C++ and Python share: each is declared in `cpp/`, and mirrored here and nowhere else.
 
-`abi.check_abi` compares the two sides whenever a library is loaded. A field or a constant that is added on one side is
-added on the other one, and to the list in `cpp/abi.h`.
+`library.check_abi` compares the two sides whenever a library is loaded. A field or a constant that is added on one side
+is added on the other one, and to the list in `cpp/abi.h`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Claims: the check of a statement that a model runs on some GPUs, and at some speed; claim_text.py has the text."""
+"""Claims: the check of a statement that a model runs on some GPUs, and at some speed; text.py has the text."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from weft.plan.quantization import precision_of
 from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.memory.activations import activation_bytes
 from weft.planner.memory.footprint import Footprint, footprint
-from weft.planner.profiles import Profile, engine_profile
+from weft.planner.profiles import EngineProfile, engine_profile
 from weft.planner.question import Question
 from weft.planner.speed.cost import Prediction, predict
 from weft.planner.work.batch import TokenBudget
@@ -44,7 +44,7 @@ class Forecast:
     plan: Plan
     layout: DeploymentLayout
     cluster: Cluster
-    profile: Profile
+    profile: EngineProfile
     memory: Footprint
     step_bytes: tuple[int, ...]
 
@@ -127,7 +127,7 @@ def step_token_budget(plan: Plan, host: Host, known: Speeds) -> TokenBudget:
 
 def plan_as_candidate(
     plan: Plan, host: Host, known: Speeds, batched_tokens: int | None
-) -> tuple[DeploymentLayout, Cluster, Profile]:
+) -> tuple[DeploymentLayout, Cluster, EngineProfile]:
     """A plan in the form of a search candidate: its layout, the devices of its ranks, and our engine's constants."""
     on_cpu = plan.on_cpu
     kv_dtype = OF_DTYPE[plan.dtype] if plan.kv_cache_dtype == "auto" else plan.kv_cache_dtype

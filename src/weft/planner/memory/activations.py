@@ -5,14 +5,21 @@ from __future__ import annotations
 from weft.checkpoint.architectures.place import Place, whole
 from weft.checkpoint.architectures.shape import ModelShape
 from weft.plan.memory import LOGITS_BYTES, step_bytes
-from weft.planner.memory.draft_memory import draft_on_rank, draft_tokens
-from weft.planner.profiles import Profile
+from weft.planner.memory.drafts import draft_on_rank, draft_tokens
+from weft.planner.profiles import EngineProfile
 
 MIB = 1 << 20
 
 
 def activation_bytes(
-    shape: ModelShape, place: Place, tokens: int, rows: int, profile: Profile, number_bytes: int, *, context: int = 0
+    shape: ModelShape,
+    place: Place,
+    tokens: int,
+    rows: int,
+    profile: EngineProfile,
+    number_bytes: int,
+    *,
+    context: int = 0,
 ) -> int:
     """Bytes of a step of `tokens` tokens besides weights and KV, if `rows` of its sequences sample. `context` is the
     length of the longest request.

@@ -5,24 +5,24 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 
 import msgspec
 
-from weft.checkpoint.architectures.place import Place
+from weft.checkpoint.architectures.place import Place, Span
 from weft.checkpoint.architectures.shape import DTYPE_BYTES, DType, ModelShape
-from weft.checkpoint.quantised.precision import WeightBytes, canonical
+from weft.checkpoint.quantised.precision import WeightBytes, canonical, sum_by_kind
 from weft.machine.hardware.cluster import Cluster
 from weft.machine.hardware.gpus import GpuSpec
 from weft.plan.memory import CPU_KV_BYTES, CPU_KV_SHARE
 from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.memory.activations import MIB, activation_bytes
-from weft.planner.memory.draft_memory import draft_weight_bytes
-from weft.planner.memory.rank_weights import rank_weights
+from weft.planner.memory.drafts import draft_weight_bytes
 from weft.planner.memory.request_kv import BLOCK, RequestKV, num_blocks, request_kv
-from weft.planner.profiles import OURS, Profile
+from weft.planner.profiles import OURS, EngineProfile
 from weft.planner.work.batch import KV_SHARE_FOR_STEP, TokenBudget, token_budgets, with_token_budget
 from weft.planner.work.replica import PlannedReplica
-from weft.planner.work.work import layer_kinds
+from weft.planner.work.work import LayerKind, layer_kinds
 
 RankSeat = tuple[Place, GpuSpec, int]  # a rank's place, its GPU, and the GPU's number
 
@@ -150,7 +150,11 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def footprint(
-    shape: ModelShape, layout: DeploymentLayout, cluster: Cluster, profile: Profile, workload: Workload | None = None
+    shape: ModelShape,
+    layout: DeploymentLayout,
+    cluster: Cluster,
+    profile: EngineProfile,
+    workload: Workload | None = None,
 ) -> Footprint:
     """Memory of every rank of `layout` on `cluster` under an engine. `workload` gives the length that must fit."""
     workload = workload or Workload()
@@ -236,7 +240,7 @@ class EngineMemory(msgspec.Struct, frozen=True):
     shape: ModelShape
     precision: str
     kv_dtype: str
-    profile: Profile
+    profile: EngineProfile
 
     @property
     def kv(self) -> RequestKV:
@@ -392,3 +396,42 @@ def _pooled(ranks: Sequence[RankMemory], pool: int) -> list[RankMemory]:
 def computed_in(precision: str) -> DType:
     """The dtype that engines compute in with weights of a precision. float16 takes as many bytes as bfloat16."""
     return "float32" if precision == "fp32" else "bfloat16"
+
+
+@lru_cache(maxsize=8192)
+def rank_weights(shape: ModelShape, precision: str, place: Place) -> WeightBytes:
+    """Weight bytes of one rank. `precision` is a result of `canonical` or `held_precision` of
+    `checkpoint.quantised.precision`.
+
+    Ranks with equally many experts, and stages with equally many layers of each kind, hold equally many bytes.
+    """
+    share = msgspec.structs.replace(
+        place,
+        rank=0,
+        tp_rank=0,
+        dp_rank=0,
+        stage=0 if place.first else 1,
+        stages=3 - place.first - place.last,
+        layers=Span(0, 0),
+        experts=Span(0, len(place.experts)),
+    )
+    return _sum_of_weights(shape, precision, share, layer_kinds(shape, precision, place.layers))
+
+
+@lru_cache(maxsize=4096)
+def _sum_of_weights(
+    shape: ModelShape, precision: str, share: Place, kinds: tuple[tuple[LayerKind, int], ...]
+) -> WeightBytes:
+    """Sum over layers by kind: there are few kinds, and few ways to share a layer of each."""
+    parts = [(_weights_of(shape, precision, share), 1)]
+    inner = msgspec.structs.replace(share, stage=1, stages=3)
+    for (_, layer), count in kinds:
+        one = msgspec.structs.replace(inner, layers=Span(layer, layer + 1))
+        parts.append((_weights_of(shape, precision, one), count))
+    names = WeightBytes.__struct_fields__
+    return WeightBytes(**{name: sum(getattr(part, name) * count for part, count in parts) for name in names})
+
+
+@lru_cache(maxsize=4096)
+def _weights_of(shape: ModelShape, precision: str, place: Place) -> WeightBytes:
+    return sum_by_kind(shape, precision, place)

@@ -12,8 +12,8 @@ from weft.checkpoint.architectures.kv import KVLayout, kv_bytes, kv_bytes_per_to
 from weft.checkpoint.architectures.place import Place
 from weft.checkpoint.architectures.shape import ModelShape
 from weft.plan.plan import Speculation
-from weft.planner.memory.draft_memory import draft_kv_bytes
-from weft.planner.profiles import OURS, Profile
+from weft.planner.memory.drafts import draft_kv_bytes
+from weft.planner.profiles import OURS, EngineProfile
 
 BLOCK = 16  # tokens of a KV block, EngineConfig.block_size
 
@@ -84,7 +84,7 @@ def num_blocks(ranks: Sequence[KVRoom]) -> int:
     return max(0, min(rank.kv_room_bytes // rank.kv_block_bytes for rank in ranks))
 
 
-def request_kv(shape: ModelShape, kv_dtype: str, profile: Profile) -> RequestKV:
+def request_kv(shape: ModelShape, kv_dtype: str, profile: EngineProfile) -> RequestKV:
     """The KV of requests of a model under an engine."""
     window_cache, speculation = bool(profile.window_cache.value) and shape.has_windows, profile.speculation
     # A draft model shares the blocks, and needs those behind a window (`Plan.window_cache`).

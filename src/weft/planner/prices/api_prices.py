@@ -38,7 +38,7 @@ class Quote(msgspec.Struct, frozen=True, kw_only=True):
         return self.input_dollars + self.cached_dollars + self.output_dollars
 
 
-class Usage(msgspec.Struct, frozen=True):
+class TokenUsage(msgspec.Struct, frozen=True):
     """Tokens of one request; `cached` of the input are in the provider's prompt cache."""
 
     input: int
@@ -46,7 +46,7 @@ class Usage(msgspec.Struct, frozen=True):
     output: int
 
 
-def stated_quote(prices: tuple[float, ...], usage: Usage) -> Quote:
+def stated_quote(prices: tuple[float, ...], usage: TokenUsage) -> Quote:
     """A quote from dollars per million tokens: input, output and, if it differs from input, cached input."""
     dollars_in, dollars_out, *dollars_cached = prices
     cached = dollars_cached[0] if dollars_cached else dollars_in
@@ -60,7 +60,7 @@ def stated_quote(prices: tuple[float, ...], usage: Usage) -> Quote:
     )
 
 
-def find_quote(name: str, usage: Usage) -> Quote:
+def find_quote(name: str, usage: TokenUsage) -> Quote:
     """The quote for `model` or `provider/model`. Raises ConfigError with the nearest names for an unknown name."""
     for provider, model in _named(name):
         priced = _quote(provider, model, usage)
@@ -76,7 +76,7 @@ def find_quote(name: str, usage: Usage) -> Quote:
     )
 
 
-def find_quotes(name: str, usage: Usage) -> list[Quote]:
+def find_quotes(name: str, usage: TokenUsage) -> list[Quote]:
     """The quote of every provider that sells the model of this name, in any spelling; the cheapest first."""
     quotes: dict[str, Quote] = {}
     for provider in _providers():
@@ -112,7 +112,7 @@ def _of_provider(provider: Provider, name: str) -> Iterator[tuple[Provider, Mode
     yield from ((provider, other) for other in provider.models if _bare(other.id) == _bare(name))
 
 
-def _quote(provider: Provider, model: ModelInfo, usage: Usage) -> Quote | None:
+def _quote(provider: Provider, model: ModelInfo, usage: TokenUsage) -> Quote | None:
     """None if the model is not priced by tokens in and out, or is free (a trial, not an offer)."""
     from genai_prices import Usage as Tokens
 

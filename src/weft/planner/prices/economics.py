@@ -15,7 +15,7 @@ import msgspec
 HOUR = 3600.0
 
 
-class Fleet(msgspec.Struct, frozen=True, kw_only=True):
+class RentedReplicas(msgspec.Struct, frozen=True, kw_only=True):
     """GPUs rented by the hour: `replicas` equal ones, and the rates that all of them reach together at full load."""
 
     dollars_per_hour: float
@@ -24,9 +24,9 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int
 
     @property
-    def per_replica(self) -> Fleet:
+    def per_replica(self) -> RentedReplicas:
         """A fleet with a single one of the replicas."""
-        return Fleet(
+        return RentedReplicas(
             dollars_per_hour=self.dollars_per_hour / self.replicas,
             requests_per_s=self.requests_per_s / self.replicas,
             tokens_per_s=self.tokens_per_s / self.replicas,
@@ -61,7 +61,7 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rent_and_api_mix(
-    replica: Fleet, request_dollars: float, demand: Sequence[float], replicas: int, max_load: float
+    replica: RentedReplicas, request_dollars: float, demand: Sequence[float], replicas: int, max_load: float
 ) -> Mix:
     """The mix with this number of replicas.
 
@@ -80,7 +80,7 @@ def rent_and_api_mix(
     )
 
 
-def cheapest_mix(replica: Fleet, request_dollars: float, demand: Sequence[float], max_load: float) -> Mix:
+def cheapest_mix(replica: RentedReplicas, request_dollars: float, demand: Sequence[float], max_load: float) -> Mix:
     """The mix that costs least.
 
     Each further replica is used less than the one before. So the first replica that does not pay ends the search.
@@ -97,6 +97,6 @@ def cheapest_mix(replica: Fleet, request_dollars: float, demand: Sequence[float]
     return rent_and_api_mix(replica, request_dollars, demand, count, max_load)
 
 
-def replicas_for_peak(replica: Fleet, demand: Sequence[float], max_load: float) -> int:
+def replicas_for_peak(replica: RentedReplicas, demand: Sequence[float], max_load: float) -> int:
     """Number of replicas that answer the highest demand without an API."""
     return ceil(max(demand) / (replica.requests_per_s * max_load))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from math import ceil
 
 import msgspec
 
@@ -15,15 +16,14 @@ from weft.checkpoint.names import gguf_reference
 from weft.checkpoint.quantised.precision import held_precision, sum_by_kind, weight_bytes
 from weft.checkpoint.quantised.schemes import ONLINE_QUANTIZATIONS
 from weft.formatting import weft_command
-from weft.machine.hardware.cluster import Cluster
+from weft.machine.hardware.cluster import Cluster, Node, default_link
+from weft.machine.hardware.cpus import typical_cpu
 from weft.machine.hardware.gpus import GpuSpec, known_gpus
 from weft.planner.memory.footprint import Footprint
 from weft.planner.note import Note, create_note
 from weft.planner.profiles import engine_profile
 from weft.planner.question import LayoutConstraints, Question
-from weft.planner.report.beside_cpu import layers_on_cpu
 from weft.planner.report.binding import MEASURES, MIN_GAIN
-from weft.planner.report.other_clusters import MAX_NODES, grown_cluster, is_limited, unlimited, with_gpu
 from weft.planner.search.cuts import Cut
 from weft.planner.search.domains import usable_devices
 from weft.planner.search.objections import computes_in, unsupported_reasons
@@ -48,6 +48,10 @@ LIMITS = {  # limits of a question that may leave no room for a model, with thei
 }
 FP8_CACHE = ("weft", "vllm", "sglang", "trtllm")  # engines that can keep KV in FP8
 Fit = tuple[Cut, Footprint]
+MAX_NODE_GPUS = 8  # GPUs per node
+MAX_NODES = 64  # nodes of a cluster that is tried
+MAX_MEMORY = "--max-memory"  # the flag that gives a plan a part of a CPU's memory
+CPU_GB = (32, 64, 128, 256)  # of a host's memory, as machines have it; GB of 10^9 bytes, so that each leaves some
 
 
 def advice(result: SearchResult) -> list[Note]:
@@ -416,3 +420,70 @@ def _gains(question: Question, best: Candidate, changed: SearchResult) -> Note |
         cut=str(after.cut),
         kv_tokens=after.memory.kv_tokens,
     )
+
+
+def grown_cluster(cluster: Cluster, by: int) -> Cluster | None:
+    """The cluster with `by` more GPUs like the last one, in its last node or in nodes of the same size, of at most
+    eight. None if there is no such cluster, or for a CPU."""
+    last = cluster.nodes[-1]
+    if cluster.on_cpu:
+        return None
+    if len(cluster.nodes) == 1 and len(last.gpus) + by <= MAX_NODE_GPUS:
+        grown = (*last.gpus, *[last.gpus[-1]] * by)
+        link = default_link(grown) if len(last.gpus) == 1 else last.link
+        return Cluster((Node(grown, link, last.bridged),), cluster.network_Bps)
+    nodes, left_over = divmod(by, len(last.gpus))
+    if left_over or len(cluster.nodes) + nodes > MAX_NODES:
+        return None
+    return Cluster((*cluster.nodes, *[last] * nodes), cluster.network_Bps, network_s=cluster.network_s)
+
+
+def with_gpu(cluster: Cluster, gpu: GpuSpec) -> Cluster:
+    """The cluster with this GPU in place of each of its own."""
+    rows = [(gpu,) * len(node.gpus) for node in cluster.nodes]
+    nodes = tuple(Node(row, default_link(row)) for row in rows)
+    return Cluster(nodes, cluster.network_Bps, network_s=cluster.network_s)
+
+
+def is_limited(cluster: Cluster) -> bool:
+    """Return True if --max-memory limits a GPU."""
+    return any(gpu.limit_bytes is not None for gpu in cluster.gpus)
+
+
+def unlimited(cluster: Cluster) -> Cluster:
+    """The cluster without --max-memory."""
+    return cluster.map_gpus(lambda gpu: msgspec.structs.replace(gpu, limit_bytes=None))
+
+
+def layers_on_cpu(question: Question) -> Iterator[Note]:
+    """The least of CPU_GB with which the model fits, with the command that plans it."""
+    cluster = question.cluster
+    one_host = len(cluster.nodes) == 1 and not cluster.on_cpu and cluster.cpu is None
+    if question.engine != "weft" or not one_host or question.constraints != LayoutConstraints():
+        return
+    if all(unsupported_reasons(question.shape, precision) for precision in question.precisions):
+        return
+    room = sum(gpu.memory_bytes if gpu.limit_bytes is None else gpu.limit_bytes for gpu in cluster.gpus)
+    least = min(weight_bytes(question.shape, precision) for precision in question.precisions) - room
+    for size in CPU_GB:
+        if size * 10**9 <= least:
+            continue
+        cpu = msgspec.structs.replace(typical_cpu(), limit_bytes=size * 10**9)
+        best = search(msgspec.structs.replace(question, cluster=cluster.with_cpu(cpu))).best
+        if best:
+            yield create_note(
+                "try_layers_on_cpu",
+                command=_cpu_command(question, size),
+                cut=str(best.cut),
+                kv_tokens=best.memory.kv_tokens,
+                tok_s=best.predicted.single_tok_s,
+            )
+            return
+
+
+def _cpu_command(question: Question, size: int) -> str:
+    """The command that plans the same with the CPU. A GPU without a limit would not be used, so that all have one."""
+    flags = question.flags or (("", question.model),)
+    given = next((flag[1] for flag in flags if flag[0] == MAX_MEMORY), "")
+    gpus = ",".join(f"{number}={ceil(gpu.memory_bytes / 1e9)}GB" for number, gpu in enumerate(question.cluster.gpus))
+    return weft_command("plan", flags, MAX_MEMORY, f"{given or gpus},cpu={size}GB", without=(MAX_MEMORY,))

@@ -35,7 +35,7 @@ from weft.planner.work.replica import slowest_link
 
 # Flags that weft simulate does not have: its load has arrivals of its own.
 ONLY_PLANNED = ("--concurrency", "--speculative-config", "--deterministic")
-# Times under load, which only a simulation gives (cli/plan/plan_promise.py); None without one.
+# Times under load, which only a simulation gives (cli/plan/promise.py); None without one.
 SIMULATED = ("ttft_s_at_concurrency", "ttft_s_at_concurrency_p95", "tpot_s_at_concurrency_p95")
 
 

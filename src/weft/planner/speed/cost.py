@@ -15,7 +15,7 @@ from weft.checkpoint.architectures.shape import ModelShape
 from weft.machine.hardware.cluster import Cluster
 from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.memory.footprint import Footprint, ReplicaMemory, footprint
-from weft.planner.profiles import Profile
+from weft.planner.profiles import EngineProfile
 from weft.planner.work.replica import PlannedReplica, build_replicas
 from weft.planner.work.roofline import Seconds
 
@@ -70,7 +70,7 @@ def predict(
     layout: DeploymentLayout,
     cluster: Cluster,
     workload: Workload,
-    profile: Profile,
+    profile: EngineProfile,
     memory: Footprint | None = None,
 ) -> Prediction:
     """The speed of `layout` under `workload`; `memory` is its footprint, if the caller has computed it already."""
@@ -140,7 +140,7 @@ def _fastest_alone(replicas: list[PlannedReplica], workload: Workload) -> tuple[
     return fastest, seconds[replicas[fastest]]
 
 
-def _limits(memory: Footprint, profile: Profile, workload: Workload) -> list[tuple[float, ConcurrencyLimit]]:
+def _limits(memory: Footprint, profile: EngineProfile, workload: Workload) -> list[tuple[float, ConcurrencyLimit]]:
     """(most requests at once, the limit that sets it) for each replica."""
     stages = memory.layout.pipeline_parallel
     known: dict[int, tuple[float, ConcurrencyLimit]] = {}
@@ -150,7 +150,9 @@ def _limits(memory: Footprint, profile: Profile, workload: Workload) -> list[tup
     return [known[id(replica)] for replica in memory.replicas]
 
 
-def _limit(replica: ReplicaMemory, stages: int, profile: Profile, workload: Workload) -> tuple[float, ConcurrencyLimit]:
+def _limit(
+    replica: ReplicaMemory, stages: int, profile: EngineProfile, workload: Workload
+) -> tuple[float, ConcurrencyLimit]:
     """The limit of one replica. A step holds the next token of each request, and also the parts of prompts that have to
     be read so that as many requests stay in flight."""
     sequences = min(profile.batch_limits(rank.memory_bytes)[1] for rank in replica.ranks)

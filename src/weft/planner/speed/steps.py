@@ -145,7 +145,7 @@ def _seconds(lines: Lines, seen: Sequence[float], turns: Sequence[int]) -> tuple
     total = 0.0
     each = [0.0] * len(lines)
     for (count, ranks), turn in zip(lines, turns, strict=True):
-        took = max(fixed + sum(map(mul, slopes, seen)) for fixed, slopes in ranks)
+        took = max([fixed + sum(map(mul, slopes, seen)) for fixed, slopes in ranks])
         total += count * took
         each[turn] += took
     return total, max(each)

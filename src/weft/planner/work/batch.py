@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from weft.planner.profiles import Constant, Profile
+from weft.planner.profiles import Constant, EngineProfile
 from weft.planner.work.replica import PlannedReplica
 
 FULL = 0.1  # of each token's time: a step keeps the multipliers busy if doubling its tokens would save less than this
@@ -27,7 +27,7 @@ class TokenBudget(NamedTuple):
     bound: str = ""
 
 
-def with_token_budget(profile: Profile, budget: TokenBudget) -> Profile:
+def with_token_budget(profile: EngineProfile, budget: TokenBudget) -> EngineProfile:
     """The profile with this token budget on cards of any memory size."""
     figure = Constant(budget.tokens, budget.reason)
     return msgspec.structs.replace(
@@ -35,7 +35,7 @@ def with_token_budget(profile: Profile, budget: TokenBudget) -> Profile:
     )
 
 
-def with_smallest_budget(profile: Profile) -> Profile:
+def with_smallest_budget(profile: EngineProfile) -> EngineProfile:
     """The profile with the smallest token budget that it allows, if it leaves a choice."""
     if not profile.hold_up_ms.value:
         return profile
@@ -43,7 +43,7 @@ def with_smallest_budget(profile: Profile) -> Profile:
     return with_token_budget(profile, TokenBudget(int(least.value), least.source))
 
 
-def token_budgets(replica: PlannedReplica, profile: Profile, longest: int) -> Iterator[TokenBudget]:
+def token_budgets(replica: PlannedReplica, profile: EngineProfile, longest: int) -> Iterator[TokenBudget]:
     """Token budgets for the steps of this replica, the best first and the smallest last.
 
     The caller takes the first whose activations leave at least 1 - KV_SHARE_FOR_STEP of the KV cache that the smallest

@@ -17,7 +17,7 @@ from weft.machine.hardware.cluster import Cluster, GpuPosition
 from weft.machine.hardware.gpus import GpuSpec
 from weft.machine.hardware.links import LinkCost, LinkKind, all_reduce_cost, send_cost
 from weft.planner.deployment import DeploymentLayout, Workload
-from weft.planner.profiles import OURS, Profile
+from weft.planner.profiles import OURS, EngineProfile
 from weft.planner.work.exchange import HIDDEN_BYTES, ExchangeCost, exchange_cost, exchanging_ranks, stage_ranks
 from weft.planner.work.roofline import Roofline, Seconds
 from weft.planner.work.work import RankWork, rank_work
@@ -29,7 +29,7 @@ T = TypeVar("T", float, Seconds)
 
 
 def build_replicas(
-    shape: ModelShape, layout: DeploymentLayout, cluster: Cluster, profile: Profile
+    shape: ModelShape, layout: DeploymentLayout, cluster: Cluster, profile: EngineProfile
 ) -> list[PlannedReplica]:
     """The replicas of a layout in order. Equal ones are one object."""
     rooflines: dict[GpuSpec, Roofline] = {}
@@ -125,7 +125,7 @@ class PlannedReplica:
         shape: ModelShape,
         layout: DeploymentLayout,
         cluster: Cluster,
-        profile: Profile,
+        profile: EngineProfile,
         number: int,
         rooflines: dict[GpuSpec, Roofline],
     ) -> None:
@@ -289,7 +289,7 @@ class PlannedReplica:
 
 
 def _exchange(
-    shape: ModelShape, layout: DeploymentLayout, cluster: Cluster, profile: Profile, stage: int
+    shape: ModelShape, layout: DeploymentLayout, cluster: Cluster, profile: EngineProfile, stage: int
 ) -> ExchangeCost | None:
     """The exchange of tokens in a stage of replicas that share their experts.
 
@@ -323,7 +323,7 @@ def slowest_link(homes: Collection[GpuPosition]) -> LinkKind:
     return "nvlink" if first.group is not None and not others else first.link
 
 
-def all_reduce_between(cluster: Cluster, indices: Sequence[int], profile: Profile) -> LinkCost:
+def all_reduce_between(cluster: Cluster, indices: Sequence[int], profile: EngineProfile) -> LinkCost:
     """An all-reduce between these GPUs, at the pace of their slowest link."""
     kind = slowest_link_between(cluster, indices)
     gpu, nodes = _slowest_sender(cluster, indices, kind), nodes_of(cluster, indices)
@@ -336,7 +336,7 @@ def nodes_of(cluster: Cluster, indices: Sequence[int]) -> int:
     return len({cluster.gpu_positions[index].node for index in indices})
 
 
-def control_time(cluster: Cluster, indices: Sequence[int], profile: Profile) -> float:
+def control_time(cluster: Cluster, indices: Sequence[int], profile: EngineProfile) -> float:
     """Seconds in which a step of our engine waits for a message between the head and other nodes, 0 on one node.
 
     The first node's ranks begin with the plan of a step, and the last node's result ends it; of a group that spans

@@ -11,7 +11,7 @@ import msgspec
 from weft.machine.hardware.cpu import TOKENS
 from weft.machine.hardware.gpus import GpuSpec
 from weft.machine.hardware.kernel_shares import KernelShares, known_capability
-from weft.planner.profiles import Constant, Profile, WeightsRule
+from weft.planner.profiles import Constant, EngineProfile, WeightsRule
 from weft.planner.work.work import AttentionWork, ExpertWork, MatrixProduct, RankWork
 
 TILE = 16  # a matrix product computes tokens in multiples of this,
@@ -69,7 +69,7 @@ def experts_touched(count: int, top_k: int, tokens: float) -> float:
     return count * (1 - pow(1 - top_k / count, tokens))
 
 
-def weights_rule(profile: Profile, gpu: GpuSpec, precision: str) -> WeightsRule | None:
+def weights_rule(profile: EngineProfile, gpu: GpuSpec, precision: str) -> WeightsRule | None:
     """Return the rule for streaming weights of a precision on a GPU; None if they stream like 16-bit weights."""
     capability = known_capability(gpu)
     return next((rule for rule in profile.weights if rule.fits(precision, capability)), None)
@@ -78,7 +78,7 @@ def weights_rule(profile: Profile, gpu: GpuSpec, precision: str) -> WeightsRule 
 class Roofline:
     """One GPU with one engine and one precision; its methods give seconds."""
 
-    def __init__(self, gpu: GpuSpec, profile: Profile, precision: str) -> None:
+    def __init__(self, gpu: GpuSpec, profile: EngineProfile, precision: str) -> None:
         kernels = profile.kernels(gpu, precision)
         rule = weights_rule(profile, gpu, precision)
         self._set_streaming(gpu, kernels, profile, rule, precision)
@@ -93,7 +93,7 @@ class Roofline:
         self.not_hidden = 1 - profile.overlap.value
 
     def _set_streaming(
-        self, gpu: GpuSpec, kernels: KernelShares, profile: Profile, rule: WeightsRule | None, precision: str
+        self, gpu: GpuSpec, kernels: KernelShares, profile: EngineProfile, rule: WeightsRule | None, precision: str
     ) -> None:
         """Seconds per byte of weights: in this precision, of matrices that are stored in 16 bits, and of experts."""
         wide = kernels.weights
@@ -106,7 +106,7 @@ class Roofline:
         self.wide_byte_s = 1 / (gpu.bandwidth_Bps * wide)
         self.expert_byte_s = 1 / (gpu.bandwidth_Bps * wide * profile.experts_weights.value)
 
-    def _set_multiplying(self, gpu: GpuSpec, kernels: KernelShares, profile: Profile, precision: str) -> None:
+    def _set_multiplying(self, gpu: GpuSpec, kernels: KernelShares, profile: EngineProfile, precision: str) -> None:
         """Seconds per operation: in this precision, in 16 bits, in experts and in the attention of prompts."""
         flops16 = gpu.flops.get("bf16") or gpu.flops["fp16"]
         capability = known_capability(gpu)
@@ -211,7 +211,7 @@ class Roofline:
         return self.layers_s(work, length * prompts, routed, dealt) + Seconds(matrices=head, attention=attention)
 
 
-def _experts_share(profile: Profile, precision: str, in_fp4: bool) -> Constant:
+def _experts_share(profile: EngineProfile, precision: str, in_fp4: bool) -> Constant:
     """The share of the dense FLOPS that experts reach in this precision."""
     if in_fp4:
         return profile.experts_matmul_fp4

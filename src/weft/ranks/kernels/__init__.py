@@ -14,7 +14,8 @@ from weft.errors import ConfigError
 from weft.logs import event_fields
 from weft.plan.backends import ATTENTION_BACKENDS, BACKEND_NAMES, refusal
 from weft.ranks.kernels import contest
-from weft.ranks.kernels.base import AttentionShape, Kernels, PagedAttention
+from weft.ranks.kernels.attention import AttentionShape, PagedAttention
+from weft.ranks.kernels.base import Kernels
 from weft.ranks.kernels.usable import UnusableError, kernel_device
 from weft.ranks.quant.rounding import Rounding
 

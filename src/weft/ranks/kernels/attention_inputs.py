@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from weft.ranks.kernels.base import AttentionShape, KVCache
+from weft.ranks.kernels.attention import AttentionShape, KVCache
 from weft.ranks.kernels.batch import Batch, split_groups
 
 # Queries, one layer's cache, and the batch.

@@ -1,16 +1,16 @@
-"""One step's tokens, packed without padding, and the slots of their keys and values."""
+"""One step's tokens, packed without padding, the slots of their keys and values, and the forms of latent attention."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Generic, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-if TYPE_CHECKING:
-    from weft.ranks.kernels.latents import LatentForms
+from weft.ranks.kernels.sampling import Array
 
 
 @dataclass(frozen=True)
@@ -105,3 +105,82 @@ def ragged_index(counts: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.
     rows = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts, output_size=total)
     begins = counts.cumsum(0) - counts
     return rows, torch.arange(total, device=counts.device) - begins[rows]
+
+
+class AbsorbedRows(NamedTuple, Generic[Array]):
+    """The rows of a step that stay in the absorbed form while others are in the expanded form. `rows` [R'] int64 are
+    their numbers, `tokens` [T'] int64 the numbers of their tokens, `row_starts` [R' + 1] int32 the index of each row's
+    first token among these."""
+
+    rows: Array
+    tokens: Array
+    row_starts: Array
+
+
+@dataclass(frozen=True)
+class StepForms(Generic[Array]):
+    """The rows of a step by their form: the numbers of the `expanded` rows, and the other, `absorbed` rows with their
+    lengths `host`. All decode rows are absorbed, and remain the first ones."""
+
+    expanded: tuple[int, ...]
+    absorbed: AbsorbedRows[Array]
+    host: Lengths
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> StepForms[torch.Tensor]:
+        """The same with the arrays of `absorbed` on a device."""
+        return StepForms(self.expanded, AbsorbedRows(*tensors), self.host)
+
+    @classmethod
+    def of(cls, lengths: Lengths, decodes: int, least: int) -> StepForms[np.ndarray] | None:
+        """Divide the rows of a step, of which the first `decodes` have one token: rows with `least` tokens or more are
+        expanded. None if there are none."""
+        counts = np.diff(lengths.row_starts)
+        is_long = (counts >= least) & (np.arange(len(counts)) >= decodes)
+        if not is_long.any():
+            return None
+        rows = np.flatnonzero(~is_long)
+        row_starts = np.concatenate(([0], counts[rows].cumsum()))
+        tokens = np.flatnonzero(np.repeat(~is_long, counts))
+        absorbed: AbsorbedRows[np.ndarray] = AbsorbedRows(rows, tokens, row_starts.astype(np.int32))
+        expanded = tuple(np.flatnonzero(is_long).tolist())
+        return StepForms(expanded, absorbed, Lengths(row_starts, lengths.context[rows]))
+
+
+@dataclass(frozen=True)
+class ExpandedRow:
+    """A row in the expanded form: its tokens in the step, the number of its positions, and its `table` of blocks."""
+
+    tokens: slice
+    context: int
+    table: torch.Tensor
+
+
+@dataclass(frozen=True)
+class LatentForms:
+    """The rows of a batch by their form, for all layers of a step. `absorbed` has the rows in the absorbed form, for
+    attention alone, and `tokens` [T'] int64 the numbers of their tokens; it is None if there are none."""
+
+    absorbed: Batch | None
+    tokens: torch.Tensor
+    expanded: tuple[ExpandedRow, ...]
+
+
+def divide_batch(batch: Batch, forms: StepForms[torch.Tensor]) -> Batch:
+    """The batch with its `forms`, once its tables are filled. Nothing waits for the device."""
+    rows, tokens, row_starts = forms.absorbed
+    absorbed = None
+    if len(rows):
+        absorbed = replace(
+            batch,
+            tokens=batch.tokens[:0],
+            positions=batch.positions[:0],
+            slots=batch.slots[:0],
+            row_starts=row_starts,
+            context=batch.context.index_select(0, rows),
+            tables=batch.tables.index_select(0, rows),
+            host=forms.host,
+            others=(),
+        )
+    starts, context = batch.lengths().row_starts.tolist(), batch.lengths().context.tolist()
+    expanded = (ExpandedRow(slice(*starts[row : row + 2]), context[row], batch.tables[row]) for row in forms.expanded)
+    return replace(batch, forms=LatentForms(absorbed, tokens, tuple(expanded)))

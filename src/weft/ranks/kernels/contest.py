@@ -19,8 +19,8 @@ from weft._version import __version__
 from weft.cache import cache_path, write_cache_file
 from weft.errors import WeftError
 from weft.logs import event_fields
+from weft.ranks.kernels.attention import AttentionShape, PagedAttention
 from weft.ranks.kernels.attention_inputs import AttentionInputs, decode_inputs, prompt_inputs
-from weft.ranks.kernels.base import AttentionShape, PagedAttention
 from weft.ranks.kernels.capture import capture_graph
 
 logger = logging.getLogger("weft")

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from weft.checkpoint.architectures.shape import Activation, Experts
-from weft.ranks.kernels.base import Product
+from weft.ranks.kernels.matrices import Product
 
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,

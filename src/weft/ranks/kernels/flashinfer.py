@@ -17,8 +17,8 @@ import torch
 
 from weft.machine.hardware.host import kernel_packages
 from weft.plan.backends import FLASHINFER
+from weft.ranks.kernels.attention import AttentionShape, KVCache, apply_sinks
 from weft.ranks.kernels.attention_inputs import in_all_groups
-from weft.ranks.kernels.base import AttentionShape, KVCache, apply_sinks
 from weft.ranks.kernels.batch import Batch, Lengths, ragged_index
 from weft.ranks.kernels.usable import UnusableError, multiprocessor_count
 from weft.ranks.kernels.warm import KernelLaunch

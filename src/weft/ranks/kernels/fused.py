@@ -4,25 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from weft.checkpoint.architectures.shape import Experts
 from weft.ranks.comm import Group
+from weft.ranks.kernels.attention import HeadNorm, KVCache
 from weft.ranks.kernels.batch import Batch
-
-if TYPE_CHECKING:
-    from weft.ranks.kernels.base import ExpertProducts, HeadNorm, KVCache, Product
-    from weft.ranks.kernels.latents import LatentNorm, LatentProducts
-
-
-@dataclass(frozen=True)
-class FusedMLP:
-    """The MLP of a layer, with a SiLU gate: the first half of the columns of `gate_up`."""
-
-    gate_up: Product
-    down: Product
+from weft.ranks.kernels.latents import LatentNorm, LatentProducts
+from weft.ranks.kernels.matrices import ExpertProducts, FusedMLP, Product
 
 
 @dataclass(frozen=True)

@@ -11,22 +11,17 @@ expanded form is for rows of many tokens, the absorbed one for all others, decod
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from weft.checkpoint.architectures.shape import LatentAttention
 from weft.plan import memory
-from weft.ranks.kernels.base import AttentionShape, KVCache
-from weft.ranks.kernels.batch import Batch, Lengths
-from weft.ranks.kernels.sampling import Array
+from weft.ranks.kernels.attention import AttentionShape, KVCache, PagedAttention
+from weft.ranks.kernels.batch import Batch, ExpandedRow
 from weft.ranks.kernels.warm import KernelLaunch
-
-if TYPE_CHECKING:
-    from weft.ranks.kernels.base import Kernels, PagedAttention
 
 EXPANDED_BLOCK = 8  # positions of a block of expanded keys and values
 
@@ -173,87 +168,8 @@ class LatentKernels(Protocol):
         ...
 
 
-class AbsorbedRows(NamedTuple, Generic[Array]):
-    """The rows of a step that stay in the absorbed form while others are in the expanded form. `rows` [R'] int64 are
-    their numbers, `tokens` [T'] int64 the numbers of their tokens, `row_starts` [R' + 1] int32 the index of each row's
-    first token among these."""
-
-    rows: Array
-    tokens: Array
-    row_starts: Array
-
-
-@dataclass(frozen=True)
-class StepForms(Generic[Array]):
-    """The rows of a step by their form: the numbers of the `expanded` rows, and the other, `absorbed` rows with their
-    lengths `host`. All decode rows are absorbed, and remain the first ones."""
-
-    expanded: tuple[int, ...]
-    absorbed: AbsorbedRows[Array]
-    host: Lengths
-
-    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> StepForms[torch.Tensor]:
-        """The same with the arrays of `absorbed` on a device."""
-        return StepForms(self.expanded, AbsorbedRows(*tensors), self.host)
-
-    @classmethod
-    def of(cls, lengths: Lengths, decodes: int, least: int) -> StepForms[np.ndarray] | None:
-        """Divide the rows of a step, of which the first `decodes` have one token: rows with `least` tokens or more are
-        expanded. None if there are none."""
-        counts = np.diff(lengths.row_starts)
-        is_long = (counts >= least) & (np.arange(len(counts)) >= decodes)
-        if not is_long.any():
-            return None
-        rows = np.flatnonzero(~is_long)
-        row_starts = np.concatenate(([0], counts[rows].cumsum()))
-        tokens = np.flatnonzero(np.repeat(~is_long, counts))
-        absorbed: AbsorbedRows[np.ndarray] = AbsorbedRows(rows, tokens, row_starts.astype(np.int32))
-        expanded = tuple(np.flatnonzero(is_long).tolist())
-        return StepForms(expanded, absorbed, Lengths(row_starts, lengths.context[rows]))
-
-
-@dataclass(frozen=True)
-class ExpandedRow:
-    """A row in the expanded form: its tokens in the step, the number of its positions, and its `table` of blocks."""
-
-    tokens: slice
-    context: int
-    table: torch.Tensor
-
-
-@dataclass(frozen=True)
-class LatentForms:
-    """The rows of a batch by their form, for all layers of a step. `absorbed` has the rows in the absorbed form, for
-    attention alone, and `tokens` [T'] int64 the numbers of their tokens; it is None if there are none."""
-
-    absorbed: Batch | None
-    tokens: torch.Tensor
-    expanded: tuple[ExpandedRow, ...]
-
-
-def divide_batch(batch: Batch, forms: StepForms[torch.Tensor]) -> Batch:
-    """The batch with its `forms`, once its tables are filled. Nothing waits for the device."""
-    rows, tokens, row_starts = forms.absorbed
-    absorbed = None
-    if len(rows):
-        absorbed = replace(
-            batch,
-            tokens=batch.tokens[:0],
-            positions=batch.positions[:0],
-            slots=batch.slots[:0],
-            row_starts=row_starts,
-            context=batch.context.index_select(0, rows),
-            tables=batch.tables.index_select(0, rows),
-            host=forms.host,
-            others=(),
-        )
-    starts, context = batch.lengths().row_starts.tolist(), batch.lengths().context.tolist()
-    expanded = (ExpandedRow(slice(*starts[row : row + 2]), context[row], batch.tables[row]) for row in forms.expanded)
-    return replace(batch, forms=LatentForms(absorbed, tokens, tuple(expanded)))
-
-
 def attend_by_latents(
-    kernels: Kernels, products: LatentProducts, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float
+    kernels: LatentKernels, products: LatentProducts, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float
 ) -> torch.Tensor:
     """Causal attention of all rows over their latents: rotated queries [T, heads, nope_dim + rope_dim] -> [T, heads *
     value_dim]. The rows that the batch's `forms` name are computed in the expanded form, the others in the absorbed
@@ -271,14 +187,14 @@ def attend_by_latents(
 
 
 def attend_absorbed(
-    kernels: Kernels, products: LatentProducts, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float
+    kernels: LatentKernels, products: LatentProducts, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float
 ) -> torch.Tensor:
     """`attend_by_latents` in the absorbed form."""
-    return products.values(kernels.latents.attend(products.absorb(q), cache, batch, scale))
+    return products.values(kernels.attend(products.absorb(q), cache, batch, scale))
 
 
 def attend_expanded(
-    kernels: Kernels,
+    kernels: LatentKernels,
     products: LatentProducts,
     q: torch.Tensor,
     cache: KVCache,
@@ -296,7 +212,7 @@ def attend_expanded(
         heads = slice(first, min(first + step, dims.heads))
         keys, values = products.expand(latents, heads)
         context = ExpandedContext(keys, values, latents[:, dims.rank :])
-        kernels.latents.attend_expanded(q[:, heads], context, scale, mixed[:, heads])
+        kernels.attend_expanded(q[:, heads], context, scale, mixed[:, heads])
 
 
 def attend_padded(

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from weft.ranks.kernels.batch import Batch, Lengths, split_groups
-
-if TYPE_CHECKING:
-    from weft.ranks.kernels.latents import StepForms
+from weft.ranks.kernels.batch import Batch, Lengths, StepForms, split_groups
 
 NOWHERE = -1  # slot of a padding token of a captured batch
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from weft.ranks.kernels import triton
-from weft.ranks.kernels.base import AttentionShape, KVCache, apply_sinks
+from weft.ranks.kernels.attention import AttentionShape, KVCache, apply_sinks
 from weft.ranks.kernels.batch import Batch, ragged_index
 from weft.ranks.kernels.usable import UnusableError
 from weft.ranks.kernels.warm import KernelLaunch

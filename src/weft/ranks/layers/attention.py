@@ -8,7 +8,7 @@ import torch
 
 from weft.checkpoint.architectures.place import Place
 from weft.checkpoint.architectures.shape import Attention
-from weft.ranks.kernels.base import HeadNorm, KVCache
+from weft.ranks.kernels.attention import HeadNorm, KVCache
 from weft.ranks.kernels.batch import Batch
 from weft.ranks.layers.rope import RopeTable
 from weft.ranks.layers.weights import LayerWeights

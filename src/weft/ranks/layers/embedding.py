@@ -8,8 +8,8 @@ import torch
 
 from weft.checkpoint.architectures.place import Span
 from weft.ranks.comm import Group
-from weft.ranks.kernels.base import EmbeddingTable, Product
 from weft.ranks.kernels.batch import Batch
+from weft.ranks.kernels.matrices import EmbeddingTable, Product
 from weft.ranks.layers.linear import Linear
 
 

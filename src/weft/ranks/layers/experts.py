@@ -8,9 +8,8 @@ import torch
 
 from weft.checkpoint.architectures.place import Place
 from weft.checkpoint.architectures.shape import Experts
-from weft.ranks.kernels.base import ChoosingProduct
 from weft.ranks.kernels.batch import Batch
-from weft.ranks.kernels.fused import FusedMLP
+from weft.ranks.kernels.matrices import ChoosingProduct, FusedMLP
 from weft.ranks.layers.exchange import RoutedTokens
 from weft.ranks.layers.mlp import multiply_by_gate
 from weft.ranks.layers.weights import LayerWeights

@@ -6,7 +6,7 @@ import torch
 
 from weft.checkpoint.architectures.place import Place
 from weft.checkpoint.architectures.shape import LatentAttention
-from weft.ranks.kernels.base import KVCache
+from weft.ranks.kernels.attention import KVCache
 from weft.ranks.kernels.batch import Batch
 from weft.ranks.kernels.latents import LatentDims, LatentNorm, attend_by_latents
 from weft.ranks.layers.rope import RopeTable
@@ -42,7 +42,7 @@ class LatentAttentionBlock:
         kernels.latents.rotate_and_store(
             q, latents, self.rope.angles, cache, batch, self.kv_norm, interleaved=spec.interleaved
         )
-        return self.out(attend_by_latents(kernels, self.kv_up, q, cache, batch, spec.scale), batch)
+        return self.out(attend_by_latents(kernels.latents, self.kv_up, q, cache, batch, spec.scale), batch)
 
     def _queries(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Queries of the rank's heads: [T, hidden] -> [T, heads * head_dim]."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.ranks.kernels.base import Matrices, Product
 from weft.ranks.kernels.batch import Batch
+from weft.ranks.kernels.matrices import Matrices, Product
 from weft.ranks.quant.quantised import QuantisedWeight
 
 

@@ -66,7 +66,7 @@ class ResidualStream:
 
     def finish(self) -> torch.Tensor:
         """The residual [T, hidden] after the last addition."""
-        # A plain sum: the buffers of the fused sums rely on it at the end of a step (ranks/comm/parts.py).
+        # A plain sum: the buffers of the fused sums rely on it at the end of a step (ranks/comm/symmetric.py).
         return self.normed(None)
 
     def _summed(self, part: torch.Tensor) -> torch.Tensor:

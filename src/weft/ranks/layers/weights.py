@@ -9,8 +9,9 @@ import torch
 from weft.checkpoint.architectures.place import Place
 from weft.checkpoint.architectures.shape import Experts, Norm
 from weft.ranks.comm import Group
-from weft.ranks.kernels.base import ExpertProducts, ExpertStack, Kernels
+from weft.ranks.kernels.base import Kernels
 from weft.ranks.kernels.latents import LatentDims, LatentProducts
+from weft.ranks.kernels.matrices import ExpertProducts, ExpertStack
 from weft.ranks.layers.exchange import TokenExchange
 from weft.ranks.layers.linear import Linear, create_linear
 from weft.ranks.layers.norm import NormLayer

@@ -13,10 +13,12 @@ from weft.checkpoint.architectures.place import Place
 from weft.checkpoint.architectures.registry import find_architecture
 from weft.checkpoint.architectures.shape import Attention, Dense, LayerSpec, ModelShape, Norms
 from weft.ranks.comm import Group
-from weft.ranks.kernels.base import EmbeddingTable, Kernels, KVCache, Product
+from weft.ranks.kernels.attention import KVCache
+from weft.ranks.kernels.base import Kernels
 from weft.ranks.kernels.batch import Batch
-from weft.ranks.kernels.fused import FusedLatent, FusedLayer, FusedMixture, FusedMLP, FusedStage, PhaseTimes
+from weft.ranks.kernels.fused import FusedLatent, FusedLayer, FusedMixture, FusedStage, PhaseTimes
 from weft.ranks.kernels.latents import LatentNorm
+from weft.ranks.kernels.matrices import EmbeddingTable, FusedMLP, Product
 from weft.ranks.layers.attention import AttentionBlock
 from weft.ranks.layers.embedding import Embedding, Head, Positions
 from weft.ranks.layers.exchange import TokenExchange

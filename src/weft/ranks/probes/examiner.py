@@ -9,13 +9,13 @@ import signal
 import sys
 
 from weft.engine.processes.launch import Parent
-from weft.study.measure.links import Begun, Ended, Examine
+from weft.study.measure.links import Begun, ExaminerEnded, MeasureTasks
 
 
 def main(descriptor: int, lifeline: int) -> None:
     """Measure the tasks that the parent sends, and report each result."""
     # Before torch is imported: from here on this process ends with its parent.
-    parent: Parent[Examine] = Parent(descriptor, Examine, lifeline)
+    parent: Parent[MeasureTasks] = Parent(descriptor, MeasureTasks, lifeline)
     examine = parent.inbox.get()
     try:
         from weft.ranks.probes import copies
@@ -25,9 +25,9 @@ def main(descriptor: int, lifeline: int) -> None:
             parent.send(Begun(task))
             parent.send(copies.measure_gpu(*task) if len(task) == 1 else copies.measure_pair(*task))
     except (RuntimeError, ImportError, OSError) as error:
-        parent.send(Ended((str(error).strip().splitlines() or [type(error).__name__])[0]))
+        parent.send(ExaminerEnded((str(error).strip().splitlines() or [type(error).__name__])[0]))
     else:
-        parent.send(Ended(""))
+        parent.send(ExaminerEnded(""))
     while True:  # the parent ends this process
         signal.pause()
 

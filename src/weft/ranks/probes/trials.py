@@ -9,8 +9,8 @@ from random import Random
 
 import torch
 
+from weft.ranks.kernels.attention import AttentionShape, KVCache
 from weft.ranks.kernels.attention_inputs import AttentionInputs, decode_inputs, prompt_inputs
-from weft.ranks.kernels.base import AttentionShape, KVCache
 from weft.ranks.kernels.batch import Batch
 from weft.ranks.kernels.contest import Clock, graph_seconds
 from weft.ranks.kernels.triton.attention import decode, prefill

@@ -12,7 +12,7 @@ from dataclasses import replace
 from weft.engine.processes.launch import Parent
 from weft.errors import ConfigError, WeftError
 from weft.plan.backends import ATTENTION_BACKENDS
-from weft.study.measure.links import Ended
+from weft.study.measure.links import ExaminerEnded
 from weft.study.measure.tuning import RaceResult, TunedSizes, TuneRequest
 
 
@@ -23,9 +23,9 @@ def main(descriptor: int, lifeline: int) -> None:
     task = parent.inbox.get()
     try:
         measure_sizes(task, parent)
-        parent.send(Ended(""))
+        parent.send(ExaminerEnded(""))
     except (RuntimeError, ImportError, OSError, WeftError) as error:
-        parent.send(Ended((str(error).strip().splitlines() or [type(error).__name__])[0]))
+        parent.send(ExaminerEnded((str(error).strip().splitlines() or [type(error).__name__])[0]))
     while True:  # the parent ends this process
         signal.pause()
 
@@ -33,7 +33,7 @@ def main(descriptor: int, lifeline: int) -> None:
 def measure_sizes(task: TuneRequest, parent: Parent[TuneRequest]) -> None:
     """Run the races for each number of ranks; report each race, and then the sizes for that number."""
     from weft.ranks.kernels import attention_obstacle
-    from weft.ranks.kernels.base import AttentionShape
+    from weft.ranks.kernels.attention import AttentionShape
     from weft.ranks.worker import device as devices
 
     device = devices.prepare_device(task.plan, 0)

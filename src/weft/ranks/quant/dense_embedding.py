@@ -12,7 +12,7 @@ from weft.ranks.quant.quantised import QuantisedWeight
 
 
 class DenseEmbedding:
-    """An embedding [rows, cols], held in the dtype of activations: an `EmbeddingTable` of ranks/kernels/base.py."""
+    """An embedding [rows, cols], held in the dtype of activations: an `EmbeddingTable` of ranks/kernels/matrices.py."""
 
     def __init__(self, weight: torch.Tensor | QuantisedWeight) -> None:
         self.weight = dense_weight(weight)

@@ -18,7 +18,7 @@ from weft.machine.hardware import host
 from weft.machine.hardware.cuda import BUS_ORDER, ORDER_VARIABLE, uuid_digits
 from weft.machine.native.pages import map_pages
 from weft.plan.plan import Plan
-from weft.ranks.kernels.base import KVCache
+from weft.ranks.kernels.attention import KVCache
 from weft.ranks.kernels.capture import release_cached_memory
 
 

@@ -23,8 +23,8 @@ from weft.checkpoint.quantised.schemes import ALL_SCHEMES, UNIT
 from weft.plan.fills import Fill, rank_fills
 from weft.plan.plan import Plan
 from weft.ranks.comm import Links
-from weft.ranks.kernels.base import EmbeddingTable, Product
 from weft.ranks.kernels.batch import Batch, Lengths
+from weft.ranks.kernels.matrices import EmbeddingTable, Product
 from weft.ranks.kernels.plain import PlainMatrices, create_plain_kernels
 from weft.ranks.layers.exchange import create_exchange
 from weft.ranks.models.create import create_model

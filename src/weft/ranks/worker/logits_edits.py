@@ -6,7 +6,7 @@ Requests that ask for none cost nothing. The values lie on the host, where they 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -81,7 +81,7 @@ class RequestEdits:
         return np.concatenate([ids, last]).astype(np.int64) if last else ids
 
     def fallback(self, has_forbidden: bool) -> np.ndarray:
-        """The id that is sampled if masks leave no other: the first allowed id, or 0. Empty without masks."""
+        """The id that is sampled if these edits leave no other: the first allowed id, or 0. Empty if all are left."""
         if self.allowed is not None:
             return self.allowed[:1]
         return FIRST_ID if has_forbidden else NO_IDS
@@ -103,8 +103,12 @@ class EditLists:
         self._allowed_at, self._limited_rows = [NO_IDS], list[int]()
         self._forbidden_at, self._fallback_at = [NO_IDS], [NO_IDS]
 
-    def add(self, request: RequestEdits, row: int, vocab: int, position: int) -> None:
-        """Add the edits of a request to row `row` of the logits, for a token at `position`."""
+    def add(self, request: RequestEdits, row: int, vocab: int, position: int, constrained: bool) -> None:
+        """Add the edits of a request to row `row` of the logits, for a token at `position`.
+
+        A constrained row, which gets a mask of its grammar too, has no fallback: a forbidden token that the grammar
+        allows would be answered.
+        """
         begin = row * vocab
         self._biased_at.append(begin + request.bias_ids)
         self._bias.append(request.bias)
@@ -118,7 +122,8 @@ class EditLists:
             self._limited_rows.append(row)
         forbidden = request.forbidden(position)
         self._forbidden_at.append(begin + forbidden)
-        self._fallback_at.append(begin + request.fallback(len(forbidden) > 0))
+        if not constrained:
+            self._fallback_at.append(begin + request.fallback(len(forbidden) > 0))
 
     def edit_arrays(self) -> EditArrays[np.ndarray]:
         return EditArrays(
@@ -179,15 +184,20 @@ class LogitsEdits:
         """Free a slot."""
         self._requests.pop(slot, None)
 
-    def edit_arrays(self, slots: Sequence[int], positions: Sequence[int]) -> EditArrays[np.ndarray] | None:
-        """Edits for tokens at `positions` of the requests in `slots`, None if none of these requests has edits."""
+    def edit_arrays(
+        self, slots: Sequence[int], positions: Sequence[int], constrained: Container[int]
+    ) -> EditArrays[np.ndarray] | None:
+        """Edits for tokens at `positions` of the requests in `slots`, None if none of these requests has edits.
+
+        `constrained` are the slots whose tokens get a mask of a grammar afterwards.
+        """
         if self._requests.keys().isdisjoint(slots):
             return None
         lists = EditLists()
         for row, slot in enumerate(slots):
             request = self._requests.get(slot)
             if request is not None:
-                lists.add(request, row, self.vocab, positions[row])
+                lists.add(request, row, self.vocab, positions[row], slot in constrained)
         return lists.edit_arrays()
 
     def requests_in(self, slots: Sequence[int]) -> list[RequestEdits | None]:

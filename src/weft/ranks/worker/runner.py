@@ -24,11 +24,11 @@ from weft.plan.memory import expanded_bytes, step_bytes
 from weft.plan.plan import Plan
 from weft.ranks.comm import Links
 from weft.ranks.kernels import create_kernels, create_rounding
-from weft.ranks.kernels.base import AttentionShape, KVCache
-from weft.ranks.kernels.batch import Batch
+from weft.ranks.kernels.attention import AttentionShape, KVCache
+from weft.ranks.kernels.batch import Batch, divide_batch
 from weft.ranks.kernels.capture import WORKSPACE_BYTES, synchronize_device
 from weft.ranks.kernels.fused import PhaseTimes
-from weft.ranks.kernels.latents import LatentDims, divide_batch
+from weft.ranks.kernels.latents import LatentDims
 from weft.ranks.kernels.staged import StagedStep
 from weft.ranks.kernels.warm import warm_kernels
 from weft.ranks.layers.exchange import TokenExchange, create_exchange

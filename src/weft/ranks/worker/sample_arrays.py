@@ -30,7 +30,7 @@ class EditArrays(NamedTuple, Generic[Array]):
     allowed_at: Array  # the only tokens of the limited rows
     limited_rows: Array
     forbidden_at: Array
-    fallback_at: Array  # one token of each masked row, less likely than any other: sampled if no other is left
+    fallback_at: Array  # one token of each row with forbidden ones and without a grammar: sampled if no other is left
 
 
 class MaskArrays(NamedTuple, Generic[Array]):

@@ -17,7 +17,6 @@ from weft.ranks.kernels.sampling import Sampling, SamplingSettings
 from weft.ranks.kernels.streams import NOT_FINITE
 from weft.ranks.worker.device import ToHost
 from weft.ranks.worker.logits_edits import LogitsEdits, RequestEdits, apply_edits
-from weft.ranks.worker.logprobs import split_logprobs, unpack_logprobs
 from weft.ranks.worker.sample_arrays import SampleArrays, int64_array, mask_arrays
 
 NO_LOGPROBS = -1
@@ -25,7 +24,8 @@ PLAIN = PlainSampling()
 NO_MASKS: Mapping[int, bytes] = {}
 NONE_ALLOWED = SlotFailure(
     "no-allowed-token",
-    "none of the tokens that the request's constraint allows can be sampled: their logits are not finite",
+    "none of the tokens that the request's constraint allows can be sampled: bad_words, min_tokens or "
+    "allowed_token_ids forbid them, or their logits are not finite",
 )
 Result = tuple[list[int], list[TokenLogprobs | None]]
 
@@ -112,7 +112,7 @@ class Sampler:
         """
         slots_ = int64_array(slots)
         scored = np.flatnonzero(self._tops[slots_] != NO_LOGPROBS)
-        edits = self._edits.edit_arrays(slots, positions)
+        edits = self._edits.edit_arrays(slots, positions, masks)
         arrays = SampleArrays(
             picks=int64_array(picks),
             slots=slots_,
@@ -144,7 +144,7 @@ class Sampler:
             logits = logits.float().contiguous()
             apply_edits(logits, edits)
         if tensors.masks is not None:
-            # Last: no bias and no fallback brings back a token that a mask does not allow.
+            # Last: no bias brings back a token that a mask does not allow.
             logits = logits.contiguous()
             self._sampling.apply_masks(logits, *tensors.masks)
         tokens = self._token_sampler.sample_tokens(logits, arrays, tensors)
@@ -192,3 +192,22 @@ def sampling_settings(params: SamplingParams) -> SamplingSettings:
     greedy = params.greedy or params.top_k == 1
     log_min_p = math.log(params.min_p) if params.min_p else -math.inf
     return SamplingSettings(0.0 if greedy else params.temperature, log_min_p, params.top_k, params.top_p)
+
+
+def split_logprobs(
+    values: list[float], count: int, rows: Sequence[int], tops: Sequence[int]
+) -> list[TokenLogprobs | None]:
+    """Logprobs of `count` rows, None except for `rows`, whose scores follow the first `count` of the `values`."""
+    logprobs: list[TokenLogprobs | None] = [None] * count
+    if rows:
+        width = (len(values) - count) // len(rows)
+        for row, begin, top in zip(rows, range(count, len(values), width), tops, strict=True):
+            logprobs[row] = unpack_logprobs(values[begin : begin + width], top)
+    return logprobs
+
+
+def unpack_logprobs(row: list[float], top: int) -> TokenLogprobs:
+    """Convert one row of the figures, with its first `top` alternatives."""
+    width = len(row) // 2 - 1
+    ids, logprobs = row[2 : 2 + top], row[2 + width : 2 + width + top]
+    return TokenLogprobs(row[0], int(row[1]), [int(token) for token in ids], logprobs)

@@ -15,7 +15,7 @@ from weft.plan.plan import Plan
 from weft.ranks.comm.connect import Site, connect_rank
 from weft.ranks.comm.threads import Threads
 from weft.ranks.kernels import create_rounding
-from weft.ranks.kernels.base import AttentionShape
+from weft.ranks.kernels.attention import AttentionShape
 from weft.ranks.weights.load import allocate_parameters, load_weights, open_source, parameter_groups
 from weft.ranks.weights.sharded import Targets, create_shard, write_groups
 from weft.ranks.worker.importance import measure_importance

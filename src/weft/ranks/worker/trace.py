@@ -151,7 +151,7 @@ class RankTrace:
             self._log(name, began_ns, time.monotonic_ns(), {})
 
     def log_phase(self, layer: int, phase: str, began_ns: int, ended_ns: int) -> None:
-        """Log a phase of a layer; see `ranks.kernels.base.PhaseTimes`."""
+        """Log a phase of a layer; see `ranks.kernels.fused.PhaseTimes`."""
         self._log(phase, began_ns, ended_ns, {"layer": layer})
 
     def end(self, exchanges: ExchangeTimes) -> str:

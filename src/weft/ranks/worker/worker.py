@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from weft.engine.core.commands import (
     Wake,
 )
 from weft.engine.core.params import SamplingParams
-from weft.engine.core.step import StepPlan, StepResult
+from weft.engine.core.step import Admission, StepPlan, StepResult
 from weft.engine.executors.rank import unfreeze_start
 from weft.errors import error_reason
 from weft.machine.hardware import malloc
@@ -44,7 +45,6 @@ from weft.ranks.worker.device import free_bytes
 from weft.ranks.worker.model_proposer import ModelProposer
 from weft.ranks.worker.pooling import PooledRows, pool_prompts
 from weft.ranks.worker.prompt_logprobs import score_prompts
-from weft.ranks.worker.proposer import Proposer
 from weft.ranks.worker.request_slots import RequestSlots
 from weft.ranks.worker.runner import ModelRunner
 from weft.ranks.worker.sample_arrays import SampleArrays, int64_array, sampled_positions
@@ -387,3 +387,36 @@ class Worker:
             self._release(slot)
         if step_result and step_result.failed:
             raise rehearsal.not_finite(self.runner.plan)
+
+
+class Proposer(Protocol):
+    """Proposes draft tokens, which the model verifies in the next step.
+
+    Call `load`, then `allocate`; then for each step `admit` for each request that takes a slot, `note`, and `propose`
+    if the step asks for draft tokens.
+    """
+
+    @property
+    def runners(self) -> Sequence[ModelRunner]:
+        """Runners that belong to the proposer alone: their memory counts as the rank's."""
+        ...
+
+    def load(self) -> None: ...
+
+    def allocate(self, num_blocks: int) -> None: ...
+
+    def wake(self) -> None:
+        """Load what has been dropped while the rank slept, and allocate as before."""
+        ...
+
+    def admit(self, admission: Admission) -> None:
+        """Give a slot to a request."""
+        ...
+
+    def note(self, step: StepPlan) -> None:
+        """Note the rows of a step, whose new blocks the request slots have already."""
+        ...
+
+    def propose(self, step: StepPlan, sampled: list[int]) -> dict[int, list[int]]:
+        """Propose draft tokens by slot, to follow the tokens that the model `sampled` in this step."""
+        ...

@@ -21,7 +21,7 @@ RESULT_BYTES = 100_000_000  # a result of many runs, usually some KB
 SPREADS = ("std_", "client_")  # deviations, and figures of the client
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True):
+class FigureChange(msgspec.Struct, frozen=True, kw_only=True):
     """One figure in both results. `ratio` is above 1 if the new one is better, None if it would divide by 0."""
 
     name: str
@@ -59,11 +59,11 @@ def read_result(path: str) -> dict[str, Any]:
     )
 
 
-def figure_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+def figure_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[FigureChange]:
     """Figures that both results have, in the order of the new one."""
     before = dict(_figures(old))
     return [
-        Change(name=name, old=before[name], new=value, higher_is_better=is_higher_better(name))
+        FigureChange(name=name, old=before[name], new=value, higher_is_better=is_higher_better(name))
         for name, value in _figures(new)
         if name in before
     ]

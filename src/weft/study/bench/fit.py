@@ -44,7 +44,7 @@ WHOLE = frozenset(OF_DTYPE.values())  # precisions of models that are not quanti
 RUNTIME = "resident memory of the engine's process, or the driver's figure, less weights, KV cache and activations"
 
 
-class Fit(msgspec.Struct, frozen=True):
+class CalibrationFit(msgspec.Struct, frozen=True):
     """Fitted constants by name, and the predicted seconds of each point."""
 
     values: dict[str, float]
@@ -116,7 +116,7 @@ class PointPredictor:
         return seconds
 
 
-def fit_constants(gpu: GpuSpec, points: Sequence[CalibrationPoint]) -> Fit:
+def fit_constants(gpu: GpuSpec, points: Sequence[CalibrationPoint]) -> CalibrationFit:
     """Fit the constants to the points: first the engine's, then each quantised precision's."""
     predictor = PointPredictor(gpu, points)
     whole = [point for point in points if point.precision in WHOLE]
@@ -126,7 +126,7 @@ def fit_constants(gpu: GpuSpec, points: Sequence[CalibrationPoint]) -> Fit:
         own = tuple(f"{name} {precision}" for name in PER_PRECISION)
         values |= {name: values[name.partition(" ")[0]] for name in own}
         values = least_squares(PointPredictor(gpu, quantised), values, own)
-    return Fit(values, tuple(predictor.seconds(values)))
+    return CalibrationFit(values, tuple(predictor.seconds(values)))
 
 
 def least_squares(predictor: PointPredictor, start: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
@@ -171,7 +171,7 @@ def least_squares(predictor: PointPredictor, start: Mapping[str, float], names: 
     return at(moved)
 
 
-def fit_errors(points: Sequence[CalibrationPoint], fitted: Fit) -> list[float]:
+def fit_errors(points: Sequence[CalibrationPoint], fitted: CalibrationFit) -> list[float]:
     """Relative error of the fit at each point: 0.1 is 10 % too long."""
     return [predicted / point.seconds - 1 for point, predicted in zip(points, fitted.predicted, strict=True)]
 

@@ -69,7 +69,7 @@ class HttpClient:
 
     def __init__(self, server: ServerAddress) -> None:
         self.server = server
-        self._idle: list[Connection] = []
+        self._idle: list[ClientConnection] = []
 
     async def post(self, path: str, body: bytes, listener: BodyListener) -> None:
         """Send JSON and pass each piece of the response's body to `listener`. Raises HttpRefusal, HttpFailure."""
@@ -109,7 +109,7 @@ class HttpClient:
                     connection.close()
                 return
 
-    async def _connection(self) -> tuple[Connection, bool]:
+    async def _connection(self) -> tuple[ClientConnection, bool]:
         """A connection, and True if it is new."""
         while self._idle:
             connection = self._idle.pop()
@@ -118,7 +118,7 @@ class HttpClient:
             connection.close()
         server, loop = self.server, asyncio.get_running_loop()
         try:
-            _, connection = await loop.create_connection(Connection, server.host, server.port, ssl=server.tls)
+            _, connection = await loop.create_connection(ClientConnection, server.host, server.port, ssl=server.tls)
         except OSError as error:
             # asyncio's own text lists every address that was tried.
             raise HttpFailure(
@@ -127,7 +127,7 @@ class HttpClient:
         return connection, True
 
 
-class Connection(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
     """One connection, with at most one request in flight."""
 
     def __init__(self) -> None:

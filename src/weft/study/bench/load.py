@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from weft.study.bench.http import HttpClient, HttpFailure, HttpRefusal
-from weft.study.bench.prompts import Prompt
+from weft.study.bench.prompts import BenchPrompt
 
 Api = Literal["openai", "openai-chat"]
 PATHS: dict[Api, str] = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
@@ -167,7 +167,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     extra: Mapping[str, Any] = {}
     timeout_s: float = 600.0
 
-    def body(self, prompt: Prompt) -> bytes:
+    def body(self, prompt: BenchPrompt) -> bytes:
         """The JSON of one request."""
         content: dict[str, Any] = {"prompt": prompt.content}
         if self.api == "openai-chat":
@@ -185,7 +185,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
 async def run_open_loop(
     client: HttpClient,
     options: RequestOptions,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[BenchPrompt],
     due: Sequence[float],
     *,
     max_concurrency: int | None = None,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from weft.engine.llm import LLM
 
 
-class BatchRun(msgspec.Struct, frozen=True, kw_only=True):
+class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of one run. `ttft_s` and `tpot_s` are medians over its requests: seconds from submission to the first
     token, and per token after it. `seconds` is from the submission of all requests to the end of the last one."""
 
@@ -38,7 +38,7 @@ class BatchRun(msgspec.Struct, frozen=True, kw_only=True):
         return self.output_tokens / self.seconds
 
 
-def run_batch(llm: LLM, requests: Sequence[BenchRequest]) -> BatchRun:
+def run_batch(llm: LLM, requests: Sequence[BenchRequest]) -> RunFigures:
     """Submit all requests at once and wait for the last one. Raises ConfigError if one ends too early."""
     prompts = [{"prompt_token_ids": request.prompt} for request in requests]
     params = [
@@ -62,7 +62,7 @@ def run_batch(llm: LLM, requests: Sequence[BenchRequest]) -> BatchRun:
         ttfts.append(times.first_token_s - times.arrival_s)
         if generated > 1:
             tpots.append((times.finished_s - times.first_token_s) / (generated - 1))
-    return BatchRun(
+    return RunFigures(
         seconds=seconds,
         ttft_s=median(ttfts),
         tpot_s=median(tpots) if tpots else 0.0,
@@ -71,7 +71,7 @@ def run_batch(llm: LLM, requests: Sequence[BenchRequest]) -> BatchRun:
     )
 
 
-def median_figures(runs: Sequence[BatchRun]) -> dict[str, float]:
+def median_figures(runs: Sequence[RunFigures]) -> dict[str, float]:
     """Median of each figure over the runs."""
     return {
         "ttft_s": round(median(run.ttft_s for run in runs), 5),

@@ -20,7 +20,7 @@ FORMS = (
 )
 
 
-class Prompt(msgspec.Struct, frozen=True):
+class BenchPrompt(msgspec.Struct, frozen=True):
     """A prompt as token ids, text or messages, and the most tokens of the response."""
 
     content: list[int] | str | list[Message]
@@ -40,7 +40,7 @@ def random_prompts(
     input_len: tuple[int, int],
     output_len: tuple[int, int],
     prefix_len: int = 0,
-) -> list[Prompt]:
+) -> list[BenchPrompt]:
     """Prompts with the same `prefix_len` tokens at the beginning of all and `input_len` tokens of their own.
 
     Token ids are below `vocab`. With `vocab` None the prompts are texts of that many short words, which each server
@@ -56,11 +56,11 @@ def random_prompts(
     for _ in range(count):
         ids = prefix + draw(random.randint(*input_len))
         content: list[int] | str = " ".join(words[id] for id in ids) if vocab is None else ids
-        prompts.append(Prompt(content, random.randint(*output_len)))
+        prompts.append(BenchPrompt(content, random.randint(*output_len)))
     return prompts
 
 
-def read_prompts(path: str, *, output_len: int) -> list[Prompt]:
+def read_prompts(path: str, *, output_len: int) -> list[BenchPrompt]:
     """Read the prompts of a file in order; `output_len` applies to prompts without a length. Raises ConfigError."""
     try:
         text = read_regular_text(path, DATASET_BYTES)
@@ -103,7 +103,7 @@ def _sharegpt(text: str) -> list[tuple[str, Any]] | None:
     return prompts
 
 
-def _prompt(row: Any, where: str, output_len: int) -> Prompt:
+def _prompt(row: Any, where: str, output_len: int) -> BenchPrompt:
     fields = row if isinstance(row, dict) else {}
     content = fields.get("prompt", fields.get("messages"))
     length = fields.get("output_tokens", fields.get("max_tokens"))
@@ -114,7 +114,7 @@ def _prompt(row: Any, where: str, output_len: int) -> Prompt:
         raise ConfigError(
             f"{where} asks for {length!r} tokens; it must be a whole number of 1 or more", code="bad-output-length"
         )
-    return Prompt(content, length)
+    return BenchPrompt(content, length)
 
 
 def _is_content(content: Any) -> TypeGuard[list[int] | str | list[Message]]:

@@ -40,7 +40,7 @@ Tasks = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Batch:
+class BenchBatch:
     """Requests that all arrive at the start; `requests` makes the requests of a run, with different tokens for each
     run.
 
@@ -60,10 +60,10 @@ def random_batch(count: int, input_len: tuple[int, int], output_len: int) -> Req
 
 
 BATCHES = (
-    Batch("latency", random_batch(1, (128, 128), 128)),
-    Batch("prefill", random_batch(1, (1024, 1024), 1)),
-    Batch("throughput", random_batch(32, (32, 256), 128), 0.6),
-    Batch(
+    BenchBatch("latency", random_batch(1, (128, 128), 128)),
+    BenchBatch("prefill", random_batch(1, (1024, 1024), 1)),
+    BenchBatch("throughput", random_batch(32, (32, 256), 128), 0.6),
+    BenchBatch(
         "prefix",
         lambda seed, vocab: shared_prefix(seed, vocab=vocab, count=128, prefix=512, own=16, output_len=32),
         0.6,
@@ -84,7 +84,7 @@ def measure_batches(model: str, runs: int, report: Callable[[str], object]) -> t
         return tasks, llm.plan
 
 
-def measure_batch(llm: LLM, batch: Batch, runs: int) -> dict[str, Any]:
+def measure_batch(llm: LLM, batch: BenchBatch, runs: int) -> dict[str, Any]:
     """Medians of one batch over `runs` runs, and the planner's prediction."""
     vocab, measured = llm.plan.shape.vocab, []
     for number in range(-WARM_UPS, runs):

@@ -30,7 +30,7 @@ DEMO = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the demo's model for other engin
 MODEL = "MODEL"  # the placeholder's name
 
 
-class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointSource(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint to load. `name` is a name on the hub or (`local`) a path; if it is "", `wanted` describes the
     checkpoint to look for. `quantised` is the precision that the engine makes of it while loading. `title` is its name
     for people. `whole` is the unquantised model of a GGUF file on the hub.
@@ -64,7 +64,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
         return self.name or "REPLACE_WITH_" + re.sub(r"\W+", "_", self.wanted).upper()
 
 
-def find_checkpoint(typed: str, model: Model, precision: str, engine: str) -> Checkpoint:
+def find_checkpoint(typed: str, model: Model, precision: str, engine: str) -> CheckpointSource:
     """Find what `engine` loads for `model`, which the user named as `typed`, in `precision`."""
     own, path = canonical(model.precision), Path(typed).expanduser()
     reference = gguf_reference.parse_address(typed)
@@ -77,18 +77,18 @@ def find_checkpoint(typed: str, model: Model, precision: str, engine: str) -> Ch
     if is_quantised_at_load(precision, own, engine):
         quantised = "none" if precision in FLOATS else online_quantization(precision) or precision
         return msgspec.structs.replace(stored, quantised=quantised)
-    return Checkpoint(wanted=f"{describe_precision(precision)} of {title}", title=title)
+    return CheckpointSource(wanted=f"{describe_precision(precision)} of {title}", title=title)
 
 
-def _of_reference(reference: GgufReference, own: str, precision: str, engine: str) -> Checkpoint:
+def _of_reference(reference: GgufReference, own: str, precision: str, engine: str) -> CheckpointSource:
     """The checkpoint of a GGUF file on the hub; in another precision, its unquantised model."""
     title, whole = gguf_reference.short_name(reference), model_names.whole_model(reference) or ""
     if precision == own:
         name = f"{reference.repository}:{reference.quantization}" if engine == "vllm" else str(reference)
-        return Checkpoint(name=name, title=title, whole=whole)
+        return CheckpointSource(name=name, title=title, whole=whole)
     if precision in FLOATS and whole:
-        return Checkpoint(name=whole, title=whole)
-    return Checkpoint(wanted=f"{describe_precision(precision)} of {whole or title}", title=title)
+        return CheckpointSource(name=whole, title=whole)
+    return CheckpointSource(wanted=f"{describe_precision(precision)} of {whole or title}", title=title)
 
 
 def is_quantised_at_load(precision: str, own: str, engine: str) -> bool:
@@ -105,19 +105,19 @@ def describe_precision(precision: str) -> str:
     return CALLED.get(precision, f"a {precision} checkpoint")
 
 
-def _stored(typed: str, model: Model, precision: str, engine: str, title: str) -> Checkpoint:
+def _stored(typed: str, model: Model, precision: str, engine: str, title: str) -> CheckpointSource:
     """The checkpoint with the precision that the model's name stands for."""
     if Path(typed).expanduser().exists():
-        return Checkpoint(name=f"{Path(typed).expanduser().resolve()}", local=True, title=title)
+        return CheckpointSource(name=f"{Path(typed).expanduser().resolve()}", local=True, title=title)
     if model.name == demo.NAME and engine == "weft":
-        return Checkpoint(name=demo.NAME, title=demo.NAME)
+        return CheckpointSource(name=demo.NAME, title=demo.NAME)
     if model.name == demo.NAME:
-        return Checkpoint(wanted=f"{describe_precision(precision)} of {DEMO}", title=DEMO)
+        return CheckpointSource(wanted=f"{describe_precision(precision)} of {DEMO}", title=DEMO)
     if "/" in typed:
         same = typed.casefold() == model.name.casefold()
-        return Checkpoint(name=model.name if same else typed, title=model.name if same else typed)
+        return CheckpointSource(name=model.name if same else typed, title=model.name if same else typed)
     known = catalogue.find_known(model.name)
     if known and known.precision == model.precision:
-        return Checkpoint(name=model.name, title=title)
+        return CheckpointSource(name=model.name, title=title)
     # A short name that ends in -AWQ: several people publish such a copy.
-    return Checkpoint(wanted=f"{describe_precision(precision)} of {title}", title=title)
+    return CheckpointSource(wanted=f"{describe_precision(precision)} of {title}", title=title)

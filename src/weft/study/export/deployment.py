@@ -14,7 +14,7 @@ from weft.planner.profiles import engine_profile
 from weft.planner.question import Question
 from weft.planner.search.domains import cluster_devices
 from weft.planner.search.ranking import Candidate
-from weft.study.export.checkpoint import Checkpoint
+from weft.study.export.checkpoint import CheckpointSource
 
 SURE = 0.9  # of the longest planned request: the engine measures its memory, the plan only computes it
 ROUND = 1024  # tokens; a length that memory limits is a multiple of this
@@ -57,7 +57,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
 
     question: Question
     candidate: Candidate
-    checkpoint: Checkpoint
+    checkpoint: CheckpointSource
     names: tuple[str, ...]
     servers: tuple[ReplicaServer, ...]
     gaps: tuple[Note, ...] = ()

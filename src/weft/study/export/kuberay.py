@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from weft.checkpoint.files.yaml_text import Block, dump_yaml
+from weft.checkpoint.files.yaml_text import YamlBlock, dump_yaml
 from weft.planner.deployment import DeploymentLayout
 from weft.planner.question import Question
 from weft.planner.search.domains import cluster_devices
@@ -54,7 +54,7 @@ def kuberay_files(deployment: Deployment) -> list[ExportFile]:
         ],
     }
     application = kuberay_weft.serve_application(deployment) if is_weft(deployment) else vllm_application(deployment)
-    service = {"serveConfigV2": Block(dump_yaml({"applications": [application]})), "rayClusterConfig": cluster}
+    service = {"serveConfigV2": YamlBlock(dump_yaml({"applications": [application]})), "rayClusterConfig": cluster}
     files = [_manifest(deployment, "RayService", service_name(deployment), service)]
     if is_weft(deployment):
         job = kuberay_weft.job_spec(deployment, cluster)

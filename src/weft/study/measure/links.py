@@ -32,7 +32,7 @@ MAX_FAULTS = 4  # children that hang or die; then the remaining tasks stay unmea
 Task = tuple[int, ...]  # one GPU or two, by their index
 
 
-class Examine(msgspec.Struct, frozen=True, tag=True):
+class MeasureTasks(msgspec.Struct, frozen=True, tag="Examine"):
     """To the child: the tasks to measure, one after the other."""
 
     tasks: tuple[Task, ...]
@@ -63,13 +63,13 @@ class PairResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     detail: str
 
 
-class Ended(msgspec.Struct, frozen=True, tag=True):
+class ExaminerEnded(msgspec.Struct, frozen=True, tag="Ended"):
     """The child's last message: the error, "" if all is done. After an error of CUDA nothing works in that process."""
 
     reason: str
 
 
-FromExaminer = Begun | GpuResult | PairResult | Ended
+FromExaminer = Begun | GpuResult | PairResult | ExaminerEnded
 
 
 class ProbeFault(msgspec.Struct, frozen=True):
@@ -157,7 +157,7 @@ def _examine(
     listener = threading.Thread(target=_listen, args=(child, inbox), name="weft-links", daemon=True)
     listener.start()
     try:
-        child.send(Examine(tuple(tasks)))
+        child.send(MeasureTasks(tuple(tasks)))
         task: Task | None = None
         while True:
             seconds = start_s if task is None else task_s
@@ -171,7 +171,7 @@ def _examine(
                     task = message.task
                 case GpuResult() | PairResult():
                     yield message
-                case Ended(reason=reason):
+                case ExaminerEnded(reason=reason):
                     if reason:
                         yield ProbeFault(task, "broken", reason)
                     return

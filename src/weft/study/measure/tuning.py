@@ -11,7 +11,7 @@ from weft.engine.processes.launch import Child, end_children
 from weft.errors import ConfigError
 from weft.machine.hardware import cuda
 from weft.plan.plan import Plan
-from weft.study.measure.links import Ended
+from weft.study.measure.links import ExaminerEnded
 
 TUNER = "weft.ranks.probes.tuner"
 
@@ -48,7 +48,7 @@ class TunedSizes(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     lost: str = ""
 
 
-FromTuner = RaceResult | TunedSizes | Ended
+FromTuner = RaceResult | TunedSizes | ExaminerEnded
 
 
 def tune_attention(
@@ -65,9 +65,9 @@ def tune_attention(
                     report(message)
                 case TunedSizes():
                     tuned.append(message)
-                case Ended(reason=""):
+                case ExaminerEnded(reason=""):
                     return tuned
-                case Ended(reason=reason):
+                case ExaminerEnded(reason=reason):
                     raise ConfigError(
                         f"the sizes of attention cannot be measured: {reason}", code="cannot-measure-attention"
                     )

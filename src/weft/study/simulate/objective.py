@@ -1,4 +1,4 @@
-"""Objective: latency targets of a service (SLO), as in ttft_p95=1s,tpot_p95=50ms."""
+"""LatencyObjective: latency targets of a service (SLO), as in ttft_p95=1s,tpot_p95=50ms."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LatencyTarget(msgspec.Struct, frozen=True):
         return f"{self.name} {format_duration(self.limit_s)}"
 
 
-class Objective(msgspec.Struct, frozen=True):
+class LatencyObjective(msgspec.Struct, frozen=True):
     """Latency targets that must all be met. A single request meets the objective if its own times are within limits."""
 
     targets: tuple[LatencyTarget, ...]
@@ -53,12 +53,12 @@ class Objective(msgspec.Struct, frozen=True):
         return ", ".join(map(str, self.targets))
 
 
-def parse_objective(text: str) -> Objective:
+def parse_objective(text: str) -> LatencyObjective:
     """Parse the value of --slo. Raises ConfigError for an invalid one."""
     parts = [part for part in text.split(",") if part.strip()]
     if not parts:
         raise ConfigError("--slo is empty; write it as ttft_p95=1s,tpot_p95=50ms", code="empty-slo")
-    return Objective(tuple(map(_target, parts)))
+    return LatencyObjective(tuple(map(_target, parts)))
 
 
 def _target(text: str) -> LatencyTarget:

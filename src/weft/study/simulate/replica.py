@@ -17,10 +17,9 @@ from weft.engine.core.params import SamplingParams
 from weft.engine.core.request import Output, Request
 from weft.engine.core.scheduler import Scheduler
 from weft.engine.core.step import LockStep, LockStepResult, StepPlan, StepResult
-from weft.engine.core.token_ids import TokenIds
 from weft.planner.speed.steps import StepPredictor, StepSeconds
 from weft.study.simulate.simulated_request import SimulatedRequest
-from weft.study.simulate.tally import RequestTimes, Tally
+from weft.study.simulate.tally import SimulatedTimes, Tally
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,10 +106,10 @@ class SimulatedReplica:
         self._keys = [[0] * spec.max_num_seqs for _ in spec.predictors]  # by group: key of the request in each slot
         self._last_result_s = 0.0
         self._stretch: Stretch | None = None
-        self._unfinished: dict[str, RequestTimes] = {}
+        self._unfinished: dict[str, SimulatedTimes] = {}
         self._counted_s = 0.0  # time up to which blocks and requests in use are counted
 
-    def wake(self) -> list[RequestTimes]:
+    def wake(self) -> list[SimulatedTimes]:
         """Process the event that is due. Return the requests that have ended."""
         if self._stretch is None:
             return self._finish_step()
@@ -118,12 +117,12 @@ class SimulatedReplica:
         self._start_steps(self.due)
         return ended
 
-    def settle(self, now: float) -> list[RequestTimes]:
+    def settle(self, now: float) -> list[SimulatedTimes]:
         """Bring the replica to a state at `now`, before `due`, in which a request can be added.
 
         Returns the requests that have ended.
         """
-        ended: list[RequestTimes] = []
+        ended: list[SimulatedTimes] = []
         stretch = self._stretch
         if stretch is None:
             return ended
@@ -141,15 +140,13 @@ class SimulatedReplica:
                 ended += self._finish_step(stretches=False)
         return ended
 
-    def add_request(self, now: float, simulated: SimulatedRequest, times: RequestTimes) -> None:
+    def add_request(self, now: float, simulated: SimulatedRequest, times: SimulatedTimes) -> None:
         """Add a request, whose times are recorded in `times`. Call `settle` before.
 
         Raises QueueFullError, and RequestError for a request that can never run.
         """
         params = _sampling_params(simulated.output_len)
-        self.scheduler.add(
-            Request(id=times.id, prompt=TokenIds.pack(simulated.prompt()), params=params, key=simulated.own)
-        )
+        self.scheduler.add(Request(id=times.id, prompt=simulated.packed_prompt(), params=params, key=simulated.own))
         self._unfinished[times.id] = times
         if self.due == inf:
             self._count_use(now, 0, 0)
@@ -201,7 +198,7 @@ class SimulatedReplica:
         ]
         return StepSeconds(max(cost.latency_s for cost in costs), max(cost.interval_s for cost in costs))
 
-    def _finish_step(self, *, stretches: bool = True) -> list[RequestTimes]:
+    def _finish_step(self, *, stretches: bool = True) -> list[SimulatedTimes]:
         """Apply the result of the oldest step in flight. Return the requests that have ended."""
         result, now = self._flights.popleft()
         blocks = sum(group.blocks_used for group in self._groups)
@@ -253,7 +250,7 @@ class SimulatedReplica:
         steps = [self._predictors[0].step_s(contexts, groups=len(groups)) for contexts in groups]
         return max(max(step.latency_s for step in steps), sum(step.interval_s for step in steps))
 
-    def _advance(self, stretch: Stretch) -> list[RequestTimes]:
+    def _advance(self, stretch: Stretch) -> list[SimulatedTimes]:
         """Finish a stretch. Return the requests that have ended."""
         self._stretch = None
         if not stretch.rounds:

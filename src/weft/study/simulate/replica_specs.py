@@ -8,7 +8,7 @@ from weft.config import EngineConfig
 from weft.errors import PlanError
 from weft.planner.memory.footprint import ReplicaMemory
 from weft.planner.memory.request_kv import BLOCK
-from weft.planner.profiles import Profile, engine_profile
+from weft.planner.profiles import EngineProfile, engine_profile
 from weft.planner.question import Question
 from weft.planner.search.ranking import Candidate
 from weft.planner.speed.steps import StepPredictor
@@ -70,7 +70,7 @@ def _replica_spec(
     question: Question,
     candidate: Candidate,
     limits: SchedulerLimits,
-    profile: Profile,
+    profile: EngineProfile,
     predictors: tuple[StepPredictor, ...],
     memory: ReplicaMemory,
 ) -> ReplicaSpec:

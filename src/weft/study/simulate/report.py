@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 
 import msgspec
 
-from weft.study.simulate.objective import LatencyTarget, Objective, percentile
+from weft.study.simulate.objective import LatencyObjective, LatencyTarget, percentile
 from weft.study.simulate.simulation import SimulationResult
 from weft.study.simulate.tally import Tally
 
@@ -99,7 +99,7 @@ def create_report(
     price: float | None,
     rate: float | None,
     users: int | None,
-    objective: Objective | None,
+    objective: LatencyObjective | None,
 ) -> Report:
     """Create the report of a run.
 
@@ -189,7 +189,7 @@ def summarize_gaps(tally: Tally) -> LatencySummary | None:
     return LatencySummary(mean=tally.gap_sum / tally.gap_count, **percents)
 
 
-def _goodput(tally: Tally, objective: Objective) -> int:
+def _goodput(tally: Tally, objective: LatencyObjective) -> int:
     """Number of measured requests that meet the objective's limits."""
     ttft, tpot, e2e, queue = (objective.limit_s(metric) for metric in ("ttft", "tpot", "e2e", "queue"))
     rows = zip(tally.ttft, tally.e2e, tally.output_len, tally.queued, strict=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from itertools import count
 from typing import NamedTuple
 
+from weft.engine.core.token_ids import TokenIds
 from weft.fleet.upstreams.policy import PIECE_TOKENS, Fingerprint
 
 
@@ -20,12 +22,17 @@ class SimulatedRequest(NamedTuple):
     own: int = 0
     shared: tuple[tuple[int, int], ...] = ()
 
-    def prompt(self) -> list[int]:
+    def packed_prompt(self) -> TokenIds:
         """Token ids of the prompt: each token is the id of its content."""
-        ids: list[int] = []
+        ids = array("i")
         for content, tokens in self.shared:
-            ids += [content] * min(tokens, self.input_len - len(ids))
-        return ids + [self.own] * (self.input_len - len(ids))
+            ids += array("i", [content]) * min(tokens, self.input_len - len(ids))
+        ids += array("i", [self.own]) * (self.input_len - len(ids))
+        return TokenIds(ids.tobytes())
+
+    def prompt(self) -> list[int]:
+        """Token ids of the prompt, in a list."""
+        return list(self.packed_prompt())
 
     @property
     def session(self) -> str:

@@ -11,7 +11,7 @@ import msgspec
 from weft.errors import ConfigError
 from weft.fleet.upstreams.policy import POLICIES
 from weft.study.simulate.load import RETRY_S, SimulatedLoad
-from weft.study.simulate.objective import Objective, format_duration
+from weft.study.simulate.objective import LatencyObjective, format_duration
 from weft.study.simulate.replica import ReplicaSpec
 from weft.study.simulate.report import Report, create_report, request_waits
 from weft.study.simulate.simulation import simulate
@@ -52,7 +52,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
     times: MeasurementWindow
     policy: str
     price: float | None = None
-    objective: Objective | None = None
+    objective: LatencyObjective | None = None
     sample: int | None = None
     runs: int = 1
     prefix_caching: bool | None = None
@@ -163,7 +163,7 @@ class EarlyStop:
     `requests`: expected number of requests of the whole run.
     """
 
-    def __init__(self, objective: Objective, requests: float) -> None:
+    def __init__(self, objective: LatencyObjective, requests: float) -> None:
         self._allowed_misses = [
             (target, MARGIN * requests * (1 - target.percent / 100))
             for target in objective.targets

@@ -10,7 +10,7 @@ from math import ceil, exp, log
 BINS_PER_E = 200  # histogram bins per e-fold of the gap between tokens: each is half a percent wide
 
 
-class RequestTimes:
+class SimulatedTimes:
     """Times of one request, in seconds of the virtual clock."""
 
     __slots__ = ("arrival_s", "began_s", "first_s", "id", "input_len", "last_s", "measured", "output_len")
@@ -49,7 +49,7 @@ class Tally:
         """Return True if `now` is in the window."""
         return self.begin_s <= now < self.end_s
 
-    def count_completed(self, times: RequestTimes) -> None:
+    def count_completed(self, times: SimulatedTimes) -> None:
         """Count a completed request."""
         assert times.began_s is not None and times.first_s is not None and times.last_s is not None
         self.ended += self.inside(times.last_s)
@@ -67,7 +67,7 @@ class Tally:
         else:
             self.refused.append(now)
 
-    def count_prompt(self, now: float, times: RequestTimes) -> None:
+    def count_prompt(self, now: float, times: SimulatedTimes) -> None:
         """Count the tokens of a prompt whose first output token has come."""
         if self.inside(now):
             self.input_tokens += times.input_len

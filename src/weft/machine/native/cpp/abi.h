@@ -15,7 +15,7 @@
 #include "stage.h"
 #include "sum.h"
 
-// A structure's size and a field's offset in bytes, or a constant's value. Mirrored in machine/native/abi.py.
+// A structure's size and a field's offset in bytes, or a constant's value. Mirrored in machine/native/library.py.
 struct AbiEntry {
     const char *name;
     int64_t value;

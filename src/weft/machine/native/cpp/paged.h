@@ -28,7 +28,7 @@ template <class T> struct Paged {
     int64_t q_heads, kv_heads, head_dim, window;
     int64_t q_width;  // elements from one token's queries to the next one's
     float scale;
-    // See `PagedAttention.attend` of ranks/kernels/base.py; may be null.
+    // See `PagedAttention.attend` of ranks/kernels/attention.py; may be null.
     float *lse;      // [tokens, q_heads]
     const T *sinks;  // [q_heads]
     int64_t fixed_order;  // one order of sums, see `Step`

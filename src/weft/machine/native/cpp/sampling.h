@@ -1,5 +1,5 @@
 // Sampling: a token for each row of logits, without sorting them. ranks/kernels/random.py explains the race that draws a
-// token, and ranks/kernels/plain/filters.py the filters, each of which is a threshold.
+// token, and ranks/kernels/plain/sampling.py the filters, each of which is a threshold.
 #pragma once
 
 #include <cmath>

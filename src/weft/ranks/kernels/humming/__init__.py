@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft.machine.hardware.nvml import driver_version
-from weft.ranks.kernels.base import AttentionShape
+from weft.ranks.kernels.attention import AttentionShape
 from weft.ranks.kernels.usable import multiprocessor_count
 
 if TYPE_CHECKING:
     from weft.checkpoint.architectures.shape import Experts
-    from weft.ranks.kernels.base import ExpertStack
     from weft.ranks.kernels.humming.matrices import HummingMatrices
     from weft.ranks.kernels.humming.products import HummingExperts, HummingMatrix, RepackedWeight
+    from weft.ranks.kernels.matrices import ExpertStack
     from weft.ranks.quant.quantised import QuantisedWeight
 
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from weft.checkpoint.architectures.shape import Experts
-from weft.ranks.kernels.base import ExpertStack
 from weft.ranks.kernels.experts import activate
 from weft.ranks.kernels.humming.products import HummingExperts, HummingMatrix
+from weft.ranks.kernels.matrices import ExpertStack
 from weft.ranks.quant.quantised import QuantisedWeight
 
 SAMPLES = 64  # rows of a result that are compared, spread over all of it

@@ -15,7 +15,6 @@ from weft.checkpoint.architectures.shape import Experts
 from weft.logs import event_fields
 from weft.plan.backends import against_fused_experts
 from weft.plan.products import WAY_OUT
-from weft.ranks.kernels.base import ExpertProducts, ExpertStack, Product
 from weft.ranks.kernels.humming import check
 from weft.ranks.kernels.humming.layout import obstacle
 from weft.ranks.kernels.humming.library import Library, first_line, load_library
@@ -28,6 +27,7 @@ from weft.ranks.kernels.humming.products import (
     repack_experts,
 )
 from weft.ranks.kernels.humming.race import HUMMING, OWN, Contestant, ProductRaces
+from weft.ranks.kernels.matrices import ExpertProducts, ExpertStack, Product
 from weft.ranks.kernels.triton.experts import TritonExperts, pack_stack
 from weft.ranks.kernels.triton.kernels import TritonMatrices
 from weft.ranks.kernels.triton.products import create_quantised_matrix

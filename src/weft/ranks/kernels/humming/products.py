@@ -18,9 +18,9 @@ import torch.nn.functional as F
 
 from weft.checkpoint.architectures.shape import Experts
 from weft.plan.products import BAND_BYTES, COLUMN_MULTIPLE, LOCKS, ROW_MULTIPLE, round_up
-from weft.ranks.kernels.base import ExpertStack
 from weft.ranks.kernels.humming.layout import schema_fields, standard_tensors
 from weft.ranks.kernels.humming.library import Library
+from weft.ranks.kernels.matrices import ExpertStack
 from weft.ranks.kernels.triton.grouped import RoutedBlocks, activate, place_rows
 from weft.ranks.kernels.triton.routing import sort_rows, sum_parts
 from weft.ranks.kernels.warm import KernelLaunch, first_of_variants
@@ -31,7 +31,7 @@ DENSE, INDEXED = "dense", "indexed"  # the library's names of its kinds of produ
 
 
 @dataclass(frozen=True)
-class Tiles:
+class TileTable:
     """Tiles of the library's kernels by number of rows: the first is for up to `limits[0]` rows, and so on. The last
     one is for any number. `heights` are the rows of a tile."""
 
@@ -52,7 +52,7 @@ class Tiles:
         return self.heights[self.place(rows)]
 
 
-def choose_tiles(tile: Callable[[int], dict[str, Any]], most: int) -> Tiles:
+def choose_tiles(tile: Callable[[int], dict[str, Any]], most: int) -> TileTable:
     """The library's own choice for 1, 2, 4, ... rows, up to `most`; for numbers between them, that for the next one.
 
     Each tile is compiled before the first request, so that the library's choice for every number, of which some tens
@@ -62,7 +62,7 @@ def choose_tiles(tile: Callable[[int], dict[str, Any]], most: int) -> Tiles:
     configs = [tile(limit) for limit in limits]
     limits[-1] = ANY_ROWS
     intervals = list(zip([0, *limits], limits, configs, strict=False))
-    return Tiles(tuple(limits), tuple(config["block_shape"][0] for config in configs), json.dumps(intervals))
+    return TileTable(tuple(limits), tuple(config["block_shape"][0] for config in configs), json.dumps(intervals))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class RepackedWeight:
     config: Any
     held: dict[str, torch.Tensor]
     bias: torch.Tensor | None
-    tiles: Tiles
+    tiles: TileTable
     locks: torch.Tensor
     kind: Hashable
     rows: int

@@ -9,7 +9,8 @@ import torch
 
 from weft.machine.native.entries import Entries
 from weft.ranks.comm import Group
-from weft.ranks.kernels.base import AttentionShape, Kernels, PagedAttention
+from weft.ranks.kernels.attention import AttentionShape, PagedAttention
+from weft.ranks.kernels.base import Kernels
 from weft.ranks.kernels.fused import FusedLayer, FusedStage
 from weft.ranks.kernels.native.attention import NativeAttention
 from weft.ranks.kernels.native.entries import load_entries

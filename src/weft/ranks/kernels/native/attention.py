@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from weft.machine.native.entries import Entries
-from weft.ranks.kernels.base import AttentionShape, KVCache
+from weft.ranks.kernels.attention import AttentionShape, KVCache
 from weft.ranks.kernels.batch import Batch
 from weft.ranks.kernels.warm import KernelLaunch
 

@@ -12,7 +12,7 @@ import torch
 from weft.checkpoint.architectures.shape import Experts
 from weft.machine.native.entries import Entries
 from weft.machine.native.structures import PANEL, ExpertsDescriptor, MatrixDescriptor, RoutingDescriptor
-from weft.ranks.kernels.base import ExpertStack
+from weft.ranks.kernels.matrices import ExpertStack
 from weft.ranks.kernels.native.matrix import allocate_packed, describe_matrix, pack_weight
 from weft.ranks.quant.quantised import QuantisedWeight, stack_size
 

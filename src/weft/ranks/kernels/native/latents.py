@@ -10,9 +10,10 @@ import torch
 
 from weft.machine.native.entries import Entries
 from weft.machine.native.structures import LatentProjectionDescriptor
-from weft.ranks.kernels.base import AttentionShape, ExpertStack, KVCache, PagedAttention
+from weft.ranks.kernels.attention import AttentionShape, KVCache, PagedAttention
 from weft.ranks.kernels.batch import Batch
 from weft.ranks.kernels.latents import AbsorbedQueries, ExpandedContext, LatentDims, LatentNorm, attend_padded
+from weft.ranks.kernels.matrices import ExpertStack
 from weft.ranks.kernels.native.experts import NativeStack, pack_stack
 from weft.ranks.kernels.warm import KernelLaunch
 from weft.ranks.quant.dense import dense_weight

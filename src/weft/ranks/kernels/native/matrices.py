@@ -9,9 +9,9 @@ import torch
 
 from weft.checkpoint.architectures.shape import Experts
 from weft.machine.native.entries import Entries
-from weft.ranks.kernels.base import ExpertProducts, ExpertStack
 from weft.ranks.kernels.held import HeldMatrices
 from weft.ranks.kernels.latents import LatentDims, LatentProducts
+from weft.ranks.kernels.matrices import ExpertProducts, ExpertStack
 from weft.ranks.kernels.native.experts import NativeStack, create_experts, pack_gate_up, pack_stack
 from weft.ranks.kernels.native.latents import pack_latent_products
 from weft.ranks.kernels.native.matrix import NativeMatrix, pack_matrix

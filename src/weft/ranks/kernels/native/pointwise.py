@@ -9,7 +9,7 @@ import torch
 from weft.checkpoint.architectures.shape import Experts
 from weft.machine.native.entries import Entries
 from weft.ranks.comm import Group
-from weft.ranks.kernels.base import HeadNorm, KVCache
+from weft.ranks.kernels.attention import HeadNorm, KVCache
 from weft.ranks.kernels.batch import Batch
 from weft.ranks.kernels.native.experts import describe_routing
 from weft.ranks.kernels.staged import StagedStep, fill_batch

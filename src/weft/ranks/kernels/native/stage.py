@@ -29,9 +29,10 @@ from weft.machine.native.structures import (
 from weft.plan import memory as plan_memory
 from weft.ranks.comm import Group
 from weft.ranks.comm.shared import HEAD_BYTES, SharedMemoryGroup
-from weft.ranks.kernels.base import KVCache
+from weft.ranks.kernels.attention import KVCache
 from weft.ranks.kernels.batch import Batch
-from weft.ranks.kernels.fused import ExchangeRanks, FusedLatent, FusedLayer, FusedMixture, FusedMLP, PhaseTimes
+from weft.ranks.kernels.fused import ExchangeRanks, FusedLatent, FusedLayer, FusedMixture, PhaseTimes
+from weft.ranks.kernels.matrices import FusedMLP
 from weft.ranks.kernels.native.experts import NativeExperts, describe_routing
 from weft.ranks.kernels.native.latents import NativeLatentProducts
 from weft.ranks.kernels.native.matrix import NativeMatrix

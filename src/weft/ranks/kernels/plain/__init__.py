@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from weft.ranks.kernels.base import AttentionShape, Kernels, PagedAttention
+from weft.ranks.kernels.attention import AttentionShape, PagedAttention
+from weft.ranks.kernels.base import Kernels
 from weft.ranks.kernels.plain.attention import PlainAttention
 from weft.ranks.kernels.plain.latents import PlainLatents
 from weft.ranks.kernels.plain.matrices import PlainMatrices

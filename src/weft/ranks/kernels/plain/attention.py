@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from weft.ranks.kernels.base import AttentionShape, KVCache, apply_sinks
+from weft.ranks.kernels.attention import AttentionShape, KVCache, apply_sinks
 from weft.ranks.kernels.batch import Batch
 from weft.ranks.kernels.warm import KernelLaunch
 

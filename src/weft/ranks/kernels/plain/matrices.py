@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from weft.ranks.kernels.base import EmbeddingTable, Product
 from weft.ranks.kernels.held import HeldMatrices
+from weft.ranks.kernels.matrices import EmbeddingTable, Product
 from weft.ranks.kernels.warm import KernelLaunch
 from weft.ranks.quant.dense import create_product
 from weft.ranks.quant.dense_embedding import DenseEmbedding

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from weft.checkpoint.architectures.shape import Experts
 from weft.ranks.comm import Group
-from weft.ranks.kernels.base import HeadNorm, KVCache
+from weft.ranks.kernels.attention import HeadNorm, KVCache
 from weft.ranks.kernels.batch import Batch
 from weft.ranks.kernels.experts import choose_experts
 from weft.ranks.kernels.staged import StagedStep, fill_batch

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.ranks.kernels.base import AttentionShape, Kernels, PagedAttention
+from weft.ranks.kernels.attention import AttentionShape, PagedAttention
+from weft.ranks.kernels.base import Kernels
 from weft.ranks.kernels.usable import has_warp_groups, multiprocessor_count, shared_memory_bytes
 from weft.ranks.quant.rounding import Rounding, round_into
 

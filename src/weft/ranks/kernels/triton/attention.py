@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from weft.ranks.kernels import attention_inputs
-from weft.ranks.kernels.base import AttentionShape, KVCache
+from weft.ranks.kernels.attention import AttentionShape, KVCache
 from weft.ranks.kernels.batch import Batch
 from weft.ranks.kernels.triton.tuning import DECODE, DEFAULT, PREFILL, Tuning, Tunings
 from weft.ranks.kernels.usable import AMPERE_SHARED_BYTES

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from weft.checkpoint.architectures.shape import Experts
-from weft.ranks.kernels.base import ExpertStack
+from weft.ranks.kernels.matrices import ExpertStack
 from weft.ranks.kernels.triton.products import MAX_ROWS, TILES, QuantisedMatrix
 from weft.ranks.kernels.triton.routing import MOST_ALONE, SortedRows, most_blocks, sort_rows, sum_parts
 from weft.ranks.kernels.triton.weights import PackedWeight, load_weights, pack_weight

@@ -12,14 +12,14 @@ from weft.checkpoint.architectures.shape import Experts
 from weft.plan.backends import against_fused_experts
 from weft.ranks.comm import Group
 from weft.ranks.comm.symmetric import SymmetricGroup
-from weft.ranks.kernels.base import EmbeddingTable, ExpertProducts, ExpertStack, HeadNorm, KVCache, Product
+from weft.ranks.kernels.attention import HeadNorm, KVCache
 from weft.ranks.kernels.batch import Batch
-from weft.ranks.kernels.fused import FusedMLP
 from weft.ranks.kernels.held import HeldMatrices
+from weft.ranks.kernels.matrices import EmbeddingTable, ExpertProducts, ExpertStack, FusedMLP, Product
 from weft.ranks.kernels.plain.sampling import score
 from weft.ranks.kernels.sampling import SampledRows, SamplingSettings, SettingsUpdate, SlotSettings
 from weft.ranks.kernels.staged import StagedStep
-from weft.ranks.kernels.triton import pointwise, reduce, sampling
+from weft.ranks.kernels.triton import pointwise, sampling
 from weft.ranks.kernels.triton.experts import TritonExperts, TritonMixture, create_mixture, pack_stack
 from weft.ranks.kernels.triton.fp8 import ScaledMatrix, takes_scaled_product
 from weft.ranks.kernels.triton.products import QuantisedMatrix, create_quantised_matrix
@@ -50,7 +50,7 @@ class TritonPointwise:
         parts = comm.publish_part(x) if isinstance(comm, SymmetricGroup) else None
         if parts is None:
             return self.add_norm(comm.sum(x), residual, weight, eps)
-        return reduce.sum_add_norm(parts, residual, weight, eps)
+        return pointwise.sum_add_norm(parts, residual, weight, eps)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return pointwise.silu_mul(gate_up)

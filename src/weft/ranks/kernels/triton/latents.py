@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from weft.ranks.kernels import attention_inputs
-from weft.ranks.kernels.base import AttentionShape, KVCache
+from weft.ranks.kernels.attention import AttentionShape, KVCache
 from weft.ranks.kernels.batch import Batch
 from weft.ranks.kernels.latents import AbsorbedQueries, ExpandedContext, LatentDims, LatentNorm
 from weft.ranks.kernels.triton.attention import LN_2, LOG2_E, MAX_SPLITS, MIN_PRODUCT, _join

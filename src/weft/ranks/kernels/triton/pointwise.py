@@ -1,4 +1,7 @@
-"""RMS norm, SiLU and rotary embedding: the operations between a layer's products, each one pass over the tokens."""
+"""RMS norm, SiLU and rotary embedding: the operations between products, each one pass over the tokens.
+
+The norm may take the sum over ranks that read each other's memory in the same pass.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.ranks.kernels.base import HeadNorm, KVCache
+from weft.ranks.kernels.attention import HeadNorm, KVCache
 from weft.ranks.kernels.batch import Batch
 
 COLUMNS = 1024  # columns of the MLP that one program of silu_mul computes
 # Heads that one program rotates. With one head each, starting programs takes longer than moving their bytes; with all
 # heads of a token, a step of one row would use a single multiprocessor.
 HEADS = 8
+ALIGNMENT = tl.constexpr(16)  # bytes; a part begins at a multiple of it
 
 
 @triton.jit
@@ -168,3 +172,34 @@ def rotate_and_store(
         num_warps=2,
     )
     return q
+
+
+@triton.jit
+def _sum_add_norm(parts, residual, weight, out, width, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    held = tl.load(residual + row * width + columns, inside, other=0.0)
+    # All addresses first, so that their loads overlap.
+    begins = ()
+    for rank in tl.static_range(SIZE):
+        begins += (tl.multiple_of(tl.load(parts + rank).to(residual.dtype), ALIGNMENT),)
+    # In the order of ranks, so that every rank gets the same bits, and rounded once, like `add_up` in
+    # ranks/comm/base.py.
+    total = tl.load(begins[0] + row * width + columns, inside, other=0.0).to(tl.float32)
+    for rank in tl.static_range(1, SIZE):
+        total += tl.load(begins[rank] + row * width + columns, inside, other=0.0).to(tl.float32)
+    value = (total.to(held.dtype).to(tl.float32) + held.to(tl.float32)).to(held.dtype)
+    tl.store(residual + row * width + columns, value, inside)
+    tl.store(out + row * width + columns, rms_normed(value, weight, columns, inside, width, eps), inside)
+
+
+def sum_add_norm(parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """residual [T, width] += the sum of the tensors at the addresses `parts` [ranks] int64, of the same dims and dtype,
+    in place; return its RMS norm."""
+    out, width = torch.empty_like(residual), residual.shape[-1]
+    block = triton.next_power_of_2(width)
+    _sum_add_norm[(residual.numel() // width,)](
+        parts, residual, weight, out, width, eps, SIZE=len(parts), BLOCK=block, num_warps=norm_warps(block)
+    )
+    return out

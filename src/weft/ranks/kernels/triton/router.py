@@ -18,7 +18,7 @@ import triton.language as tl
 
 from weft.checkpoint.architectures.shape import Experts
 from weft.ranks.kernels.triton.routing import (
-    Choice,
+    ExpertChoice,
     choice_constants,
     choose_and_store,
     choose_experts,
@@ -157,7 +157,7 @@ class TritonRouter:
         """`Pointwise.choose_experts` by the scores of x; up to FEW tokens take one launch, more take two."""
         if len(x) > FEW:
             return choose_experts(self(x), spec, slots, correction)
-        choice = Choice.empty(len(x), spec, x.device)
+        choice = ExpertChoice.empty(len(x), spec, x.device)
         if len(x):
             self._route(x, spec, slots, correction, choice.shares, choice)
         return choice
@@ -235,7 +235,7 @@ class TritonRouter:
         slots: torch.Tensor | None,
         correction: torch.Tensor | None,
         scores: torch.Tensor,
-        choice: Choice | None,
+        choice: ExpertChoice | None,
     ) -> None:
         """Compute the scores of rows of x, whose columns are divided; choose by them, or store them without a
         `choice`."""

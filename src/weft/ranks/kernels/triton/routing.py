@@ -150,14 +150,14 @@ def _choose(
     )  # fmt: skip
 
 
-class Choice(NamedTuple):
+class ExpertChoice(NamedTuple):
     """Numbers [T, top_k] int64 and shares [T, top_k] float32 of the experts that tokens choose."""
 
     chosen: torch.Tensor
     shares: torch.Tensor
 
     @classmethod
-    def empty(cls, tokens: int, spec: Experts, device: torch.device) -> Choice:
+    def empty(cls, tokens: int, spec: Experts, device: torch.device) -> ExpertChoice:
         """Memory for the choices of `tokens` tokens."""
         chosen = torch.empty(tokens, spec.top_k, dtype=torch.int64, device=device)
         return cls(chosen, torch.empty(tokens, spec.top_k, dtype=torch.float32, device=device))
@@ -189,7 +189,7 @@ def choose_experts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`Pointwise.choose_experts` in one launch."""
     tokens, count = scores.shape
-    choice = Choice.empty(tokens, spec, scores.device)
+    choice = ExpertChoice.empty(tokens, spec, scores.device)
     if tokens:
         _choose[(tokens,)](
             scores,

@@ -1,6 +1,6 @@
 """Sampling of a token per row from the model's logits, without copying or sorting them.
 
-`ranks/kernels/random.py` explains the race that draws a token, and `ranks/kernels/plain/filters.py` the filters.
+`ranks/kernels/random.py` explains the race that draws a token, and `ranks/kernels/plain/sampling.py` the filters.
 First all blocks
 of all rows are read in parallel, which gives the greatest logit and the sum of weights of each block; the first race,
 among blocks, needs no more.

@@ -14,7 +14,7 @@ import triton
 from weft._version import __version__
 from weft.cache import cache_path, write_cache_file
 from weft.logs import event_fields
-from weft.ranks.kernels.base import AttentionShape
+from weft.ranks.kernels.attention import AttentionShape
 from weft.ranks.kernels.triton.tuning import DECODE_CANDIDATES, DEFAULT, PREFILL_CANDIDATES, Tunings
 
 logger = logging.getLogger("weft")

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from weft.checkpoint.architectures.place import Place, Span
-from weft.ranks.kernels.base import Kernels, KVCache
+from weft.ranks.kernels.attention import KVCache
+from weft.ranks.kernels.base import Kernels
 from weft.ranks.kernels.batch import Batch
 
 NAME = "weft"  # name of the attention function in Transformers' registry

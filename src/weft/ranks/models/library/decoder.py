@@ -18,9 +18,11 @@ from weft.checkpoint.architectures.place import Place, Span
 from weft.checkpoint.architectures.shape import ModelShape
 from weft.errors import ModelError
 from weft.ranks.comm import Group
-from weft.ranks.kernels.base import EmbeddingTable, Kernels, KVCache, Product
+from weft.ranks.kernels.attention import KVCache
+from weft.ranks.kernels.base import Kernels
 from weft.ranks.kernels.batch import Batch
 from weft.ranks.kernels.fused import PhaseTimes
+from weft.ranks.kernels.matrices import EmbeddingTable, Product
 from weft.ranks.layers.embedding import Embedding
 from weft.ranks.layers.weights import Tensors
 from weft.ranks.models.library.attention import NAME, PagedLayer, Step, attend_paged, no_rotation

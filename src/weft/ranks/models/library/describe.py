@@ -13,13 +13,13 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
+import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from weft.checkpoint.architectures.library import LibraryModel, LibraryTensor
 from weft.checkpoint.config.library import LibraryReport
-from weft.ranks.models.library.build import ClassError, build_on_meta, layer_list, read_config
-from weft.ranks.models.library.meta_run import MetaRun, run_on_meta
+from weft.ranks.models.library.build import ClassError, base_model, build_on_meta, layer_list, read_config
 
 PROBE = "weft_probe"
 POSITIONS = 32768  # length of a model whose config gives none
@@ -59,7 +59,7 @@ class LayerTable(NamedTuple):
     whole: str
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """The arguments that a layer's attention was called with."""
 
     heads: int
@@ -87,7 +87,7 @@ def describe(text: str) -> LibraryReport:
     config = read_config(text)
     check_config(config)
     check_class(cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]))
-    calls: dict[int, Call] = {}
+    calls: dict[int, AttentionCall] = {}
 
     def probe(
         module: nn.Module, query: Any, key: Any, value: Any, mask: Any = None, **options: Any
@@ -185,7 +185,9 @@ def check_windows(config: PreTrainedConfig, windows: Sequence[int | None]) -> No
         raise ClassError("it has sliding windows that its attention is not told of")
 
 
-def read_call(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, options: Mapping[str, Any]) -> Call:
+def read_call(
+    module: nn.Module, query: Any, key: Any, value: Any, mask: Any, options: Mapping[str, Any]
+) -> AttentionCall:
     """One call of an attention function. Raises ClassError for an option that Weft's attention does not have."""
     for name in ("softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
@@ -195,7 +197,7 @@ def read_call(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, op
     scale, window = options.get("scaling"), options.get("sliding_window")
     head_dim = query.shape[3]
     scale = head_dim**-0.5 if scale is None else float(scale)
-    return Call(query.shape[1], key.shape[1], head_dim, value.shape[3], scale, window)
+    return AttentionCall(query.shape[1], key.shape[1], head_dim, value.shape[3], scale, window)
 
 
 def describe_tensors(model: PreTrainedModel, text: str, head_dim: int, run: MetaRun) -> LibraryModel:
@@ -360,3 +362,54 @@ def first_id(value: int | list[int] | None) -> int | None:
 
 if __name__ == "__main__":
     main()
+
+
+class MetaRun(NamedTuple):
+    """The findings of a run.
+
+    - `single`: each layer hands on its hidden states alone.
+    - `siblings`: groups of linear modules that read the same tensor, in every layer.
+    """
+
+    single: bool
+    siblings: tuple[tuple[str, ...], ...]
+
+
+@torch.inference_mode()
+def run_on_meta(model: PreTrainedModel) -> MetaRun:
+    """Run the layers for two tokens."""
+    alone: list[bool] = []
+    _, layers = layer_list(model)
+    layers[0].register_forward_hook(lambda module, inputs, output: alone.append(isinstance(output, torch.Tensor)))
+    inputs = [note_inputs(layer) for layer in layers]
+    tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    try:
+        base_model(model)(input_ids=tokens, position_ids=tokens, use_cache=False)
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError) as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise ClassError(f"{type(model).__name__} does not run without its weights: {reason:.160}") from error
+    shared = [siblings_of(seen) for seen in inputs]
+    return MetaRun(all(alone), tuple(group for group in shared[0] if all(group in others for others in shared)))
+
+
+def note_inputs(layer: nn.Module) -> list[tuple[str, Any]]:
+    """Return a list to which each linear module of a layer adds its path and its input when it runs."""
+    seen: list[tuple[str, Any]] = []
+
+    def note(path: str, inputs: tuple[Any, ...]) -> None:
+        seen.append((path, inputs[0] if inputs else None))
+
+    for path, module in layer.named_modules():
+        if type(module) is nn.Linear:
+            module.register_forward_pre_hook(lambda module, inputs, path=path: note(path, inputs))
+    return seen
+
+
+def siblings_of(seen: Sequence[tuple[str, Any]]) -> list[tuple[str, ...]]:
+    """Groups of paths whose inputs were one and the same tensor, each in the order of its calls."""
+    groups: dict[int, list[str]] = {}
+    for path, tensor in seen:
+        if tensor is None:  # given by name
+            continue
+        groups.setdefault(id(tensor), []).append(path)
+    return [tuple(paths) for paths in groups.values() if 1 < len(paths) == len(set(paths))]

@@ -10,7 +10,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from weft.checkpoint.architectures.place import Span
 from weft.ranks.comm import Group
-from weft.ranks.kernels.base import Kernels, Product
+from weft.ranks.kernels.base import Kernels
+from weft.ranks.kernels.matrices import Product
 
 
 class Direct(nn.Module):
