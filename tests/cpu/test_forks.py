@@ -26,7 +26,7 @@ from weft.engine.processes.fork_server import find_problem
 from weft.engine.processes.forks import ChildProcess, ServerPool, start_process
 
 WAIT_S = 60
-DEEDS = ("exit", "raise", "abort", "wait")
+DEEDS = ("exit", "raise", "abort", "wait", "use torch")
 pytestmark = pytest.mark.skipif(not forks.can_fork({}), reason="needs Linux with pidfds")
 
 
@@ -75,12 +75,12 @@ def end(process: ChildProcess) -> bytes:
 def test_a_fork_is_given_what_a_direct_start_gives(shared: ForkClient, environment: dict[str, str]) -> None:
     told: list[dict[str, Any]] = []
     for server in (shared, None):
-        process, facts, number = run("exit", environment, server)
+        process, facts, number = run("use torch", environment, server)
         assert isinstance(process, ForkedProcess) == (server is not None)
         assert end(process) == b"printed\n" and process.returncode == 7
         assert facts.pop("pid") == process.pid
         assert facts.pop("parent") == (server.process.pid if server else os.getpid())
-        assert facts.pop("arguments") == [str(number), "0"]
+        assert facts.pop("arguments") == [str(number), "4"]
         # Beside the three of every process and the pipe: the folder that is listed.
         assert len(facts.pop("descriptors")) == 5
         told.append(facts)
@@ -95,7 +95,7 @@ def test_a_fork_is_given_what_a_direct_start_gives(shared: ForkClient, environme
 def test_forks_draw_other_random_numbers(shared: ForkClient, environment: dict[str, str]) -> None:
     drawn = set()
     for _ in range(2):
-        process, facts, _ = run("exit", environment, shared)
+        process, facts, _ = run("use torch", environment, shared)
         end(process)
         drawn |= {facts["random"], facts["torch"]}
     assert len(drawn) == 4
