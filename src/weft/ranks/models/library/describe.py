@@ -360,10 +360,6 @@ def first_id(value: int | list[int] | None) -> int | None:
     return next(iter(token_ids(value)), None)
 
 
-if __name__ == "__main__":
-    main()
-
-
 class MetaRun(NamedTuple):
     """The findings of a run.
 
@@ -413,3 +409,7 @@ def siblings_of(seen: Sequence[tuple[str, Any]]) -> list[tuple[str, ...]]:
             continue
         groups.setdefault(id(tensor), []).append(path)
     return [tuple(paths) for paths in groups.values() if 1 < len(paths) == len(set(paths))]
+
+
+if __name__ == "__main__":
+    main()
