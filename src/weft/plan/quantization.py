@@ -268,8 +268,8 @@ def check_planned_cuts(shape: ModelShape, places: Sequence[Place], precision: st
 
 
 def _off_grid_cut(shape: ModelShape, places: Sequence[Place], axis: Axis | Extent | None) -> tuple[Place, Span] | None:
-    """The first rank whose columns of a matrix are not whole units, and these columns; None if all are. `axis` is that
-    of the columns, None for a vector."""
+    """The first rank whose columns of a matrix are not whole units, and these columns; None if all are. `axis` is the
+    axis of the columns, None for a vector."""
     if axis is None:
         return None
     for place in places:

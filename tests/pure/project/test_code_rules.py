@@ -88,7 +88,7 @@ def test_a_noun_is_unique_inside_what_a_file_imports(source_nodes: Nodes) -> Non
     modules = {".".join(path.relative_to(ROOT / "src").with_suffix("").parts): path for path in source_nodes}
     modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
     classes = {
-        name: {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)}
+        name: {node.name for node in ast.iter_child_nodes(source_nodes[path][0]) if isinstance(node, ast.ClassDef)}
         for name, path in modules.items()
     }
     found = []
