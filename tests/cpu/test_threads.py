@@ -21,7 +21,6 @@ from tests.refusals import refuses
 from weft import LLM, RequestOutput, SamplingParams
 from weft.engine.core.step import StepPlan, StepResult
 from weft.engine.executors.ranks import CLOSED
-from weft.engine.replicas.local import CallersHeap
 from weft.errors import Cause, EngineError, RequestError
 
 WAIT_S = 60
@@ -158,7 +157,7 @@ def test_a_stream_cannot_be_awaited_and_says_what_can(llm: LLM) -> None:
     assert at_rest(llm)
 
 
-def test_a_callers_garbage_is_kept_for_the_length_of_a_call_only(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_callers_garbage_is_kept_for_the_length_of_a_call_only(llm: LLM) -> None:
     class Node:
         me: Node
 
@@ -177,7 +176,6 @@ def test_a_callers_garbage_is_kept_for_the_length_of_a_call_only(llm: LLM, monke
         return Bar()
 
     del node
-    monkeypatch.setattr(CallersHeap, "left_alone", False)
     gc.unfreeze()  # what was frozen once the tests were collected
     try:
         llm.generate(["a", "b"], [GREEDY, LONG], use_tqdm=bar)

@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from tests.pure.worlds import FakeEngine, World, saying
 from weft.api.server import server
 from weft.http import listen
+from weft.http import server as accepting
 from weft.http.admission import ConnectionLimits
 from weft.http.connection import Connection
 
@@ -60,7 +61,7 @@ async def rate(address: tuple[str, int], request: bytes, end: bytes) -> float:
 
 async def measure(protocol: Any) -> dict[str, float]:
     world = World(FakeEngine(saying(ANSWER)))
-    server.Connection = protocol  # type: ignore[attr-defined]
+    accepting.Connection = protocol  # type: ignore[misc]
     with listen.bind(world.service.options.__class__(port=0)) as listener:
         made = server.ServingServer(world.service, listener, asyncio.Event().wait, ConnectionLimits())
         listen.start_listening(listener, world.service.options)

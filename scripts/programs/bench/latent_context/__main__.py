@@ -47,9 +47,8 @@ from weft.machine.hardware import host
 from weft.plan.layout import build_plan
 from weft.ranks.comm import Links
 from weft.ranks.kernels.attention import AttentionShape, KVCache
-from weft.ranks.kernels.base import Kernels
 from weft.ranks.kernels.batch import Batch, ExpandedRow, Lengths
-from weft.ranks.kernels.latents import LatentDims, LatentProducts, attend_absorbed, attend_expanded
+from weft.ranks.kernels.latents import LatentDims, LatentKernels, LatentProducts, attend_absorbed, attend_expanded
 from weft.ranks.kernels.native import complete_kernels, create_attention
 from weft.ranks.worker.worker import Worker
 
@@ -137,7 +136,7 @@ def create_forms(context: int) -> dict[str, Callable[[], object]]:
         "kept": partial(kernels.attention.attend, q, kept, batch, scale, None),
         "kept, torch": partial(F.scaled_dot_product_attention, q[:, :, None], keys, values, scale=scale),
         "kept, Transformers": partial(attend_and_grow, q[:, :, None], keys, values, scale),
-        "expanded anew": partial(expand_anew, kernels, products, q, latents, batch, scale),
+        "expanded anew": partial(expand_anew, kernels.latents, products, q, latents, batch, scale),
     }
 
 
@@ -168,11 +167,12 @@ def attend_and_grow(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, s
 
 
 def expand_anew(
-    kernels: Kernels, products: LatentProducts, q: torch.Tensor, latents: KVCache, batch: Batch, scale: float
+    kernels: LatentKernels, products: LatentProducts, q: torch.Tensor, latents: KVCache, batch: Batch, scale: float
 ) -> torch.Tensor:
+    """`attend_by_latents` of one decode row in the expanded form."""
     out = q.new_empty(1, LITE.heads * LITE.value_dim)
     row = ExpandedRow(slice(0, 1), int(batch.context[0]), batch.tables[0])
-    attend_expanded(kernels.latents, products, q, latents, row, scale, out)
+    attend_expanded(kernels, products, q, latents, row, scale, out)
     return out
 
 
@@ -274,7 +274,7 @@ class WholeSteps:
             draft_counts=[0],
         )
         self._number += 1
-        forms = {"kept": self._attend_kept, "expanded anew": attend_anew}
+        forms = {"kept": self._attend_kept, "expanded anew": expand_anew}
         attend = forms.get(self.form)
         with mock.patch("weft.ranks.layers.latent.attend_by_latents", attend) if attend else nullcontext():
             began = time.perf_counter()
@@ -282,7 +282,7 @@ class WholeSteps:
             return time.perf_counter() - began
 
     def _attend_kept(
-        self, kernels: Kernels, products: LatentProducts, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float
+        self, _: LatentKernels, products: LatentProducts, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float
     ) -> torch.Tensor:
         """`attend_by_latents` over kept keys and values: those of the step's token are added first."""
         kept, slot = self._kept[cache.keys.data_ptr()], int(batch.slots[0])
@@ -291,15 +291,8 @@ class WholeSteps:
         kept.keys.flatten(0, 1)[slot, :, : LITE.nope_dim] = keys[0]
         kept.keys.flatten(0, 1)[slot, :, LITE.nope_dim :] = latent[0, LITE.rank :]
         kept.values.flatten(0, 1)[slot, :, : LITE.value_dim] = values[0]
-        mixed = kernels.attention.attend(q, kept, batch, scale, None)
+        mixed = self._worker.runner.kernels.attention.attend(q, kept, batch, scale, None)
         return mixed.view(1, LITE.heads, -1)[..., : LITE.value_dim].reshape(1, -1)
-
-
-def attend_anew(
-    kernels: Kernels, products: LatentProducts, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float
-) -> torch.Tensor:
-    """`attend_by_latents` of one decode row in the expanded form."""
-    return expand_anew(kernels, products, q, cache, batch, scale)
 
 
 def fill(tensor: torch.Tensor) -> None:

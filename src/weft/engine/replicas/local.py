@@ -297,12 +297,8 @@ class CallersHeap:
     A full collection looks through every object of the process, most of them torch's: 80 ms and more, in which no step
     is scheduled. A process of our own freezes its heap for good. In the caller's process that must not happen: frozen
     garbage in reference cycles is never freed. So the objects that exist when the first request comes are frozen until
-    the last request has ended, then unfrozen. A heap that the caller has frozen is left alone from then on: to count
-    frozen objects each time would take as long as a step.
+    the last request has ended, then unfrozen. A heap that somebody else has frozen is left alone.
     """
-
-    frozen = False  # by an engine of this process
-    left_alone = False  # frozen by somebody else
 
     def __init__(self) -> None:
         self._busy = False
@@ -315,9 +311,7 @@ class CallersHeap:
         self._busy = busy
         if self._frozen:
             gc.unfreeze()
-            self._frozen = CallersHeap.frozen = False
-        elif busy and not (CallersHeap.frozen or CallersHeap.left_alone):
-            CallersHeap.left_alone = gc.get_freeze_count() > 0
-            if not CallersHeap.left_alone:
-                gc.freeze()
-                self._frozen = CallersHeap.frozen = True
+            self._frozen = False
+        elif busy and not gc.get_freeze_count():
+            gc.freeze()
+            self._frozen = True
