@@ -61,7 +61,7 @@ async def rate(address: tuple[str, int], request: bytes, end: bytes) -> float:
 
 async def measure(protocol: Any) -> dict[str, float]:
     world = World(FakeEngine(saying(ANSWER)))
-    accepting.Connection = protocol  # type: ignore[misc]
+    accepting.Connection = protocol  # type: ignore[attr-defined]
     with listen.bind(world.service.options.__class__(port=0)) as listener:
         made = server.ServingServer(world.service, listener, asyncio.Event().wait, ConnectionLimits())
         listen.start_listening(listener, world.service.options)
