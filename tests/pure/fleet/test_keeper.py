@@ -322,7 +322,7 @@ async def test_an_engine_that_starts_again_is_left_alone_and_told_of(monkeypatch
 
 
 async def test_a_process_that_does_not_respond_is_killed_after_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with keeping(monkeypatch, 100, one={"words": ("--progress-timeout=3",)}, two={}) as (keeper, members, clock):
+    async with keeping(monkeypatch, 100, one={"flags": ("--progress-timeout=3",)}, two={}) as (keeper, members, clock):
         await keeper.start(["one", "two"])
         for member in members.values():
             member.responds.clear()

@@ -64,7 +64,7 @@ def test_a_list_of_models(tmp_path: Path) -> None:
     assert small.names == ("small", "small:8b")
     assert (small.config.model, small.config.device_ids, small.config.max_model_len) == ("Qwen/Qwen3-8B", (0, 1), 8192)
     assert (small.keep_alive_s, small.priority, small.must_be_awake, small.always) == (300.0, 3, False, True)
-    assert "--tool-call-parser=hermes" in small.words
+    assert "--tool-call-parser=hermes" in small.flags
     assert (demo.names, demo.config.max_model_len, demo.always) == (("demo",), 4096, False)
     assert demo.must_be_awake
     assert models.find("small:8b") is small
