@@ -92,6 +92,7 @@ def _without_hub(model: str, known: Model | None, *, ask_hub: bool) -> Model | N
 
 def _from_hub(name: str, revision: str | None, token: str | None, patience: float) -> Model:
     """The model as its repository on the hub describes it."""
+    # Here: it imports HTTP and TLS, which most look-ups do without.
     from weft.checkpoint.hub import headers as hub_headers
 
     description = hub_headers.describe_repository(name, revision=revision, token=token, patience=patience)

@@ -146,6 +146,7 @@ def _from_tensors(
 
 
 def _from_hub(name: str, revision: str | None, token: str | None, patience: float) -> Outline:
+    # Here: it imports HTTP and TLS, which most look-ups do without.
     from weft.checkpoint.hub import headers as hub_headers
 
     description = hub_headers.describe_repository(name, revision=revision, token=token, patience=patience)
