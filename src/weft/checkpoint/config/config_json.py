@@ -20,7 +20,14 @@ from weft.errors import ModelError
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 QUANTIZE = "quantize_config.json"  # AutoGPTQ's own file; newer checkpoints have these fields in config.json
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+# Sampling parameters that checkpoints recommend, and their keys in GGUF files, behind "general.sampling.".
+SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
 CHAT_FORMATS = ("chatml", "raw")
 DTYPES: dict[str, DType] = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float32": "float32"}
 # Fields that change what a model computes in a way that Weft does not, and flags with the only value that it computes.
@@ -54,7 +61,7 @@ def recommended_sampling(folder: Path) -> dict[str, float | int | bool]:
         return {}
     fields = load_json(folder / GENERATION)
     sampling: dict[str, float | int | bool] = {}
-    for name in SAMPLING:
+    for name in (*SAMPLING, "max_new_tokens"):
         value = fields.values.get(name)
         if value is None:
             continue

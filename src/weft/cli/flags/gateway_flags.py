@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft.cli.flags import values
 from weft.cli.flags.flags import Flag
-from weft.cli.flags.simulate_flags import POLICIES, policy
+from weft.cli.flags.simulate_flags import POLICY_NAMES, policy
 
 GATEWAY_FLAGS = (
     Flag(
@@ -18,9 +18,9 @@ GATEWAY_FLAGS = (
     Flag(
         name="policy",
         parse=policy,
-        choices=POLICIES,
+        choices=POLICY_NAMES,
         help="rule that picks the upstream for a request",
-        config_default=POLICIES[0],
+        config_default=POLICY_NAMES[0],
     ),
     Flag(name="keys", metavar="FILE", help="YAML list of the keys that clients must send"),
     Flag(name="access-log", metavar="FILE", help="append a line of JSON for each request; - is standard output"),

@@ -8,15 +8,14 @@ from math import inf
 from weft.cli.flags import plan_flags, values
 from weft.cli.flags.flags import Flag
 from weft.config import EngineConfig
+from weft.fleet.upstreams.policy import OLD_NAMES, POLICIES
 
-# The same as in gateway.policy, which is too slow to import for --help.
-POLICIES = ("least_conn", "round_robin", "random", "power_of_two", "prefix", "session")
-OLD_POLICIES = {"least-connections": "least_conn", "round-robin": "round_robin"}
+POLICY_NAMES = tuple(POLICIES)
 
 
 def policy(text: str) -> str:
     """The name of a policy, for its old name too."""
-    return OLD_POLICIES.get(text, text)
+    return OLD_NAMES.get(text, text)
 
 
 def shape(text: str) -> float:
@@ -107,8 +106,8 @@ SERVICE = (
     Flag(
         name="policy",
         parse=policy,
-        choices=POLICIES,
-        default=POLICIES[0],
+        choices=POLICY_NAMES,
+        default=POLICY_NAMES[0],
         help="rule that picks the replica for a request",
     ),
     plan_flags.MAX_NUM_SEQS,

@@ -20,29 +20,17 @@ from weft.cli.parser import (
     spelled_name,
     typed_flags,
 )
-from weft.config import EngineConfig
+from weft.config import EngineConfig, Scope
 from weft.errors import ConfigError, nearest_name
 from weft.fleet.hosting.model_set import ModelEntry, ModelSet, check_model_set
+from weft.http.options import scoped_options
 
 if TYPE_CHECKING:
     from weft.study.export.infernet_config import NodeConfig
 
 OWN = ("name", "model", "keep-alive", "priority", "load")  # fields of a model that are no flags of its engine
-# Options of the server that concern the answers of one model; the others are the address's.
-ANSWERS = frozenset(
-    [
-        "response-role",
-        "default-chat-template-kwargs",
-        "enable-auto-tool-choice",
-        "tool-call-parser",
-        "reasoning-parser",
-        "max-body-bytes",
-        "keepalive-interval",
-        "progress-timeout",
-        "otlp-traces-endpoint",
-    ]
-)
-MODEL_FLAGS = (*ENGINE_FLAGS, *(flag for flag in SERVER if flag.name in ANSWERS))
+# Of the server's options, those that concern the answers of one model; the others are the address's.
+MODEL_FLAGS = (*ENGINE_FLAGS, *(flag for flag in SERVER if flag.dest in scoped_options(Scope.EACH)))
 
 
 def read_model_set(path: str) -> ModelSet | None:
