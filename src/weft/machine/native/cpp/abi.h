@@ -59,8 +59,6 @@ constexpr AbiEntry ABI[] = {
     FIELD(Shared, slot_bytes), FIELD(Shared, times),
     STRUCTURE(Rounding), FIELD(Rounding, type), FIELD(Rounding, rows), FIELD(Rounding, width), FIELD(Rounding, group),
     FIELD(Rounding, bits), FIELD(Rounding, kind), FIELD(Rounding, lacking), FIELD(Rounding, cols),
-    STRUCTURE(SamplingSettings), FIELD(SamplingSettings, temperature), FIELD(SamplingSettings, log_min_p),
-    FIELD(SamplingSettings, top_k), FIELD(SamplingSettings, top_p),
     CONSTANT(PANEL), CONSTANT(BLOCK), CONSTANT(WIDEST_HEAD), CONSTANT(WIDEST_GROUP), CONSTANT(WIDEST_LATENT),
     CONSTANT(LONGEST_GROUP),
     CONSTANT(WORKSPACE_ALIGNMENT), CONSTANT(PHASES), CONSTANT(Lowest::MIDDLE), CONSTANT(Lowest::ZERO), CONSTANT(Lowest::MINIMUM),
@@ -117,8 +115,6 @@ static_assert(listed_fields("PhaseLog") == field_count<PhaseLog>(), "list all fi
 static_assert(listed_fields("Exchange") == field_count<Exchange>(), "list all fields of Exchange in abi.h");
 static_assert(listed_fields("Shared") == field_count<Shared>(), "list all fields of Shared in abi.h");
 static_assert(listed_fields("Rounding") == field_count<Rounding>(), "list all fields of Rounding in abi.h");
-static_assert(listed_fields("SamplingSettings") == field_count<SamplingSettings>(),
-              "list all fields of SamplingSettings in abi.h");
 
 // The list above, and the number of its entries.
 ENTRY const AbiEntry *weft_abi(int64_t *count) {
