@@ -17,6 +17,7 @@ from tests.pure.shapes import SMOLLM2
 from tests.pure.worlds import PLAN
 from tests.refusals import has_values
 from weft.api.observe.monitoring import PrefixCount
+from weft.engine.core.commands import TIMES
 from weft.engine.core.identity import RequestIdentity
 from weft.engine.core.params import SamplingParams
 from weft.engine.core.request import Request, Stats
@@ -26,7 +27,7 @@ from weft.machine.hardware.gpu_figures import GpuFigures, GpuSampler
 from weft.machine.hardware.topology import Holder
 from weft.monitor import gpus
 from weft.monitor.finding import LIMITS, Change, Code, Finding
-from weft.monitor.history import TIMES, GpuMoment, Histogram, History, RankCounters, Snapshot, growing, weights_of
+from weft.monitor.history import GpuMoment, Histogram, History, RankCounters, Snapshot, growing, weights_of
 from weft.monitor.price import Figure, add_prices, freed_tokens, with_figure
 from weft.monitor.restart import small_ratio
 from weft.monitor.rules import CODES, diagnose
