@@ -118,6 +118,9 @@ class ModelOptions(Options):
         help="format of the checkpoint; dummy: random weights in the model's shape, read from no file; sharded_state: "
         "a file per rank, as weft shard writes them",
     )
+    strict_checkpoint: bool = option(
+        False, help="refuse a checkpoint with tensors that nothing reads, instead of a warning that names them"
+    )
     model_impl: str = option(
         "auto",
         choices=("auto", "weft", "transformers"),

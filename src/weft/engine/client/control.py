@@ -39,6 +39,7 @@ def swap_command(model: str | os.PathLike[str], config: EngineConfig, plan: Plan
         download_dir=config.download_dir,
         model_impl=config.model_impl,
         task=pooling_task(config),
+        strict=config.strict_checkpoint,
     )
     difference = shape_difference(checkpoint.shape, plan.shape)
     # Tensors that are quantised as they are loaded, or not at all, may be stored in any type.
