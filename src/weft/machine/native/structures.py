@@ -134,7 +134,7 @@ class StepDescriptor(ctypes.Structure):
     """`Step` of stage.h: the tokens of one call, and how their results are summed over the ranks."""
 
     _fields_ = (
-        *((name, POINTER) for name in ("residual", "angles", "positions", "slots", "row_starts", "context", "tables")),
+        *((name, POINTER) for name in ("residual", "angles", "angle_rows", "slots", "row_starts", "context", "tables")),
         *((name, SIZE) for name in ("tokens", "rows", "table_width", "block_size")),
         ("shared", POINTER),
         ("sum", SumCallback),

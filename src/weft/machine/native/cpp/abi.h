@@ -46,7 +46,7 @@ constexpr AbiEntry ABI[] = {
     STRUCTURE(Latent), FIELD(Latent, projection), FIELD(Latent, q_down), FIELD(Latent, kv_down), FIELD(Latent, q_norm),
     FIELD(Latent, kv_norm), FIELD(Latent, interleaved),
     FIELD(Latent, expands_from), FIELD(Latent, expanded_bytes), FIELD(Latent, q_eps), FIELD(Latent, kv_eps),
-    STRUCTURE(Step), FIELD(Step, residual), FIELD(Step, angles), FIELD(Step, positions), FIELD(Step, slots),
+    STRUCTURE(Step), FIELD(Step, residual), FIELD(Step, angles), FIELD(Step, angle_rows), FIELD(Step, slots),
     FIELD(Step, row_starts), FIELD(Step, context), FIELD(Step, tables), FIELD(Step, tokens), FIELD(Step, rows),
     FIELD(Step, table_width), FIELD(Step, block_size), FIELD(Step, shared), FIELD(Step, sum),
     FIELD(Step, exchange), FIELD(Step, phases), FIELD(Step, fixed_order),

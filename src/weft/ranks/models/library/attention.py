@@ -22,8 +22,8 @@ class Step:
     """The step that a rank's layers run: its batch and the KV caches.
 
     Keys and queries are rotated by the model itself. The kernels store keys in an order of their own while they rotate
-    them, so they rotate by the angle of position 0, which changes nothing. For this, `stored` has the batch of each KV
-    group with all positions 0, and `angles` [1, head_dim] the cosine and the sine.
+    them, so they rotate by `angles` [1, head_dim], a cosine and a sine that change nothing. For this, the batches of
+    `stored`, one of each KV group, have that row for all tokens.
     """
 
     angles: torch.Tensor
@@ -33,13 +33,13 @@ class Step:
 
     def begin(self, batch: Batch, caches: Sequence[KVCache]) -> None:
         """The next calls of attention are for this batch."""
-        at_start = torch.zeros_like(batch.positions)
+        only = torch.zeros_like(batch.positions)
         self.batch, self.caches = batch, caches
-        self.stored = {group.group: replace(group, positions=at_start) for group in batch.groups}
+        self.stored = {group.group: replace(group, turns=only) for group in batch.groups}
 
 
 def no_rotation(head_dim: int, device: torch.device) -> torch.Tensor:
-    """Table of angles with one position, which rotates nothing: [1, head_dim] float32."""
+    """Table of angles with one row, which rotates nothing: [1, head_dim] float32."""
     return torch.cat((torch.ones(1, head_dim // 2), torch.zeros(1, head_dim // 2)), dim=1).to(device)
 
 
