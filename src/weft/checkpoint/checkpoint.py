@@ -315,14 +315,17 @@ def main_dtype(index: Mapping[str, TensorInfo]) -> DType:
 
 
 def _check_shape(shape: ModelShape, where: str) -> None:
-    if shape.q_heads % shape.kv_heads:
-        raise ModelError(
-            f"{where}: {shape.q_heads} query heads are no multiple of {shape.kv_heads} KV heads", code="uneven-kv-heads"
-        )
-    if shape.head_dim % 2:
-        raise ModelError(
-            f"{where}: head_dim is {shape.head_dim}; rotary position embedding needs an even one", code="odd-head-dim"
-        )
+    for mixer in shape.mixers:
+        if mixer.heads % mixer.kv_heads:
+            raise ModelError(
+                f"{where}: {mixer.heads} query heads are no multiple of {mixer.kv_heads} KV heads",
+                code="uneven-kv-heads",
+            )
+        if mixer.head_dim % 2:
+            raise ModelError(
+                f"{where}: head_dim is {mixer.head_dim}; rotary position embedding needs an even one",
+                code="odd-head-dim",
+            )
     for token in (*shape.eos, *(() if shape.bos is None else (shape.bos,))):
         if token >= shape.vocab:
             raise ModelError(

@@ -11,7 +11,6 @@ from typing import Literal
 import msgspec
 
 from weft.checkpoint import stacks
-from weft.checkpoint.architectures.axes import axis_length
 from weft.checkpoint.architectures.parameters import Part, model_parameters
 from weft.checkpoint.architectures.published import PublishedQuantization
 from weft.checkpoint.architectures.registry import find_architecture
@@ -87,15 +86,15 @@ def expected_tensors(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]
         last = {part.source: part for part in parameter.parts}
         count = shape.experts.count if parameter.role == "expert" and shape.experts else None
         for source, part in last.items():
-            dims = _tensor_dims(shape, part)
+            dims = _tensor_dims(part)
             for expert in (None,) if count is None else range(count):
                 yield source.format(layer=layer, expert=expert), dims
 
 
-def _tensor_dims(shape: ModelShape, part: Part) -> tuple[int, ...]:
+def _tensor_dims(part: Part) -> tuple[int, ...]:
     """Dims of the tensor whose last part this is."""
-    rows = sum(axis_length(shape, axis) for axis in (*part.after, part.rows))
-    return (rows,) if part.cols is None else (rows, axis_length(shape, part.cols))
+    rows = sum(axis.length for axis in (*part.after, part.rows))
+    return (rows,) if part.cols is None else (rows, part.cols.length)
 
 
 def locate_tensors(path: str, format: FileFormat, shape: ModelShape) -> dict[str, TensorInfo]:
@@ -192,7 +191,9 @@ def rename_gguf_tensors(header: gguf.Gguf, shape: ModelShape) -> dict[str, Tenso
                 "model",
                 code="foreign-tensor",
             )
-        interleaved = shape.head_dim if known.gguf_interleaved and gguf_names.is_interleaved(ggml_name) else 0
+        interleaved = 0
+        if known.gguf_interleaved and (layer := gguf_names.interleaved_layer(ggml_name)) is not None:
+            interleaved = shape.layers[layer].mixer.head_dim
         if "{expert}" in name:
             count = shape.experts.count if shape.experts else 0
             index |= stacks.unstack_one(ggml_name, name, info, count, expected.get(name.format(expert=0), ()))
@@ -201,4 +202,4 @@ def rename_gguf_tensors(header: gguf.Gguf, shape: ModelShape) -> dict[str, Tenso
             index[name] = msgspec.structs.replace(info, dims=expected[name])
         else:
             index[name] = msgspec.structs.replace(info, interleaved=interleaved)
-    return split_heads.join_heads(index) if shape.latent else index
+    return split_heads.join_heads(index) if shape.has_latents else index

@@ -11,7 +11,7 @@ from typing import Literal
 
 from weft.checkpoint.architectures.shape import Experts, ModelShape
 from weft.config import EngineConfig
-from weft.errors import ConfigError
+from weft.errors import ConfigError, PlanError
 from weft.formatting import extra_hint, format_version
 from weft.logs import event_fields
 from weft.machine.hardware.gpus import FP8_CAPABILITY
@@ -41,9 +41,15 @@ class AttentionSpec:
 
     @classmethod
     def from_shape(cls, shape: ModelShape, dtype: str, *, fp8_cache: bool = False) -> AttentionSpec:
-        """The attention of a model that computes in `dtype`."""
-        latent = shape.latent.kv_lora_rank + shape.latent.rope_dim if shape.latent else 0
-        return cls(head_dim=shape.head_dim, group=shape.group, dtype=dtype, fp8_cache=fp8_cache, latent_dim=latent)
+        """The attention of a model that computes in `dtype`: of the layers with the longest heads, the largest groups
+        and the longest cached vectors."""
+        return cls(
+            head_dim=max(mixer.head_dim for mixer in shape.mixers),
+            group=max(mixer.group for mixer in shape.mixers),
+            dtype=dtype,
+            fp8_cache=fp8_cache,
+            latent_dim=max(mixer.latent_dim for mixer in shape.mixers),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,10 +303,25 @@ def _vllm_choice(wanted: str, spec: AttentionSpec, device: KernelDevice) -> str:
     return "auto"
 
 
+def check_equal_attention(shape: ModelShape) -> None:
+    """Raise PlanError for a model whose layers differ in what a rank's attention kernels are made for."""
+    kinds = {
+        (mixer.head_counts, mixer.head_dim, mixer.scale, mixer.latent_dim, getattr(mixer, "sinks", False))
+        for mixer in shape.mixers
+    }
+    if len(kinds) > 1:
+        each = ", ".join(f"{q} query and {kv} KV heads of {dim}" for (q, kv), dim, *_ in sorted(kinds))
+        raise PlanError(
+            f"layers of {shape.architecture} differ in their attention ({each}), and Weft's kernels run one kind of it "
+            "in a model: serve this model with another engine",
+            code="several-kinds-of-attention",
+        )
+
+
 def no_narrow_cache(dtype: str, cards: Sequence[Card], shape: ModelShape) -> str | None:
     """Reason that Weft's engine has no 8-bit KV cache of a model on these GPUs (none given: on a CPU); None if it
     has."""
-    if shape.latent:
+    if shape.has_latents:
         return (
             f"weft keeps the latent vectors of {shape.architecture} in the dtype that it computes in, not in {dtype}: "
             "leave --kv-cache-dtype out"

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from weft.checkpoint.architectures.fused import is_fused
 from weft.checkpoint.architectures.library import PREFIX
-from weft.checkpoint.architectures.shape import ModelShape
+from weft.checkpoint.architectures.shape import Attention, ModelShape
 from weft.config import EngineConfig
 from weft.errors import ConfigError
 from weft.machine.hardware.host import Host
@@ -82,8 +82,9 @@ def against_model(shape: ModelShape) -> Iterator[str]:
         yield f"{shape.architecture.removeprefix(PREFIX)} runs through Transformers' class, which is not"
     elif not is_fused(shape):
         yield f"layers of {shape.architecture} are computed with torch in part, which is not"
-    if shape.latent is None and shape.head_dim % HEAD_UNIT:
-        yield f"heads have {shape.head_dim} dims, which is no multiple of {HEAD_UNIT}"
+    for mixer in shape.mixers:
+        if isinstance(mixer, Attention) and mixer.head_dim % HEAD_UNIT:
+            yield f"heads have {mixer.head_dim} dims, which is no multiple of {HEAD_UNIT}"
 
 
 def not_deterministic(reason: str) -> ConfigError:

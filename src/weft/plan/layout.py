@@ -19,7 +19,13 @@ from weft.formatting import format_bytes, format_version
 from weft.machine.hardware.gpus import BF16_CAPABILITY
 from weft.machine.hardware.host import Host
 from weft.machine.hardware.topology import Gpu
-from weft.plan.backends import AttentionSpec, check_backend_name, kv_cache_dtype, with_attention_backend
+from weft.plan.backends import (
+    AttentionSpec,
+    check_backend_name,
+    check_equal_attention,
+    kv_cache_dtype,
+    with_attention_backend,
+)
 from weft.plan.determinism import with_fixed_order
 from weft.plan.devices import check_beside_cpu, device_kind, rank_cores, rank_devices, rank_uuids, utilization
 from weft.plan.max_memory import device_caps, parse_max_memory
@@ -84,6 +90,7 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
     dtype = compute_dtype(config, checkpoint, host, devices)
     cache_dtype = kv_cache_dtype(config, shape, host, devices)
     spec = AttentionSpec.from_shape(shape, dtype, fp8_cache=cache_dtype == "fp8")
+    check_equal_attention(shape)
     config = with_fixed_order(config, shape, spec, host, devices)
     config = with_attention_backend(config, spec, host, devices)
     schemes = tensor_schemes(config, checkpoint, dtype, devices)
@@ -240,7 +247,7 @@ def layers_by_weight(shape: ModelShape, stages: int) -> list[int]:
     place = whole(shape)
     layers_size = head_size = 0
     for parameter, layer in model_parameters(shape):
-        size = prod(parameter_dims(shape, place, parameter))
+        size = prod(parameter_dims(place, parameter))
         layers_size += size * (layer is not None)
         head_size += size * (parameter.where == "head")
     layer_size = layers_size / len(shape.layers)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
-from weft.checkpoint.architectures.axes import owned
 from weft.checkpoint.architectures.parameters import parameter_dims, rank_parameters
 from weft.checkpoint.architectures.place import Span
 from weft.checkpoint.architectures.published import ROW
@@ -187,11 +186,11 @@ def repacking_bytes(plan: Plan, rank: int) -> int:
     padding = most = 0
     place = plan.places[rank]
     for _, parameter, layer in rank_parameters(plan.shape, place):
-        axis, dims = parameter.parts[0].cols, parameter_dims(plan.shape, place, parameter)
+        axis, dims = parameter.parts[0].cols, parameter_dims(place, parameter)
         name = checkpoint_scheme(parameter, layer, plan.schemes) if axis else None
         if name is None or axis is None:
             continue
-        scheme, span, count = ALL_SCHEMES[name], owned(plan.shape, place, axis), prod(dims[:-2])
+        scheme, span, count = ALL_SCHEMES[name], axis.owned(place), prod(dims[:-2])
         spec = ProductSpec(scheme=scheme, dtype=plan.dtype, rows=dims[-2], cols=len(span))
         if against_weight(spec):
             continue

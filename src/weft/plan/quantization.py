@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from weft.checkpoint.architectures.axes import Axis, Extent, axis_length, owned
+from weft.checkpoint.architectures.axes import Axis
 from weft.checkpoint.architectures.parameters import Parameter, model_parameters
 from weft.checkpoint.architectures.place import Place, Span
 from weft.checkpoint.architectures.published import ORDERED
@@ -162,9 +162,7 @@ def _log_lost(config: EngineConfig, checkpoint: Checkpoint, dtype: DType, scheme
 
 def _warn_dequantised(shape: ModelShape, lost: Mapping[str, str], total: int, dtype: DType) -> None:
     """Warn of the tensors in `lost` (name -> type) that no scheme can hold, reason by reason."""
-    uneven = {
-        name for matrix in _matrices(shape) if not _has_whole_units(shape, matrix.parameter) for name in matrix.sources
-    }
+    uneven = {name for matrix in _matrices(shape) if not _has_whole_units(matrix.parameter) for name in matrix.sources}
     by_reason: dict[str, Counter[str]] = {}
     for name, type in lost.items():
         types = by_reason.setdefault(_dequantised_reason(type, name in uneven), Counter())
@@ -238,7 +236,7 @@ def _nearest_mix(
 
 def check_cuts(shape: ModelShape, places: Sequence[Place], schemes: Mapping[str, str]) -> None:
     """Raise PlanError if a rank's columns of a quantised matrix are not whole units of UNIT columns."""
-    off_grid = cache(partial(_off_grid_cut, shape, places))
+    off_grid = cache(partial(_off_grid_cut, places))
     for matrix in _matrices(shape):
         name = matrix.sources[0]
         if name not in schemes:
@@ -258,7 +256,7 @@ def check_planned_cuts(shape: ModelShape, places: Sequence[Place], precision: st
     def is_quantised(parameter: Parameter, layer: int) -> bool:
         return part_format(shape, held, parameter, parameter.parts[0], layer).bits < BF16.bits
 
-    off_grid = cache(partial(_off_grid_cut, shape, places))
+    off_grid = cache(partial(_off_grid_cut, places))
     for parameter, layer in model_parameters(shape):
         uneven = off_grid(parameter.parts[0].cols)
         if uneven is not None and is_quantised(parameter, layer or 0):
@@ -267,13 +265,13 @@ def check_planned_cuts(shape: ModelShape, places: Sequence[Place], precision: st
             raise _cut_error(shape, quantised, *uneven, name, precision, "--precision bf16")
 
 
-def _off_grid_cut(shape: ModelShape, places: Sequence[Place], axis: Axis | Extent | None) -> tuple[Place, Span] | None:
+def _off_grid_cut(places: Sequence[Place], axis: Axis | None) -> tuple[Place, Span] | None:
     """The first rank whose columns of a matrix are not whole units, and these columns; None if all are. `axis` is the
     axis of the columns, None for a vector."""
     if axis is None:
         return None
     for place in places:
-        cols = owned(shape, place, axis)
+        cols = axis.owned(place)
         if cols.start % UNIT or cols.stop % UNIT:
             return place, cols
     return None
@@ -297,7 +295,7 @@ def _working_sizes(shape: ModelShape, quantised: Sequence[Parameter]) -> list[in
     axes = {parameter.parts[0].cols for parameter in quantised}
     for size in range(1, min(shape.q_heads, MAX_SIZES) + 1):
         places = cut_places(shape, [1.0] * size, [len(shape.layers)], ffn_unit=unit)
-        if all(_off_grid_cut(shape, places, axis) is None for axis in axes):
+        if all(_off_grid_cut(places, axis) is None for axis in axes):
             sizes.append(size)
     return sizes
 
@@ -346,7 +344,7 @@ def held_tensors(shape: ModelShape, stored: Mapping[str, str]) -> dict[str, str]
     """
     schemes: dict[str, str] = {}
     for matrix in _matrices(shape):
-        if matrix.parameter.role == "expansion" or not _has_whole_units(shape, matrix.parameter):
+        if matrix.parameter.role == "expansion" or not _has_whole_units(matrix.parameter):
             continue
         scheme = scheme_for_types(stored.get(name, "") for name in matrix.sources)
         if scheme is not None and (scheme not in FLOAT_SCHEMES or matrix.parameter.role == "expert"):
@@ -354,10 +352,10 @@ def held_tensors(shape: ModelShape, stored: Mapping[str, str]) -> dict[str, str]
     return schemes
 
 
-def _has_whole_units(shape: ModelShape, parameter: Parameter) -> bool:
+def _has_whole_units(parameter: Parameter) -> bool:
     """Return True if a matrix has a multiple of UNIT columns, as kernels need them."""
     cols = parameter.parts[0].cols
-    return cols is not None and axis_length(shape, cols) % UNIT == 0
+    return cols is not None and cols.length % UNIT == 0
 
 
 def _matrices(shape: ModelShape) -> Iterator[Matrix]:

@@ -25,7 +25,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from weft.checkpoint.architectures.axes import axis_length
 from weft.checkpoint.architectures.parameters import Parameter, model_parameters
 from weft.checkpoint.architectures.published import (
     ORDERED,
@@ -187,7 +186,7 @@ def _scheme_in_config(shape: ModelShape, published: PublishedQuantization, param
     cols = parameter.parts[0].cols
     if not published.wide or cols is None:
         return published.scheme
-    return wide_scheme_name(published.wide, held_group(published.group, axis_length(shape, cols)))
+    return wide_scheme_name(published.wide, held_group(published.group, cols.length))
 
 
 def _with_exceptions(shape: ModelShape, schemes: Mapping[str, str]) -> ModelShape:

@@ -19,7 +19,6 @@ from functools import lru_cache
 
 import msgspec
 
-from weft.checkpoint.architectures.axes import axis_length, owned
 from weft.checkpoint.architectures.parameters import (
     Parameter,
     Part,
@@ -196,7 +195,7 @@ def _usual_format(shape: ModelShape, precision: str, parameter: Parameter, part:
         return BF16
     if precision == "fp8" and known.fp8_in_blocks:
         return FP8_BLOCKS
-    if precision in ("int8", "int4") and axis_length(shape, part.cols) % UNIT:
+    if precision in ("int8", "int4") and part.cols.length % UNIT:
         return BF16
     return MATRICES[precision]
 
@@ -243,8 +242,8 @@ def parameter_bytes(shape: ModelShape, precision: str, place: Place, parameter: 
     layer."""
     total = 0
     for part in parameter.parts:
-        rows = owned(shape, place, part.rows)
-        cols = Span(0, 1) if part.cols is None else owned(shape, place, part.cols)
+        rows = part.rows.owned(place)
+        cols = Span(0, 1) if part.cols is None else part.cols.owned(place)
         total += part_format(shape, precision, parameter, part, layer).nbytes(rows, cols)
     return total * len(place.experts) if parameter.role == "expert" else total
 

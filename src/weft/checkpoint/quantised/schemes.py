@@ -12,7 +12,6 @@ from typing import Literal
 
 import msgspec
 
-from weft.checkpoint.architectures.axes import axis_length
 from weft.checkpoint.architectures.parameters import Parameter
 from weft.checkpoint.architectures.place import Span
 from weft.checkpoint.architectures.published import (
@@ -222,7 +221,7 @@ def scheme_for_parameter(shape: ModelShape, precision: str, parameter: Parameter
     checkpoint.
     """
     cols = parameter.parts[0].cols
-    if cols is None or axis_length(shape, cols) % UNIT or parameter.role == "expansion":
+    if cols is None or cols.length % UNIT or parameter.role == "expansion":
         return None
     if shape.published and precision == shape.published.precision:
         return _published_scheme(shape.published, parameter, layer)

@@ -100,7 +100,7 @@ def _experts_on_gpus(question: Question, best: Candidate) -> Iterator[Note]:
 def _latent_copies(question: Question, best: Candidate) -> Iterator[Note]:
     """Tensor parallelism does not divide a cache of latents, attention groups do."""
     shape, ranks = question.shape, best.layout.tensor_parallel
-    if shape.latent is None or ranks == 1:
+    if not shape.has_latents or ranks == 1:
         return
     yield create_note(
         "latent_kv_copied",

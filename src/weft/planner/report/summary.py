@@ -111,7 +111,7 @@ def _attention_groups(question: Question, best: Candidate, candidates: Sequence[
 
     Nothing if the figures do not say so: then another reason has decided, which `choice_reasons` tells."""
     grouped = best.cut.shares_experts
-    if question.shape.latent is None or not (grouped or best.cut.tensor_parallel > 1):
+    if not question.shape.has_latents or not (grouped or best.cut.tensor_parallel > 1):
         return
     cuts = [(candidate, candidate.cut) for candidate in candidates]
     others = [each for each, cut in cuts if cut.shares_experts != grouped and (cut.tensor_parallel > 1 or not grouped)]

@@ -15,7 +15,6 @@ from typing import Protocol
 import msgspec
 import torch
 
-from weft.checkpoint.architectures.axes import owned
 from weft.checkpoint.architectures.parameters import parameter_dims, rank_parameters
 from weft.checkpoint.architectures.place import Place, Span
 from weft.checkpoint.tensor_index import expected_tensors, locate_tensors
@@ -37,7 +36,7 @@ from weft.ranks.weights.stored import StoredWeights
 from weft.ranks.weights.tabled import BitsAndBytesWeights
 
 # Fields of a Fill that the loader knows. With any other field set it would load the wrong numbers in silence.
-KNOWN_FIELDS = frozenset({"param", "source", "rows", "cols", "at", "expert"})
+KNOWN_FIELDS = frozenset({"param", "source", "rows", "cols", "at", "expert", "unit"})
 REPORT_S = 0.1  # least seconds between two reports of the bytes that are read
 
 
@@ -90,7 +89,7 @@ def allocate_parameters(
     for name, parameter, layer in rank_parameters(shape, place):
         if names is not None and name not in names:
             continue
-        dims, cols = parameter_dims(shape, place, parameter), parameter.parts[0].cols
+        dims, cols = parameter_dims(place, parameter), parameter.parts[0].cols
         scheme = checkpoint_scheme(parameter, layer, plan.schemes) if cols else None
         if scheme is None or cols is None:
             where = device if parameter.is_read_directly else matrices or device
@@ -98,7 +97,7 @@ def allocate_parameters(
         else:
             *experts, rows, _ = dims
             targets[name] = QuantisedWeight.empty(
-                scheme, rows, owned(shape, place, cols), dtype, matrices or device, tuple(experts)
+                scheme, rows, cols.owned(place), dtype, matrices or device, tuple(experts)
             )
     return targets
 
@@ -158,7 +157,7 @@ def load_weights(
                 fill.rows,
                 fill.cols,
                 width=dims[fill.source][-1],
-                head_dim=plan.shape.head_dim,
+                unit=fill.unit,
                 into=into,
                 dtype=source.dtype(fill.source),
                 rounding=rounding,
