@@ -12,7 +12,7 @@ import torch
 from safetensors.numpy import load_file
 
 from tests.cpu import checkpoints
-from tests.pure.gguf_files import GGML, ggml_name, interleave, is_interleaved, metadata_of, stacked, write
+from tests.pure.gguf_files import GGML, ggml_name, interleave, interleaved_dim, metadata_of, stacked, write
 from tests.refusals import refuses
 from weft import LLM, SamplingParams
 from weft.checkpoint.architectures.shape import LatentAttention, ModelShape
@@ -45,8 +45,8 @@ def ggml_tensors(tensors: Mapping[str, np.ndarray], shape: ModelShape) -> dict[s
     """Tensors as llama.cpp's converter writes them: experts in stacks, the offset of norms added to their weights."""
     pairs = []
     for name, value in sorted(one_by_one(tensors).items(), key=lambda item: expert_number(item[0])):
-        moved = is_interleaved(name, shape)
-        value = interleave(value, shape.mixers[0].head_dim) if moved else value
+        moved = interleaved_dim(name, shape)
+        value = interleave(value, moved) if moved else value
         own = ggml_name(name, shape.architecture)
         pairs.append((own, (value + shape.norm.offset if "norm" in own else value).squeeze()))
     return stacked(pairs)  # type: ignore[return-value]
