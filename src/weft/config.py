@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
-from weft.checkpoint.quantised.schemes import QUANTIZATIONS
+from weft.checkpoint.quantised.registry import QUANTIZATIONS
 from weft.errors import ConfigError
 
 PRODUCT_BACKENDS = ("auto", "own", "humming")
