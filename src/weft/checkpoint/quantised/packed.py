@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from weft.checkpoint.architectures.published import Numbers
 from weft.checkpoint.files.model_file import read_tensor
 from weft.checkpoint.files.tensor import TensorInfo
 from weft.errors import ModelError
@@ -12,11 +13,12 @@ SCALE_TYPES = ("F16", "BF16", "F32")
 class Packed(TensorInfo, frozen=True, kw_only=True):
     """A matrix stored in several tensors, or the matrices of all experts. Each layout has a class of its own.
 
-    - `dims`: [rows, cols] of numbers of `bits` bits each. `type`: a scheme's name; no kernel multiplies with some.
+    - `dims`: [rows, cols] of `numbers` of `bits` bits each. `type`: a scheme's name; no kernel multiplies with some.
     - `group`: columns that share a scale, unless `type` ends in ORDERED: then each column names its group.
     - `symmetric`: zero is in the middle of the range, even if stored zero points say so.
     """
 
+    numbers: Numbers
     bits: int
     group: int
     symmetric: bool = True

@@ -9,7 +9,7 @@ import torch
 
 from weft.checkpoint.architectures.place import Span
 from weft.checkpoint.quantised.packed import Packed
-from weft.checkpoint.quantised.schemes import ALL_SCHEMES, FP8_SCHEMES, MXFP4_VALUES, TABLES
+from weft.checkpoint.quantised.schemes import FP8_SCHEMES, MXFP4_VALUES, TABLES
 from weft.errors import ModelError
 from weft.ranks.quant.quantised import QuantisedWeight, pack_nibbles
 from weft.ranks.weights.readers import READERS, Range, StoredRange
@@ -17,7 +17,7 @@ from weft.ranks.weights.stored import StoredWeights, rows_at_once
 
 logger = logging.getLogger("weft")
 
-LOOKUP = TABLES | {"mxfp4": MXFP4_VALUES}  # values of 4-bit numbers, by `Scheme.lowest`
+LOOKUP = TABLES | {"mxfp4": MXFP4_VALUES}  # values of 4-bit numbers
 
 
 class PublishedWeights(StoredWeights):
@@ -106,12 +106,11 @@ def _row_chunks(info: Packed, rows: Span, device: torch.device) -> Iterator[tupl
 
 def _values(info: Packed, stored: StoredRange) -> torch.Tensor:
     """The weights that numbers stand for: [rows, cols] float32."""
-    scheme, numbers = ALL_SCHEMES.get(info.type), stored.numbers
-    scales = stored.scales.to(numbers.device)
-    if scheme is not None and scheme.lowest == "fp8":
+    numbers, scales = stored.numbers, stored.scales.to(stored.numbers.device)
+    if info.numbers == "fp8":
         values = numbers.view(torch.float8_e4m3fn).float()
-    elif scheme is not None and scheme.lowest in LOOKUP:
-        values = torch.tensor(LOOKUP[scheme.lowest], device=numbers.device).take(numbers.long())
+    elif info.numbers in LOOKUP:
+        values = torch.tensor(LOOKUP[info.numbers], device=numbers.device).take(numbers.long())
     elif stored.zeros is None:
         values = numbers.float().sub_(1 << info.bits - 1)
     else:

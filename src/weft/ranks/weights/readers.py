@@ -18,7 +18,7 @@ from weft.checkpoint.quantised.formats.mxfp4 import BLOCK, PackedBlocks
 from weft.checkpoint.quantised.layouts.byte_numbers import PackedBytes
 from weft.checkpoint.quantised.layouts.words import WORD, PackedWords
 from weft.checkpoint.quantised.packed import Packed
-from weft.checkpoint.quantised.schemes import FP8_SCHEMES, TABLES
+from weft.checkpoint.quantised.schemes import TABLES
 from weft.errors import ModelError
 from weft.ranks.weights.blocks import MXFP4_NAN
 from weft.ranks.weights.finite import check_finite
@@ -135,7 +135,7 @@ def _unpack_rows(info: PackedWords, words: torch.Tensor, rows: Span) -> torch.Te
 def _read_bytes(info: PackedBytes, part: Range) -> StoredRange:
     """FP8 numbers, or signed integers as unsigned ones. Raises ModelError for an FP8 value that is no number."""
     numbers = _read_rows(info, info.values, part.rows)[:, part.cols.start : part.cols.stop]
-    is_signed = info.type not in FP8_SCHEMES
+    is_signed = info.numbers == "signed"
     if not is_signed and numbers.bitwise_and(NOT_A_NUMBER).eq(NOT_A_NUMBER).any():
         raise ModelError(f"{info.file}: tensor {part.source} has a NaN; fetch it again", code="weight-not-a-number")
     numbers = numbers.to(part.device)

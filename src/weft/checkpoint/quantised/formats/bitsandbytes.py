@@ -164,6 +164,7 @@ def _join_table(index: Index, name: str) -> PackedTable:
         dims=state.shape,
         offset=values.offset,
         nbytes=sum(part.nbytes for part in parts),
+        numbers=state.quant_type,
         bits=4,
         group=group,
         values=values,

@@ -49,6 +49,7 @@ def _join(index: Index, _: PublishedQuantization) -> dict[str, TensorInfo]:
             dims=(*scales.dims[:-1], scales.dims[-1] * elements),
             offset=values.offset,
             nbytes=values.nbytes + scales.nbytes,
+            numbers="mxfp4",
             bits=4,
             group=elements,
             values=values,

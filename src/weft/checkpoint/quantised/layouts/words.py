@@ -8,7 +8,6 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import msgspec
 
@@ -62,16 +61,6 @@ class PackedWords(Packed, frozen=True, kw_only=True):
     zero_offset: int
 
 
-class _Sizes(NamedTuple):
-    """Sizes of a matrix, and the dims that its tensors of numbers and zero points must have."""
-
-    rows: int
-    cols: int
-    groups: int
-    values: tuple[int, ...]
-    zeros: tuple[int, ...]
-
-
 def join_words(
     index: Mapping[str, TensorInfo], published: PublishedQuantization, layout: WordLayout
 ) -> dict[str, TensorInfo]:
@@ -98,26 +87,28 @@ def _join(
 ) -> PackedWords:
     """Join the tensors of one matrix, and check that they fit together."""
     scales, zeros, order = _find_parts(index, layer, values, published, layout)
-    bits = _stored_bits(published, layout, scales, zeros)
+    rows, groups = layout.dims(*scales.dims)
+    bits = _stored_bits(published, layout, rows, zeros)
     if bits not in BITS:
         raise wrong_part(values, layer, f"has numbers of {bits} bits; Weft reads 4 and 8", code="packed-bits-not-read")
-    sizes = _sizes(layout, bits, values, scales)
-    check_part(values, layer, ("I32",), sizes.values)
+    per_word, stored_cols = WORD // bits, layout.dims(*values.dims)[1]
+    cols, words = stored_cols * (1 if layout.packs_rows else per_word), -(-rows // per_word)
+    check_part(values, layer, ("I32",), layout.dims(words if layout.packs_rows else rows, stored_cols))
     check_part(scales, layer, SCALE_TYPES)
     if zeros is not None:
-        check_part(zeros, layer, ("I32",), sizes.zeros)
+        check_part(zeros, layer, ("I32",), layout.dims(words, groups))
     if layout.shape:
-        _check_shape(index.get(f"{layer}.{layout.shape}"), layer, layout, sizes, bits)
-    group = _group_columns(sizes.cols, sizes.groups, published)
+        _check_shape(index.get(f"{layer}.{layout.shape}"), f"{layer}.{layout.shape}", (rows, cols), per_word)
+    group = _group_columns(cols, groups, published)
     if group is None:
         raise wrong_part(
             scales,
             layer,
-            f"has {sizes.groups} scales for rows of {sizes.cols} columns, and the config groups of "
+            f"has {groups} scales for rows of {cols} columns, and the config groups of "
             f"{'whole rows' if published.group == ROW else published.group}",
             code="scales-do-not-divide-rows",
         )
-    in_order = order is None or _is_in_order(order, layer, sizes.cols, group, published)
+    in_order = order is None or _is_in_order(order, layer, cols, group, published)
     if order is None and published.ordered and not published.mixed:
         raise wrong_part(
             values,
@@ -129,9 +120,10 @@ def _join(
     return PackedWords(
         file=values.file,
         type=scheme_name("integers", group, bits, symmetric) + ("" if in_order else ORDERED),
-        dims=(sizes.rows, sizes.cols),
+        dims=(rows, cols),
         offset=values.offset,
         nbytes=sum(info.nbytes for info in (values, scales, zeros, order) if info is not None),
+        numbers="integers",
         bits=bits,
         group=group,
         symmetric=symmetric,
@@ -163,44 +155,31 @@ def _find_parts(
     return scales, zeros, index.get(f"{layer}.{layout.order}") if layout.order else None
 
 
-def _stored_bits(
-    published: PublishedQuantization, layout: WordLayout, scales: TensorInfo, zeros: TensorInfo | None
-) -> int:
+def _stored_bits(published: PublishedQuantization, layout: WordLayout, rows: int, zeros: TensorInfo | None) -> int:
     """Bits per number: the config's, unless the zero points show others (a layer of its own, GPTQ's "dynamic")."""
     if zeros is None or len(zeros.dims) != 2:
         return published.bits
-    rows, words = layout.dims(*scales.dims)[0], layout.dims(*zeros.dims)[0]
+    words = layout.dims(*zeros.dims)[0]
     if words == -(-rows * published.bits // WORD):
         return published.bits
     return words * WORD // max(1, rows)
 
 
-def _sizes(layout: WordLayout, bits: int, values: TensorInfo, scales: TensorInfo) -> _Sizes:
-    """Sizes of a matrix from its packed numbers and scales."""
-    per_word = WORD // bits
-    rows, groups = layout.dims(*scales.dims)
-    cols = layout.dims(*values.dims)[1] * (1 if layout.packs_rows else per_word)
-    words = -(-rows // per_word)
-    stored = (words, cols) if layout.packs_rows else (rows, -(-cols // per_word))
-    return _Sizes(rows, cols, groups, layout.dims(*stored), layout.dims(words, groups))
-
-
-def _check_shape(info: TensorInfo | None, layer: str, layout: WordLayout, sizes: _Sizes, bits: int) -> None:
-    """Raise ModelError unless the stored [rows, cols] of a matrix agree with its tensors."""
+def _check_shape(info: TensorInfo | None, name: str, dims: tuple[int, int], per_word: int) -> None:
+    """Raise ModelError unless the [rows, cols] of a matrix that the tensor `name` stores agree with `dims`."""
     if info is None or info.type not in SHAPE_TYPES or info.dims != (2,):
         stored = "missing" if info is None else f"{info.type} of {list(info.dims)}"
         raise ModelError(
-            f"{layer}.{layout.shape} is {stored}; it must be {' or '.join(SHAPE_TYPES)} of [2]; fetch the model again",
+            f"{name} is {stored}; it must be {' or '.join(SHAPE_TYPES)} of [2]; fetch the model again",
             code="packed-part-of-other-dims",
         )
     rows, cols = struct.unpack(SHAPE_TYPES[info.type], read_tensor(info))
-    per_word = WORD // bits
-    if rows != sizes.rows or -(-cols // per_word) * per_word != sizes.cols:
+    if (rows, -(-cols // per_word) * per_word) != dims:
+        layer, _, suffix = name.rpartition(".")
         raise wrong_part(
             info,
             layer,
-            f"says in {layout.shape} that it is of [{rows}, {cols}], and its numbers are of "
-            f"[{sizes.rows}, {sizes.cols}]",
+            f"says in {suffix} that it is of [{rows}, {cols}], and its numbers are of {list(dims)}",
             code="packed-part-of-other-dims",
         )
 
