@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from enum import Flag, auto
 from typing import Any, Literal
 
-from weft.checkpoint.quantised.schemes import QUANTIZATIONS
+from weft.checkpoint.quantised.registry import QUANTIZATIONS
 from weft.errors import ConfigError
 
 PRODUCT_BACKENDS = ("auto", "own", "humming")

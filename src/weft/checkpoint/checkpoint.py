@@ -18,11 +18,12 @@ from weft.checkpoint.files.tensor import DENSE, ENCODINGS, TensorInfo
 from weft.checkpoint.gguf import shape as gguf_shape
 from weft.checkpoint.hub import demo, hub, model_names
 from weft.checkpoint.names import gguf_reference
-from weft.checkpoint.quantised import packed
+from weft.checkpoint.quantised.packed import Packed
+from weft.checkpoint.quantised.registry import find_packed_name
+from weft.checkpoint.quantised.stored_types import stored_types, with_stored_types
 from weft.checkpoint.tensor_index import (
     FileFormat,
     drafting_layers,
-    find_packed_name,
     locate_tensors,
     rename_gguf_tensors,
     rename_tensors,
@@ -106,7 +107,7 @@ def resolve(
     _check_shape(contents.shape, str(path))
     shape, pooled = _with_pooling(path, contents, task)
     if dummy:
-        format, quantised = "dummy", packed.stored_types(shape)
+        format, quantised = "dummy", stored_types(shape)
     else:
         shape, quantised = _with_stored_tensors(shape, contents.tensors, path, format, strict=strict)
     return Checkpoint(
@@ -169,7 +170,7 @@ def _with_stored_tensors(
     tensors = select_tensors(index, shape, str(path), format)
     _report_unread(index, tensors, shape, path, strict=strict)
     quantised = {name: info.type for name, info in tensors.items() if _is_quantised(info)}
-    return packed.with_stored_types(shape, tensors), quantised
+    return with_stored_types(shape, tensors), quantised
 
 
 def _report_unread(
@@ -241,7 +242,7 @@ def _sharded_checkpoint(model: str, folder: Path, model_impl: str, task: pooling
 
 
 def _is_quantised(info: TensorInfo) -> bool:
-    return isinstance(info, packed.Packed) or ENCODINGS[info.type].elements > 1
+    return isinstance(info, Packed) or ENCODINGS[info.type].elements > 1
 
 
 def _locate(model: str, revision: str | None, token: str | None, folder: str | None, *, weights: bool) -> Path:

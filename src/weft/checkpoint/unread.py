@@ -21,9 +21,10 @@ PARTS = {
     "buffers, which are computed here": re.compile(
         r"\.(rotary_emb\.(inv_freq|(cos|sin)_cached)|(attn|attention)\.(bias|masked_bias)|position_ids)$"
     ),
-    "the quantisation of activations, which are not rounded here": re.compile(
-        r"\.(input_(scale|zero_point|scale_inv|global_scale)|activation_scale|weight_format|weight_zero_point)$"
+    "its quantisation of activations, which are not rounded here": re.compile(
+        r"\.(input_(scale|zero_point|scale_inv|global_scale)|activation_scale|weight_format)$"
     ),
+    "its packed matrices, which are known without them": re.compile(r"\.(weight_shape|weight_zero_point|g_idx)$"),
 }
 HEAD_COPY = "a copy of its embedding in the place of the head"
 

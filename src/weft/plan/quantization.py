@@ -15,9 +15,9 @@ from weft.checkpoint.architectures.published import ORDERED
 from weft.checkpoint.architectures.shape import DTYPE_BYTES, DType, ModelShape
 from weft.checkpoint.files.gguf_types import MIXES, gguf_type
 from weft.checkpoint.quantised.precision import BF16, OF_DTYPE, held_precision, part_format
+from weft.checkpoint.quantised.registry import METHODS
 from weft.checkpoint.quantised.schemes import (
     FLOAT_SCHEMES,
-    METHODS,
     ONLINE_QUANTIZATIONS,
     UNIT,
     scheme_for_parameter,

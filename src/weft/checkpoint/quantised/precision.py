@@ -31,6 +31,7 @@ from weft.checkpoint.architectures.published import ORDERED, ROW, PublishedQuant
 from weft.checkpoint.architectures.registry import find_architecture
 from weft.checkpoint.architectures.shape import DType, LayerSpec, ModelShape
 from weft.checkpoint.files import gguf_types
+from weft.checkpoint.quantised.registry import FORMAT_ALIASES
 from weft.checkpoint.quantised.schemes import ALL_SCHEMES, UNIT, WIDE_SCHEMES, Scheme, scheme_for_parameter
 from weft.errors import ConfigError
 
@@ -71,28 +72,26 @@ OTHERS = {"fp32": FP32}
 # Precision of weights that are not quantised.
 OF_DTYPE: dict[DType, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 NAMES = (*MATRICES, *gguf_types.MIXES)
-ALIASES = gguf_types.ALIASES | {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "half": "fp16",
-    "f16": "fp16",
-    "float32": "fp32",
-    "f32": "fp32",
-    "float": "fp32",
-    "fp4": "nvfp4",
-    "awq": "int4",
-    "gptq": "int4",
-    "gptq-int4": "int4",
-    "gptq-int8": "int8",
-    "awq-int4": "int4",
-    "w4a16": "int4",
-    "w8a16": "int8",
-    "4bit": "int4",
-    "4-bit": "int4",
-    "8bit": "int8",
-    "8-bit": "int8",
-    "mxfp4/fp8": "mxfp4",
-}
+ALIASES = (
+    gguf_types.ALIASES
+    | FORMAT_ALIASES
+    | {
+        "bfloat16": "bf16",
+        "float16": "fp16",
+        "half": "fp16",
+        "f16": "fp16",
+        "float32": "fp32",
+        "f32": "fp32",
+        "float": "fp32",
+        "fp4": "nvfp4",
+        "w8a16": "int8",
+        "4bit": "int4",
+        "4-bit": "int4",
+        "8bit": "int8",
+        "8-bit": "int8",
+        "mxfp4/fp8": "mxfp4",
+    }
+)
 # Meanings of a number of bits alone.
 OF_BITS = {"q4": ("q4_k_m", "int4"), "q8": ("q8_0", "int8")}
 LAYER = re.compile(r"\.(\d+)\.")  # a layer's number in the name of a tensor

@@ -26,14 +26,10 @@ from weft.ranks.quant.rounding import Rounding, round_into
 from weft.ranks.weights.derive import derive_parameters
 from weft.ranks.weights.dummy import DummyWeights
 from weft.ranks.weights.finite import NotFiniteError
-from weft.ranks.weights.fp8 import Fp8Weights
-from weft.ranks.weights.mxfp4 import Mxfp4Weights
-from weft.ranks.weights.packed import PackedWeights
+from weft.ranks.weights.published import PublishedWeights
 from weft.ranks.weights.quantised import quantise
 from weft.ranks.weights.sharded import read_shard
-from weft.ranks.weights.signed import SignedWeights
 from weft.ranks.weights.stored import StoredWeights
-from weft.ranks.weights.tabled import BitsAndBytesWeights
 
 # Fields of a Fill that the loader knows. With any other field set it would load the wrong numbers in silence.
 KNOWN_FIELDS = frozenset({"param", "source", "rows", "cols", "at", "expert", "unit"})
@@ -107,14 +103,7 @@ def open_source(plan: Plan) -> WeightSource:
     if plan.load_format == "dummy":
         return DummyWeights(dict(expected_tensors(plan.shape)), plan.seed)
     infos = locate_tensors(plan.checkpoint, plan.load_format, plan.shape)
-    published = plan.shape.published
-    if published is None:
-        return StoredWeights(infos)
-    if published.floating:
-        return Fp8Weights(infos)
-    if published.wide:
-        return (SignedWeights if published.wide == "signed" else BitsAndBytesWeights)(infos)
-    return Mxfp4Weights(infos) if published.method == "mxfp4" else PackedWeights(infos)
+    return StoredWeights(infos) if plan.shape.published is None else PublishedWeights(infos)
 
 
 def load_weights(
