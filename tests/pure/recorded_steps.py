@@ -23,7 +23,6 @@ from tests.pure.scheduling import DRAFT, layout
 from weft.engine.core import engine
 from weft.engine.core.commands import Command, Replies, ResetPrefixCache, Sleep, Wake
 from weft.engine.core.engine import EngineCore
-from weft.engine.core.fair import FairScheduler
 from weft.engine.core.grammar import Matcher
 from weft.engine.core.groups import GroupedScheduler
 from weft.engine.core.identity import PLAIN, RequestIdentity
@@ -44,6 +43,7 @@ from weft.engine.core.step import (
     TokenLogprobs,
 )
 from weft.engine.core.token_ids import TokenIds
+from weft.engine.core.view import SchedulerSettings
 from weft.errors import QueueFullError, RequestError
 from weft.plan.plan import Speculation
 
@@ -80,8 +80,6 @@ class Settings(msgspec.Struct, kw_only=True):
 
 def create_core(settings: Settings, executor: Any, clock: Callable[[], float], grammars: Grammars | None) -> EngineCore:
     """The core of a scenario."""
-    kind = FairScheduler if settings.policy == "fair" else Scheduler
-    policy: Any = settings.policy
 
     def create_scheduler() -> Scheduler:
         chunk = settings.max_num_batched_tokens
@@ -93,18 +91,17 @@ def create_core(settings: Settings, executor: Any, clock: Callable[[], float], g
             counted=settings.counted,
         )
         kv.growth = settings.growth
-        return kind(
-            kv=kv,
+        limits = SchedulerSettings(
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_num_queued=settings.max_num_queued,
             max_model_len=settings.max_model_len,
             stages=settings.stages,
-            policy=policy,
+            policy=settings.policy,
             lookahead=settings.lookahead,
             speculation=settings.speculation,
-            grammars=grammars,
         )
+        return Scheduler(limits, kv, grammars)
 
     groups = [create_scheduler() for _ in range(settings.groups)]
     pace = FairPace if settings.policy == "fair" else Pace
