@@ -7,6 +7,7 @@ from typing import Any
 
 from weft.checkpoint.architectures.kv import kv_layout
 from weft.checkpoint.names.catalogue import find
+from weft.engine.core.view import SchedulerSettings
 from weft.fleet.upstreams.policy import LeastConnections
 from weft.machine.hardware.cluster import parse_gpus
 from weft.planner.deployment import deploy
@@ -44,15 +45,17 @@ PROMPT, ANSWER = FixedLength(512), UniformLength(16, 240)
 def spec(costs: StepPredictor = STEPS, **limits: Any) -> ReplicaSpec:
     """A replica with room for much, unless it is said."""
     usual: dict[str, Any] = {
-        "num_blocks": 20_000,
-        "kv": kv_layout(find("Llama-3.1-8B").shape, block_size=16, chunk=2048),
         "max_num_seqs": 256,
         "max_num_batched_tokens": 2048,
         "max_num_queued": 1000,
         "max_model_len": 8192,
         "stages": 1,
+        "policy": "fcfs",
     }
-    return ReplicaSpec(predictors=(costs,), **{**usual, **limits})
+    blocks = limits.pop("num_blocks", 20_000)
+    kv = limits.pop("kv", kv_layout(find("Llama-3.1-8B").shape, block_size=16, chunk=2048))
+    settings = SchedulerSettings(**{**usual, **limits})
+    return ReplicaSpec(predictors=(costs,), kv=kv, num_blocks=blocks, scheduler=settings)
 
 
 def load(input_len: Lengths = PROMPT, output_len: Lengths = ANSWER, **said: Any) -> SimulatedLoad:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from weft.config import EngineConfig
+from weft.engine.core.view import SchedulerSettings
 from weft.errors import PlanError
 from weft.planner.memory.footprint import ReplicaMemory
 from weft.planner.memory.request_kv import BLOCK
@@ -87,10 +88,13 @@ def _replica_spec(
         predictors=predictors,
         kv=memory.kv.layout,
         num_blocks=memory.num_blocks,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=memory.batched_tokens,
-        max_num_queued=limits.max_num_queued,
-        max_model_len=question.workload.max_model_len or question.shape.longest,
-        stages=stages,
-        lookahead=lookahead and stages == 1,
+        scheduler=SchedulerSettings(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=memory.batched_tokens,
+            max_num_queued=limits.max_num_queued,
+            max_model_len=question.workload.max_model_len or question.shape.longest,
+            stages=stages,
+            policy="fcfs",
+            lookahead=lookahead and stages == 1,
+        ),
     )
