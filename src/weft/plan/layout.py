@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -23,6 +22,7 @@ from weft.plan.backends import AttentionSpec, check_backend_name, kv_cache_dtype
 from weft.plan.determinism import with_fixed_order
 from weft.plan.devices import check_beside_cpu, device_kind, rank_cores, rank_devices, rank_uuids, utilization
 from weft.plan.max_memory import device_caps, parse_max_memory
+from weft.plan.parallelism import Parallelism, asked_parallelism
 from weft.plan.placement import check_flags
 from weft.plan.places import column_unit, cut_places
 from weft.plan.plan import Plan, RankDevice, named_devices
@@ -34,7 +34,6 @@ from weft.plan.quantization import (
     quantization_name,
     tensor_schemes,
 )
-from weft.plan.rules import ExpertCut, check_expert_flags, check_layout, check_tensor_split, cut_of_experts
 from weft.plan.shards import check_shards
 from weft.plan.speculation import draft_plan
 from weft.plan.split import split
@@ -73,14 +72,11 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
     """
     check_config(config)
     shape = checkpoint.shape
-    config = with_partition(config, host)
-    weights, stages = rank_cut(config, shape)
-    experts = expert_cut(config, shape, len(weights))
+    cut = engine_parallelism(config, shape, host.environment)
     device = device_kind(config, host)
-    ranks = len(weights) * len(stages) * experts.data_parallel
     caps = device_caps(config.max_memory, len(host.gpus), on_cpu=device == "cpu", ids=config.device_ids)
-    devices = rank_devices(config, host, device, ranks, caps)
-    check_beside_cpu(devices, len(stages))
+    devices = rank_devices(config, host, device, cut.engine_ranks, caps)
+    check_beside_cpu(devices, cut.pipeline_parallel)
     dtype = compute_dtype(config, checkpoint, host, devices)
     cache_dtype = kv_cache_dtype(config, shape, host, devices)
     spec = AttentionSpec.from_shape(shape, dtype, fp8_cache=cache_dtype == "fp8")
@@ -92,10 +88,10 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
     unit = column_unit(shape, cut_precision(config, shape, schemes))
     places = cut_places(
         shape,
-        weights,
-        stages,
-        data_parallel=experts.data_parallel,
-        expert_parallel=experts.expert_parallel,
+        cut.weights,
+        cut.pipeline_split,
+        data_parallel=cut.groups,
+        expert_parallel=cut.expert_parallel,
         ffn_unit=unit,
     )
     check_cuts(shape, places, schemes)
@@ -125,7 +121,7 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
         product_backend=config.product_backend,
         deterministic=config.deterministic,
         graphs=device == "cuda" and not config.enforce_eager and shape.library is None,
-        lookahead=lookahead(config, device, len(stages)),
+        lookahead=lookahead(config, device, cut.pipeline_parallel),
         seed=config.seed,
     )
     if checkpoint.sharded is not None:
@@ -162,10 +158,7 @@ def check_config(config: EngineConfig) -> None:
                 f"gpu_memory_utilization is {share}; it is a share of each GPU's memory, above 0 up to 1",
                 code="bad-utilization",
             )
-    check_expert_flags(
-        enable_expert_parallel=config.enable_expert_parallel,
-        expert_parallel_size=config.expert_parallel_size,
-    )
+    asked_parallelism(vars(config))
     if config.device_map is not None:
         if config.plan is not None:
             raise ConfigError(
@@ -175,57 +168,19 @@ def check_config(config: EngineConfig) -> None:
         check_flags(config.device_map, vars(config))
     if config.max_memory is not None:
         parse_max_memory(config.max_memory)  # raises ConfigError
-    if config.tensor_split is not None:
-        check_tensor_split(config.tensor_split)
 
 
-def with_partition(config: EngineConfig, host: Host) -> EngineConfig:
-    """Take the layers per stage from VLLM_PP_LAYER_PARTITION if the config leaves them open.
+def engine_parallelism(
+    config: EngineConfig, shape: ModelShape, environment: Mapping[str, str] | None = None
+) -> Parallelism:
+    """The cut of one engine: the config's, and the default for each part that it leaves open.
 
-    Raises ConfigError if the variable is malformed or contradicts pipeline_parallel_size.
+    Raises as `asked_parallelism` and `Parallelism.check`.
     """
-    partition = host.environment.get("VLLM_PP_LAYER_PARTITION")
-    if not partition or config.pipeline_split is not None:
-        return config
-    try:
-        stages = tuple(int(part) for part in partition.split(","))
-    except ValueError:
-        raise ConfigError(
-            f"VLLM_PP_LAYER_PARTITION is {partition!r}; it must be layers per stage, as in 20,12",
-            code="bad-layer-partition",
-        ) from None
-    if config.pipeline_parallel_size not in (None, len(stages)):
-        raise ConfigError(
-            f"VLLM_PP_LAYER_PARTITION={partition} has {len(stages)} stages and --pipeline-parallel-size is "
-            f"{config.pipeline_parallel_size}; make them agree or unset the variable",
-            code="layer-partition-of-other-size",
-        )
-    return replace(config, pipeline_split=stages)
-
-
-def rank_cut(config: EngineConfig, shape: ModelShape) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Each tensor-parallel rank's weight, and the number of layers of each stage. Raises as `check_layout`."""
-    tensor, stages = check_layout(
-        shape,
-        tensor_parallel_size=config.tensor_parallel_size,
-        tensor_split=config.tensor_split,
-        pipeline_parallel_size=config.pipeline_parallel_size,
-        pipeline_split=config.pipeline_split,
-    )
-    weights = config.tensor_split or (1.0,) * (tensor or 1)
-    return weights, config.pipeline_split or tuple(layers_by_weight(shape, stages or 1))
-
-
-def expert_cut(config: EngineConfig, shape: ModelShape, tensor_parallel: int) -> ExpertCut:
-    """The way that the ranks of a stage share the experts. Raises as `cut_of_experts`."""
-    if not config.enable_expert_parallel:
-        return ExpertCut()
-    return cut_of_experts(
-        shape,
-        tensor_parallel=tensor_parallel,
-        data_parallel=config.data_parallel_size or 1,
-        expert_parallel=config.expert_parallel_size,
-    )
+    cut = asked_parallelism(vars(config), environment).of_one_engine()
+    cut.check(shape)
+    layers = cut.pipeline_split or tuple(layers_by_weight(shape, cut.pipeline_parallel))
+    return cut.changed(Parallelism(pipeline_split=layers))
 
 
 def layers_by_weight(shape: ModelShape, stages: int) -> list[int]:
