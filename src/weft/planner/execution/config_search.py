@@ -149,7 +149,7 @@ def plan_question(
 
     shape, most = checkpoint.shape, config.max_model_len
     devices = [f"cuda:{number}" for number in numbers] + ["cpu"] * (cluster.cpu is not None)
-    dtype = compute_dtype(config, checkpoint, host, devices)
+    dtype = compute_dtype(config.dtype, checkpoint, host, devices).value
     input_len, output_len = default_lengths(None, None, most or shape.longest)
     share = config.gpu_memory_utilization
     return Question(

@@ -87,8 +87,9 @@ def plan_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Pla
         run_plan_file.check_applied(file, plan)
         return plan
     speculative = speculation_of(config, checkpoint)
-    dtype, devices = compute_dtype(config, checkpoint, host, ()), [device_kind(config, host)]
-    config = apply_device_map(config, checkpoint.shape, host, checkpoint_precision(config, checkpoint, dtype, devices))
+    kind = device_kind(config, host)
+    dtype = compute_dtype(config.dtype, checkpoint, host, ["cpu"] * (kind == "cpu")).value
+    config = apply_device_map(config, checkpoint.shape, host, checkpoint_precision(config, checkpoint, dtype, [kind]))
     if device_kind(config, host) == "cpu" or (is_cut(config, host) and not leaves_shares_open(config, host)):
         return plan_of_config(config, checkpoint, host, speculative)
     from weft.probes.machine import host_cluster
