@@ -151,7 +151,8 @@ def straggler(history: History, limits: RuleLimits) -> Iterator[Finding]:
         cause = f"the split gives it {uneven:.1f} times the work" if uneven_split else SLOW_AT_SAME_WORK
         rank, device = slowest.counters, plan.devices[slowest.counters.local_rank].name
         feasible = len(split) == len(ranks) and split != small_ratio(work, units=plan.shape.kv_heads)
-        restart = restart_with_cut(history, plan, Parallelism(tensor_split=split)) if feasible else ""
+        cut = Parallelism(tensor_split=split)
+        restart = restart_with_cut(history, plan, cut) if feasible else ""
         yield Finding(
             code=Code.STRAGGLER,
             text=f"rank {rank.rank} on {rank.node} ({device}) takes {ratio:.1f} times as long as the other ranks of "
@@ -160,11 +161,7 @@ def straggler(history: History, limits: RuleLimits) -> Iterator[Finding]:
             limit=limits.straggler,
             remedy=", or ".join(_straggler_remedies(rank, restart, uneven_split)),
             ranks=(rank.rank,),
-            change=Change(
-                replica=rank.replica,
-                parallelism=Parallelism(tensor_split=split),
-                speeds=all_speeds(plan, ranks, speeds),
-            )
+            change=Change(replica=rank.replica, parallelism=cut, speeds=all_speeds(plan, ranks, speeds))
             if feasible
             else None,
         )

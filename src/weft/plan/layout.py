@@ -31,7 +31,7 @@ from weft.plan.devices import RankDevices, choose_devices, rank_cores, rank_uuid
 from weft.plan.max_memory import parse_max_memory
 from weft.plan.parallelism import Parallelism, asked_parallelism
 from weft.plan.placement import check_flags
-from weft.plan.places import column_unit, cut_places
+from weft.plan.places import engine_places
 from weft.plan.plan import Plan, RankDevice, named_devices
 from weft.plan.products import choose_product_backend, repacking_bytes
 from weft.plan.quantization import (
@@ -93,14 +93,7 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
     devices = choose_devices(config, host, cut)
     kernels = choose_kernels(config, checkpoint, host, devices)
     schemes = kernels.held.schemes
-    places = cut_places(
-        shape,
-        cut.weights,
-        cut.pipeline_split,
-        data_parallel=cut.groups,
-        expert_parallel=cut.expert_parallel,
-        ffn_unit=column_unit(shape, kernels.held.precision),
-    )
+    places = engine_places(shape, cut, kernels.held.precision)
     check_cuts(shape, places, schemes)
     plan = Plan(
         model=config.model,

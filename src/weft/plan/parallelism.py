@@ -20,6 +20,7 @@ from weft.plan.rules import (
 )
 
 PARTITION = "VLLM_PP_LAYER_PARTITION"  # vLLM's variable for the layers of each stage
+SIZES = ("tensor_parallel", "pipeline_parallel", "data_parallel", "expert_parallel")
 
 
 class Parallelism(msgspec.Struct, frozen=True):
@@ -58,12 +59,7 @@ class Parallelism(msgspec.Struct, frozen=True):
     @property
     def sizes(self) -> dict[str, int]:
         """The four sizes by their names."""
-        return {
-            "tensor_parallel": self.tensor_parallel,
-            "pipeline_parallel": self.pipeline_parallel,
-            "data_parallel": self.data_parallel,
-            "expert_parallel": self.expert_parallel,
-        }
+        return {name: getattr(self, name) for name in SIZES}
 
     @property
     def weights(self) -> tuple[float, ...]:

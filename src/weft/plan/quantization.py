@@ -58,8 +58,8 @@ class HeldWeights(NamedTuple):
     """The weights as an engine holds them.
 
     `schemes`: scheme of each tensor that is held quantised, by its name in the checkpoint. `quantization`: "none", the
-    user's choice, or the origin of the quantised weights ("gguf", "gptq"). `precision`: a precision whose scales cover as
-    many columns as the scales of these weights, for `places.column_unit`.
+    user's choice, or the origin of the quantised weights ("gguf", "gptq"). `precision`: a precision whose scales cover
+    as many columns as the scales of these weights, for `places.column_unit`.
     """
 
     schemes: dict[str, str]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 
 import msgspec
 
@@ -12,7 +11,7 @@ from weft.checkpoint.architectures.shape import ModelShape
 from weft.errors import ConfigError, PlanError
 from weft.machine.hardware.cluster import Cluster
 from weft.plan.parallelism import Parallelism
-from weft.plan.places import column_unit, cut_places
+from weft.plan.places import engine_places
 
 DEFAULT_LENGTH = 1024  # tokens of a prompt, and of an answer, if the user gives neither
 
@@ -134,17 +133,5 @@ def deploy(shape: ModelShape, parallelism: Parallelism, *, precision: str, kv_dt
         expert_parallel=parts,
         deals_experts=parallelism.deals_experts is True and max(parts, replicas) > 1,
     )
-    unit = column_unit(shape, precision)
-    places = _places(
-        shape,
-        cut.weights,
-        cut.pipeline_split,
-        data_parallel=cut.groups,
-        expert_parallel=cut.expert_parallel,
-        ffn_unit=unit,
-    )
+    places = engine_places(shape, cut, precision)
     return DeploymentLayout(parallelism=cut, precision=precision, kv_dtype=kv_dtype, places=places * cut.engines)
-
-
-# A search tries the same cuts many times.
-_places = lru_cache(maxsize=1024)(cut_places)

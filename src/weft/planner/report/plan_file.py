@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from weft.errors import ConfigError, error_reason
-from weft.plan.parallelism import Parallelism
+from weft.plan.parallelism import SIZES, Parallelism
 from weft.plan.plan import RankDevice
 from weft.regular_files import read_regular
 
@@ -224,7 +224,7 @@ def _with_parallelism(plan: dict[str, Any]) -> dict[str, Any]:
     best = plan["best"]
     if best is None:
         return plan
-    cut = {name: best[name] for name in (*Parallelism().sizes, "tensor_split", "pipeline_split")}
+    cut = {name: best[name] for name in (*SIZES, "tensor_split", "pipeline_split")}
     dealt = best.get("enable_expert_parallel")
     cut["enable_expert_parallel"] = cut["expert_parallel"] > 1 if dealt is None else dealt
     return {**plan, "best": {**best, "parallelism": cut}}

@@ -70,12 +70,8 @@ def single_request_s(question: Question, predicted: Prediction) -> float:
 
 def complexity(layout: DeploymentLayout) -> tuple[int, ...]:
     """A sort key that puts the simpler layout first."""
-    return (
-        layout.parallelism.replica_size,
-        layout.parallelism.pipeline_parallel,
-        layout.parallelism.expert_parallel,
-        len(layout.gpus),
-    )
+    cut = layout.parallelism
+    return cut.replica_size, cut.pipeline_parallel, cut.expert_parallel, len(layout.gpus)
 
 
 def sort_key(question: Question, candidate: Candidate) -> tuple[float, ...]:

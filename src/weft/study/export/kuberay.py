@@ -92,7 +92,7 @@ def container_image(deployment: Deployment) -> str:
 
 def vllm_application(deployment: Deployment) -> dict[str, Any]:
     """Ray Serve's application of vLLM: an OpenAI API for the replicas."""
-    layout = deployment.candidate.layout
+    cut = deployment.candidate.layout.parallelism
     config: dict[str, Any] = {}
     config["model_loading_config"] = {"model_id": deployment.names[0], "model_source": deployment.checkpoint.word}
     config["engine_kwargs"] = {
@@ -100,14 +100,8 @@ def vllm_application(deployment: Deployment) -> dict[str, Any]:
     }
     # All of a replica is on one node if the plan has it so.
     strategy = "PACK" if deployment.spans_nodes else "STRICT_PACK"
-    config["placement_group_config"] = {
-        "bundles": [{"CPU": 1, "GPU": 1}] * layout.parallelism.replica_size,
-        "strategy": strategy,
-    }
-    config["deployment_config"] = {
-        "num_replicas": layout.parallelism.data_parallel,
-        "max_ongoing_requests": deployment.batch[1],
-    }
+    config["placement_group_config"] = {"bundles": [{"CPU": 1, "GPU": 1}] * cut.replica_size, "strategy": strategy}
+    config["deployment_config"] = {"num_replicas": cut.data_parallel, "max_ongoing_requests": deployment.batch[1]}
     if vllm.partition_variables(deployment):
         config["runtime_env"] = {"env_vars": vllm.partition_variables(deployment)}
     return {
