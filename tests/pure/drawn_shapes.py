@@ -3,13 +3,14 @@ need no hypothesis: it takes half a second."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.pure.shapes import dense_shape
 from weft.checkpoint.architectures.registry import ARCHITECTURES, find_architecture
 from weft.checkpoint.architectures.shape import Attention, Dense, Experts, LatentAttention, LayerSpec, ModelShape
-from weft.plan.rules import ExpertCut
 
 DENSE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -117,6 +118,13 @@ def latent_attention(draw: st.DrawFn, heads: int) -> LatentAttention:
         v_dim=draw(st.integers(1, 6)),
         scale=1.0,
     )
+
+
+class ExpertCut(NamedTuple):
+    """Number of attention groups that share the experts, and number of parts into which whole experts are dealt."""
+
+    data_parallel: int = 1
+    expert_parallel: int = 1
 
 
 @st.composite

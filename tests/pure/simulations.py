@@ -10,6 +10,7 @@ from weft.checkpoint.names.catalogue import find
 from weft.engine.core.view import SchedulerSettings
 from weft.fleet.upstreams.policy import LeastConnections
 from weft.machine.hardware.cluster import parse_gpus
+from weft.plan.parallelism import Parallelism
 from weft.planner.deployment import deploy
 from weft.planner.profiles import load_profile
 from weft.planner.speed.steps import StepPredictor
@@ -29,9 +30,11 @@ def steps(model: str = "Llama-3.1-8B", gpus: str = "1xH100", stages: int = 1, en
     each, rest = divmod(len(shape.layers), stages)
     layout = deploy(
         shape,
-        tensor_weights=[1.0] * (len(cluster.gpus) // stages),
-        stage_layers=[each + (stage < rest) for stage in range(stages)],
-        gpus=range(len(cluster.gpus)),
+        Parallelism(
+            len(cluster.gpus) // stages,
+            pipeline_split=tuple(each + (stage < rest) for stage in range(stages)),
+            devices=tuple(range(len(cluster.gpus))),
+        ),
         precision="bf16",
         kv_dtype="bf16",
     )

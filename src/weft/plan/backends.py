@@ -6,11 +6,10 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from weft.checkpoint.architectures.shape import Experts, ModelShape
-from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.formatting import extra_hint, format_version
 from weft.logs import event_fields
@@ -18,6 +17,7 @@ from weft.machine.hardware.gpus import FP8_CAPABILITY
 from weft.machine.hardware.host import Host
 from weft.machine.native.library import CPP_TYPES
 from weft.machine.native.structures import WIDEST_GROUP, WIDEST_HEAD, WIDEST_LATENT
+from weft.plan.decision import Decision
 
 logger = logging.getLogger("weft")
 
@@ -266,41 +266,46 @@ def refusal(backend: str, reason: str) -> str:
     return f"{kernels} cannot be used: {reason}; leave --attention-backend out for the fastest that can"
 
 
-def with_attention_backend(
-    config: EngineConfig, spec: AttentionSpec, host: Host, devices: Sequence[str]
-) -> EngineConfig:
-    """Set the config's attention backend under Weft's name; VLLM_ATTENTION_BACKEND counts if the config says auto.
-
-    Raises ConfigError for a configured backend that cannot run this model on these devices, before any weight is read.
-    """
-    device = KernelDevice(
+def kernel_device(host: Host, devices: Sequence[str]) -> KernelDevice:
+    """The devices of a plan as kernels see them."""
+    return KernelDevice(
         cards=[(gpu.name, gpu.capability) for gpu in host.gpus_of(devices)],
         packages=host.packages,
         interpreted=host.environment.get("TRITON_INTERPRET") == "1",
     )
-    backend = weft_backend(config.attention_backend)
+
+
+def choose_attention_backend(
+    wanted: str, environment: Mapping[str, str], spec: AttentionSpec, device: KernelDevice
+) -> Decision[str]:
+    """The attention backend under Weft's name; VLLM_ATTENTION_BACKEND counts if the user says auto.
+
+    Raises ConfigError for a backend of the user's that cannot run this model on these devices, before any weight is
+    read.
+    """
+    backend = weft_backend(wanted)
     if backend == "auto":
-        backend = _vllm_choice(host.environment.get("VLLM_ATTENTION_BACKEND", ""), spec, device)
-    elif reason := ATTENTION_BACKENDS[backend].supports(spec, device):
+        return _vllm_choice(environment.get("VLLM_ATTENTION_BACKEND", ""), spec, device)
+    if reason := ATTENTION_BACKENDS[backend].supports(spec, device):
         raise ConfigError(refusal(backend, reason), code="attention-backend-not-usable")
-    return replace(config, attention_backend=backend)
+    return Decision(backend, "--attention-backend")
 
 
-def _vllm_choice(wanted: str, spec: AttentionSpec, device: KernelDevice) -> str:
+def _vllm_choice(wanted: str, spec: AttentionSpec, device: KernelDevice) -> Decision[str]:
     """The backend that VLLM_ATTENTION_BACKEND names, or "auto" if it is not set or cannot be used.
 
     The variable is set for vLLM, which may well run on the same machine: no reason to stop.
     """
     name = weft_backend(wanted)
     if name in ATTENTION_BACKENDS and ATTENTION_BACKENDS[name].supports(spec, device) is None:
-        return name
+        return Decision(name, "VLLM_ATTENTION_BACKEND")
     if wanted and name != "auto":
         logger.warning(
             "VLLM_ATTENTION_BACKEND is %s, which Weft does not have here: it takes its own choice",
             wanted.upper(),
             extra=event_fields("attention-variable-ignored", value=wanted.upper()),
         )
-    return "auto"
+    return Decision("auto", "the fastest on each device")
 
 
 def check_equal_attention(shape: ModelShape) -> None:
@@ -337,12 +342,11 @@ def no_narrow_cache(dtype: str, cards: Sequence[Card], shape: ModelShape) -> str
     return None
 
 
-def kv_cache_dtype(config: EngineConfig, shape: ModelShape, host: Host, devices: Sequence[str]) -> str:
-    """KV cache dtype of the plan: "auto" or "fp8". Raises ConfigError if the model or the GPUs have no FP8 cache."""
-    requested = config.kv_cache_dtype
+def kv_cache_dtype(requested: str, shape: ModelShape, cards: Sequence[Card]) -> str:
+    """KV cache dtype of the plan: "auto" or "fp8". Raises ConfigError if the model or the GPUs (none given: a CPU) have
+    no FP8 cache."""
     if requested == "auto":
         return "auto"
-    cards = () if "cpu" in devices else [(gpu.name, gpu.capability) for gpu in host.gpus_of(devices)]
     if reason := no_narrow_cache(requested, cards, shape):
         raise ConfigError(reason, code="kv-cache-dtype-not-supported")
     return "fp8"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from weft.checkpoint.architectures.fused import is_fused
 from weft.checkpoint.architectures.library import PREFIX
@@ -17,6 +16,7 @@ from weft.config import EngineConfig
 from weft.errors import ConfigError
 from weft.machine.hardware.host import Host
 from weft.plan.backends import ATTENTION_BACKENDS, AttentionSpec, KernelDevice, weft_backend
+from weft.plan.decision import Decision
 
 VARIABLE = "VLLM_BATCH_INVARIANT"
 FEATURES = ("avx2", "fma")  # features of the CPU
@@ -27,24 +27,24 @@ ON_GPUS = "kernels for GPUs choose the order of sums by the batch; run on the CP
 logger = logging.getLogger("weft")
 
 
-def with_fixed_order(
+def fixed_order_backend(
     config: EngineConfig, shape: ModelShape, spec: AttentionSpec, host: Host, devices: Sequence[str]
-) -> EngineConfig:
-    """Set what a deterministic engine needs, if the config asks for it, or if VLLM_BATCH_INVARIANT=1 does and it is
-    possible.
+) -> Decision[str] | None:
+    """The attention backend of a deterministic engine, if the config asks for one, or if VLLM_BATCH_INVARIANT=1 does
+    and it is possible; None for an engine that is not deterministic.
 
     Raises ConfigError if the config asks for it and it is not possible.
     """
     if not config.deterministic and host.environment.get(VARIABLE) != "1":
-        return config
-    reason = next(obstacles(config, shape, spec, host, devices), None)
-    if reason is None:
-        return replace(config, deterministic=True, attention_backend=BACKEND, product_backend="own")
+        return None
+    obstacle = next(obstacles(config, shape, spec, host, devices), None)
+    if obstacle is None:
+        return Decision(BACKEND, "--deterministic" if config.deterministic else VARIABLE)
     if config.deterministic:
-        raise not_deterministic(reason)
+        raise not_deterministic(obstacle)
     # The variable is set for vLLM, which may well run on the same machine: no reason to stop.
-    logger.warning("%s is 1, but answers depend on what else runs: %s", VARIABLE, reason)
-    return config
+    logger.warning("%s is 1, but answers depend on what else runs: %s", VARIABLE, obstacle)
+    return None
 
 
 def obstacles(

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from weft.checkpoint.architectures.place import HeadSpans, Place, Span
 from weft.checkpoint.architectures.shape import Experts, HeadCounts, ModelShape
 from weft.checkpoint.quantised.precision import scale_columns
+from weft.plan.parallelism import Parallelism
 from weft.plan.rules import (
     check_expert_parallel_size,
     check_library_cut,
@@ -158,3 +159,13 @@ def cut_places(
         for stage in range(len(stage_layers))
         for t in range(tp)
     )
+
+
+def engine_places(shape: ModelShape, cut: Parallelism, precision: str) -> tuple[Place, ...]:
+    """The places of all ranks of one engine, with weights in this precision. Raises as `cut_places`."""
+    experts = {"data_parallel": cut.groups, "expert_parallel": cut.expert_parallel}
+    return _places(shape, cut.weights, cut.pipeline_split, ffn_unit=column_unit(shape, precision), **experts)
+
+
+# A search tries the same cuts many times.
+_places = lru_cache(maxsize=1024)(cut_places)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.pure.drawn_shapes import planned_layouts, planned_shapes
+from tests.pure.drawn_shapes import ExpertCut, planned_layouts, planned_shapes
 from tests.refusals import refuses
 from weft.checkpoint.architectures.parameters import (
     Parameter,
@@ -28,7 +28,6 @@ from weft.errors import PlanError
 from weft.plan import fills as engine
 from weft.plan.fills import Fill, rank_fills
 from weft.plan.places import cut_places
-from weft.plan.rules import ExpertCut
 
 Layout = tuple[ModelShape, tuple[float, ...], tuple[int, ...], ExpertCut]
 

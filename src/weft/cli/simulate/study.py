@@ -177,7 +177,7 @@ def build_study(flags: dict[str, Any], question: Question, best: Candidate, load
     sample = flags.get("sample_replicas")
     return Study(
         specs=replicas,
-        gpus_each=best.layout.engine_ranks,
+        gpus_each=best.layout.parallelism.engine_ranks,
         device="CPU" if question.cluster.on_cpu else "GPU",
         capacity=replica_capacity(best, load),
         times=simulated_times(flags, load, usual_duration(flags, load, best, len(replicas))),
@@ -200,7 +200,7 @@ def study_replicas(flags: dict[str, Any], question: Question, best: Candidate) -
     )
     replicas = replica_specs(question, best, limits)
     other_count = "replicas" in flags or flags.get("find") == "replicas"
-    if other_count and best.layout.shares_experts:
+    if other_count and best.layout.parallelism.shares_experts:
         raise PlanError(
             f"{best.cut}: its replicas share one set of experts, so their number is part of the layout; describe "
             "other hardware, or give --no-enable-expert-parallel",
@@ -220,7 +220,7 @@ def expected_runs(flags: dict[str, Any]) -> int:
 
 def replica_capacity(best: Candidate, load: SimulatedLoad) -> float:
     """Predicted requests per second of one saturated replica."""
-    return best.predicted.saturated_tok_s / best.layout.engines / load.mean[1]
+    return best.predicted.saturated_tok_s / best.layout.parallelism.engines / load.mean[1]
 
 
 def usual_duration(flags: dict[str, Any], load: SimulatedLoad, best: Candidate, replicas: int) -> float:

@@ -43,7 +43,7 @@ def replica_specs(question: Question, candidate: Candidate, limits: SchedulerLim
     cache: dict[tuple[int, int], ReplicaSpec] = {}
     specs = []
     planned = build_replicas(question.shape, candidate.layout, question.cluster, profile)
-    if candidate.layout.shares_experts:
+    if candidate.layout.parallelism.shares_experts:
         groups = tuple(predictors.setdefault(id(replica), StepPredictor(replica)) for replica in planned)
         specs.append(_replica_spec(question, candidate, limits, profile, groups, candidate.memory.replicas[0]))
         _require_kv_blocks(specs, candidate)
@@ -75,15 +75,15 @@ def _replica_spec(
     predictors: tuple[StepPredictor, ...],
     memory: ReplicaMemory,
 ) -> ReplicaSpec:
-    layout = candidate.layout
+    depth = candidate.layout.parallelism.pipeline_parallel
     # An engine without pipelining has one step in flight, which passes through one GPU after the other.
-    stages = layout.pipeline_parallel if profile.pipelined.value else 1
+    stages = depth if profile.pipelined.value else 1
     # On GPUs, if there is no pipeline, as in plan.layout.lookahead.
     lookahead = not question.cluster.on_cpu if limits.lookahead is None else limits.lookahead
     max_num_seqs = limits.max_num_seqs
     if not max_num_seqs:
         _, sequences = zip(*(profile.batch_limits(rank.memory_bytes) for rank in memory.ranks), strict=True)
-        max_num_seqs = min(sequences) * (layout.pipeline_parallel if profile.max_num_seqs_by_stage.value else 1)
+        max_num_seqs = min(sequences) * (depth if profile.max_num_seqs_by_stage.value else 1)
     return ReplicaSpec(
         predictors=predictors,
         kv=memory.kv.layout,
