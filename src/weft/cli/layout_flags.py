@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+
+from msgspec.structs import asdict
 
 from weft.checkpoint.architectures.model import Model
+from weft.cli.flags.plan_flags import Layout
 from weft.cli.parser import UsageError
 from weft.errors import ConfigError, PlanError
 from weft.machine.hardware.cluster import Cluster
@@ -17,43 +19,43 @@ from weft.planner.question import LayoutConstraints
 from weft.planner.search.domains import usable_devices
 
 
-def rank_count(flags: dict[str, Any]) -> int:
+def rank_count(flags: Layout) -> int:
     """Number of ranks that the flags ask for; a size that is not given counts as 1."""
-    splits = {kind: len(flags.get(f"{kind}_split") or ()) for kind in ("tensor", "pipeline")}
-    return prod(flags.get(f"{kind}_parallel_size") or splits.get(kind) or 1 for kind in ("tensor", "pipeline", "data"))
+    tensor = flags.tensor_parallel_size or len(flags.tensor_split or ())
+    stages = flags.pipeline_parallel_size or len(flags.pipeline_split or ())
+    return prod(size or 1 for size in (tensor, stages, flags.data_parallel_size))
 
 
-def asks_for_cpu(flags: dict[str, Any]) -> bool:
+def asks_for_cpu(flags: Layout) -> bool:
     """Return True if --max-memory or --device-map names the CPU."""
-    mapping = flags.get("device_map")
-    on_cpu = isinstance(mapping, dict) and "cpu" in mapping.values()
-    return on_cpu or bool((flags.get("max_memory") or {}).get("cpu"))
+    on_cpu = isinstance(flags.device_map, dict) and "cpu" in flags.device_map.values()
+    return on_cpu or bool((flags.max_memory or {}).get("cpu"))
 
 
-def limit_memory(flags: dict[str, Any], cluster: Cluster) -> Cluster:
+def limit_memory(flags: Layout, cluster: Cluster) -> Cluster:
     """The cluster with the limits of --max-memory. Raises ConfigError for a device that the cluster does not have."""
-    limits = flags.get("max_memory")
+    limits = flags.max_memory
     return cluster if limits is None else max_memory.cap_cluster(cluster, max_memory.parse_max_memory(limits))
 
 
-def remarks(flags: dict[str, Any], cluster: Cluster) -> tuple[Note, ...]:
+def remarks(flags: Layout, cluster: Cluster) -> tuple[Note, ...]:
     """Notes on flags that have no effect."""
-    limits = flags.get("max_memory") or {}
+    limits = flags.max_memory or {}
     if "disk" not in limits or cluster.on_cpu:
         return ()
     return (create_note("max_memory_without_effect", device="disk", limit=limits["disk"]),)
 
 
-def parse_layout_flags(flags: dict[str, Any], cluster: Cluster, model: Model, precision: str) -> LayoutConstraints:
+def parse_layout_flags(flags: Layout, cluster: Cluster, model: Model, precision: str) -> LayoutConstraints:
     """The part of the layout that the flags fix; `precision` gives the weights' size for --device-map.
 
     Raises UsageError for flags that contradict each other, the model or the hardware, and ConfigError for a device map
     that is not a pipeline of the model.
     """
-    if flags.get("device_map") is not None:
+    if flags.device_map is not None:
         return parse_device_map(flags, cluster, model, precision)
     tensor, stages = check_sizes(flags, model)
-    replicas = flags.get("data_parallel_size")
+    replicas = flags.data_parallel_size
     sizes = [size for size in (tensor, stages, replicas) if size]
     check_rank_count(sizes, cluster)
     return LayoutConstraints(
@@ -62,20 +64,20 @@ def parse_layout_flags(flags: dict[str, Any], cluster: Cluster, model: Model, pr
         data_parallel=replicas,
         expert_parallel=expert_parallel(flags, model, sized=bool(sizes)),
         expert_parts=expert_parts(flags, model, tensor, replicas),
-        tensor_split=flags.get("tensor_split"),
-        pipeline_split=flags.get("pipeline_split"),
+        tensor_split=flags.tensor_split,
+        pipeline_split=flags.pipeline_split,
     )
 
 
-def check_sizes(flags: dict[str, Any], model: Model) -> tuple[int | None, int | None]:
+def check_sizes(flags: Layout, model: Model) -> tuple[int | None, int | None]:
     """Tensor-parallel ranks and pipeline stages of the flags, None for a size that they leave open."""
     try:
         return check_layout(
             model.shape,
-            tensor_parallel_size=flags.get("tensor_parallel_size"),
-            tensor_split=flags.get("tensor_split"),
-            pipeline_parallel_size=flags.get("pipeline_parallel_size"),
-            pipeline_split=flags.get("pipeline_split"),
+            tensor_parallel_size=flags.tensor_parallel_size,
+            tensor_split=flags.tensor_split,
+            pipeline_parallel_size=flags.pipeline_parallel_size,
+            pipeline_split=flags.pipeline_split,
         )
     except (ConfigError, PlanError) as error:
         raise UsageError(str(error), code=error.code) from None
@@ -92,9 +94,9 @@ def check_rank_count(sizes: Sequence[int], cluster: Cluster) -> None:
     raise UsageError(f"{product} ranks need as many GPUs; {has} {available}", code="more-ranks-than-gpus")
 
 
-def expert_parallel(flags: dict[str, Any], model: Model, *, sized: bool) -> bool | None:
+def expert_parallel(flags: Layout, model: Model, *, sized: bool) -> bool | None:
     """The choice of --enable-expert-parallel; if it is not given, False if a size is, else None: the search decides."""
-    choice: bool | None = flags.get("enable_expert_parallel")
+    choice = flags.enable_expert_parallel
     if choice and model.shape.experts is None:
         raise UsageError(
             f"--enable-expert-parallel deals experts out to ranks, and {model.name} has none: leave it out",
@@ -104,13 +106,13 @@ def expert_parallel(flags: dict[str, Any], model: Model, *, sized: bool) -> bool
     return False if choice is None and sized else choice
 
 
-def expert_parts(flags: dict[str, Any], model: Model, tensor: int | None, replicas: int | None) -> int | None:
+def expert_parts(flags: Layout, model: Model, tensor: int | None, replicas: int | None) -> int | None:
     """The parts of --expert-parallel-size, None if it is not given.
 
     Raises UsageError without --enable-expert-parallel, and for parts that the model or the other sizes do not allow.
     """
-    parts: int | None = flags.get("expert_parallel_size")
-    if flags.get("enable_expert_parallel"):
+    parts = flags.expert_parallel_size
+    if flags.enable_expert_parallel:
         experts = model.shape.experts
         assert experts is not None, "expert_parallel checks it"
         _check_expert_parts(parts, experts.count, tensor, replicas)
@@ -134,10 +136,11 @@ def _check_expert_parts(parts: int | None, experts: int, tensor: int | None, rep
         raise UsageError(str(error), code=error.code) from None
 
 
-def parse_device_map(flags: dict[str, Any], cluster: Cluster, model: Model, precision: str) -> LayoutConstraints:
+def parse_device_map(flags: Layout, cluster: Cluster, model: Model, precision: str) -> LayoutConstraints:
     """The layout of --device-map: a pipeline, or whole layers spread by a strategy of Transformers."""
-    mapping = flags["device_map"]
-    placement.check_flags(mapping, flags)
+    mapping = flags.device_map
+    assert mapping is not None
+    placement.check_flags(mapping, asdict(flags))
     spread = placement.spread_word(mapping)
     if spread:
         return LayoutConstraints(tensor_parallel=1, data_parallel=1, expert_parallel=False, device_map_strategy=spread)
@@ -150,7 +153,7 @@ def parse_device_map(flags: dict[str, Any], cluster: Cluster, model: Model, prec
             "--device-map out, or plan for a machine without GPUs",
             code="device-map-on-cpu",
         )
-    placement.check_stages(stages, flags)
+    placement.check_stages(stages, asdict(flags))
     return LayoutConstraints(
         tensor_parallel=1,
         pipeline_parallel=len(stages.layers),
