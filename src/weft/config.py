@@ -82,13 +82,18 @@ def option(default: Any = MISSING, *, default_factory: Any = MISSING, **declarat
     return field(default=default, default_factory=default_factory, metadata=metadata)
 
 
-def declared_options(config: type[Options]) -> dict[str, Option]:
+def declared_options(config: type[OptionGroup]) -> dict[str, Option]:
     """The options of a config class, by field. A field without a declaration, such as a secret, has no flag."""
     return {declared.name: declared.metadata["option"] for declared in fields(config) if "option" in declared.metadata}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class OptionGroup:
+    """Base of classes whose fields are options; their values are not checked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(OptionGroup):
     """Base of config classes, whose fields are options. Raises ConfigError for a value that is not allowed."""
 
     def __post_init__(self) -> None:
@@ -99,7 +104,7 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(Options):
+class ModelOptions(OptionGroup):
     """The model, its tokenizer, and the formats of its weights."""
 
     model: str = option(help="the model, if it is not given as the argument")
@@ -154,7 +159,7 @@ class ModelOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolingOptions(Options):
+class PoolingOptions(OptionGroup):
     """Use of the model: for answers, or for embeddings and scores. vLLM's flags; its later versions lack `task`."""
 
     runner: str = option(
@@ -184,7 +189,7 @@ class PoolingOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayoutOptions(Options):
+class LayoutOptions(OptionGroup):
     """The ranks, each one's share of the model, and their devices. The planner chooses what is left open."""
 
     plan: str | None = option(
@@ -245,7 +250,7 @@ class LayoutOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeOptions(Options):
+class NodeOptions(OptionGroup):
     """Several nodes that run one engine: one command on each."""
 
     nnodes: int | None = option(
@@ -280,7 +285,7 @@ class NodeOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryOptions(Options):
+class MemoryOptions(OptionGroup):
     """Memory of the devices, the KV cache, and the kernels that read it."""
 
     gpu_memory_utilization: tuple[float, ...] = option(
@@ -325,7 +330,7 @@ class MemoryOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulingOptions(Options):
+class SchedulingOptions(OptionGroup):
     """Limits of requests and steps, and the order of requests. Lengths are in tokens."""
 
     max_model_len: int | None = option(
@@ -362,7 +367,7 @@ class SchedulingOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig(ModelOptions, PoolingOptions, LayoutOptions, NodeOptions, MemoryOptions, SchedulingOptions):
+class EngineConfig(Options, ModelOptions, PoolingOptions, LayoutOptions, NodeOptions, MemoryOptions, SchedulingOptions):
     """Options of an engine. The flag of `max_model_len` is `--max-model-len`; None leaves the decision to the planner.
 
     Raises ConfigError for a value that is not allowed.

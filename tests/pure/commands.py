@@ -6,7 +6,6 @@ import io
 import json
 import logging
 import os
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -51,7 +50,7 @@ def weft_json(*words: str) -> tuple[int, dict[str, Any]]:
     return status, json.loads(out)
 
 
-def parsed(words: str | Sequence[str]) -> Namespace:
+def parsed(words: str | Sequence[str]) -> Any:
     """Arguments of weft WORDS; a single text is split at its blanks."""
     command, rest = find_command(words.split() if isinstance(words, str) else words)
     return parse_command(command, rest)

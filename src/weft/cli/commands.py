@@ -4,48 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.cli.flags.batch_flags import ANSWERS, BATCH
-from weft.cli.flags.bench_flags import CALIBRATE, COMPARE, SERVE, SWEEP
-from weft.cli.flags.cluster_flags import CERT, UP
-from weft.cli.flags.cluster_flags import PULL as CLUSTER_PULL
-from weft.cli.flags.command_flags import (
-    AS_JSON,
-    CHAT,
-    DOCTOR,
-    FOLDER,
-    LATENCY,
-    PROFILE,
-    PROMPT,
-    SUPPORT,
-    THROUGHPUT,
-    TOKEN,
-    TOP,
-)
-from weft.cli.flags.cost_flags import COST
-from weft.cli.flags.flags import ENGINE, SAMPLING, SERVER, Flag
-from weft.cli.flags.gateway_flags import GATEWAY_FLAGS
-from weft.cli.flags.hardware_flags import FLAGS as HARDWARE
-from weft.cli.flags.hardware_flags import TOPOLOGY
-from weft.cli.flags.plan_flags import PLAN
-from weft.cli.flags.simulate_flags import SIMULATE
-
-Group = tuple[str, tuple[Flag, ...]]
+from weft.cli.flags import cluster_flags, command_flags
+from weft.cli.flags.batch_flags import BatchArguments
+from weft.cli.flags.bench_flags import CalibrateArguments, CompareArguments, LoadArguments, SweepArguments
+from weft.cli.flags.cost_flags import CostArguments
+from weft.cli.flags.declared import Arguments, Flag, flag_groups
+from weft.cli.flags.gateway_flags import GatewayArguments
+from weft.cli.flags.hardware_flags import HardwareArguments, TopologyArguments
+from weft.cli.flags.plan_flags import PlanArguments
+from weft.cli.flags.simulate_flags import SimulateArguments
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
     """`weft NAME ARGUMENT [flags]`.
 
-    `argument` is MODEL, another word that `about` explains, or empty. `module` has `main(arguments) -> exit status`. If
-    `takes_prompt`, the words after MODEL are in `arguments.prompt_words`. If `own_config`, the file of --config has
-    more than flags, and `module` reads it; if `takes_set`, it may hold several models. If `model_flag`, the model is
-    the flag --model.
+    `argument` is MODEL, another word that `about` explains, or empty. `arguments` is the struct that declares the flags
+    and holds what is parsed; `module` has `main(arguments) -> exit status`. If `takes_prompt`, the words after MODEL
+    are in `arguments.prompt_words`. If `own_config`, the file of --config has more than flags, and `module` reads it;
+    if `takes_set`, it may hold several models. If `model_flag`, the model is the flag --model.
     """
 
     name: str
     summary: str
     module: str
-    groups: tuple[Group, ...]
+    arguments: type[Arguments]
     argument: str = "MODEL"
     about: str = "the prompt"  # help for an argument that is not a model
     needs_model: bool = True
@@ -62,11 +45,14 @@ class Command:
         return f"weft {self.name} {self.argument}{prompt}".rstrip()
 
     @property
+    def groups(self) -> tuple[tuple[str, tuple[Flag, ...]], ...]:
+        """The flags under the titles of their groups."""
+        return flag_groups(self.arguments)
+
+    @property
     def flags(self) -> tuple[Flag, ...]:
         return tuple(flag for _, group in self.groups for flag in group)
 
-
-SHARD = tuple(group for group in ENGINE if group[0] in ("model", "layout"))
 
 COMMANDS = {
     command.name: command
@@ -75,7 +61,7 @@ COMMANDS = {
             name="serve",
             summary="Serve a model, or several, over HTTP with the APIs of OpenAI, Anthropic and Ollama.",
             module="weft.cli.serve.serve",
-            groups=(*ENGINE, ("server", SERVER)),
+            arguments=command_flags.ServeArguments,
             needs_model=False,
             takes_set=True,
             log_level="INFO",
@@ -85,7 +71,7 @@ COMMANDS = {
             name="run",
             summary="Answer one prompt and exit.",
             module="weft.cli.run.run",
-            groups=(("prompt", PROMPT), ("sampling", SAMPLING), *ENGINE),
+            arguments=command_flags.RunArguments,
             takes_prompt=True,
             example='weft run demo "Why is the sky blue?" --json',
         ),
@@ -93,14 +79,14 @@ COMMANDS = {
             name="chat",
             summary="Talk with a model; /help lists what can be typed.",
             module="weft.cli.run.chat",
-            groups=(("conversation", CHAT), ("sampling", SAMPLING), *ENGINE),
+            arguments=command_flags.ChatArguments,
             example="weft chat demo",
         ),
         Command(
             name="plan",
             summary="Show if a model fits on GPUs, the best layout, its speed, and why; without MODEL, list what fits.",
             module="weft.cli.plan.plan",
-            groups=PLAN,
+            arguments=PlanArguments,
             needs_model=False,
             takes_set=True,
             example="weft plan Llama-3.1-70B-Instruct --gpus 4xA100",
@@ -109,21 +95,21 @@ COMMANDS = {
             name="cost",
             summary="Compare the cost of own GPUs with APIs, and divide a load between them.",
             module="weft.cli.plan.cost",
-            groups=(("cost", COST), *(group for group in PLAN if group[0] not in ("promise", "answer", "export"))),
+            arguments=CostArguments,
             example="weft cost Llama-3.3-70B-Instruct --gpus 4xH100 --price 2.49 --api-price 0.60/0.80",
         ),
         Command(
             name="simulate",
             summary="Show how long requests wait under a load, and how many GPUs keep a latency target (SLO).",
             module="weft.cli.simulate.simulate",
-            groups=SIMULATE,
+            arguments=SimulateArguments,
             example="weft simulate Llama-3.1-8B --gpus 8xL40S --rate 20 --slo ttft_p95=1s,tpot_p95=50ms",
         ),
         Command(
             name="hardware",
             summary="Show this machine's GPUs and CPU, their links, speed, and which processes use the memory.",
             module="weft.cli.machine.hardware",
-            groups=HARDWARE,
+            arguments=HardwareArguments,
             argument="",
             example="weft hardware --yaml",
         ),
@@ -131,7 +117,7 @@ COMMANDS = {
             name="topo",
             summary="Show the links between this machine's GPUs, and what they cost tensor and pipeline parallelism.",
             module="weft.cli.machine.topo",
-            groups=TOPOLOGY,
+            arguments=TopologyArguments,
             argument="",
             example="weft topo --json",
         ),
@@ -139,7 +125,7 @@ COMMANDS = {
             name="top",
             summary="Watch GPUs, models, ranks and what is wrong with them; q or Ctrl-C ends it.",
             module="weft.cli.top.top",
-            groups=(("view", TOP),),
+            arguments=command_flags.TopArguments,
             argument="",
             example="weft top --url http://127.0.0.1:8000",
         ),
@@ -147,7 +133,7 @@ COMMANDS = {
             name="profile",
             summary="Trace steps of a server that works; its admin key is WEFT_ADMIN_KEY in the environment.",
             module="weft.cli.machine.profile",
-            groups=(("profile", PROFILE),),
+            arguments=command_flags.ProfileArguments,
             argument="",
             example="weft profile --url http://127.0.0.1:8000 --steps 20",
         ),
@@ -155,7 +141,7 @@ COMMANDS = {
             name="doctor",
             summary="Check this machine: driver, links, memory, limits, leftovers; exit status 1 if a check fails.",
             module="weft.cli.machine.doctor",
-            groups=(("checks", DOCTOR),),
+            arguments=command_flags.DoctorArguments,
             argument="",
             example="weft doctor --security",
         ),
@@ -163,7 +149,7 @@ COMMANDS = {
             name="support-bundle",
             summary="Write what a report of a fault needs into a file, without keys: versions, checks, servers, logs.",
             module="weft.cli.machine.support_bundle",
-            groups=(("bundle", SUPPORT),),
+            arguments=command_flags.SupportArguments,
             argument="",
             needs_model=False,
             example="weft support-bundle --log weft.log",
@@ -172,7 +158,7 @@ COMMANDS = {
             name="batch",
             summary="Answer the rows of a JSONL or Parquet file; after a kill the same command goes on.",
             module="weft.cli.run.batch",
-            groups=(("batch", BATCH), ("sampling", SAMPLING), ("answers", ANSWERS), *ENGINE),
+            arguments=BatchArguments,
             argument="IN OUT",
             about="a file of rows with prompt or messages, or of OpenAI's batch requests; the file of answers, which "
             "must not be there yet. Failed rows go to OUT with .failed.jsonl for its suffix",
@@ -185,7 +171,7 @@ COMMANDS = {
             name="gateway",
             summary="Serve several servers at one address: balance requests, and try again elsewhere if one fails.",
             module="weft.cli.serve.gateway",
-            groups=(("gateway", GATEWAY_FLAGS),),
+            arguments=GatewayArguments,
             argument="",
             own_config=True,
             log_level="INFO",
@@ -195,7 +181,7 @@ COMMANDS = {
             name="cluster status",
             summary="Show the Ray cluster's nodes, or this machine: devices, links, who runs what, and what is free.",
             module="weft.cli.cluster.cluster",
-            groups=(("cluster", (AS_JSON,)),),
+            arguments=cluster_flags.StatusArguments,
             argument="",
             example="weft cluster status --json",
         ),
@@ -203,7 +189,7 @@ COMMANDS = {
             name="cluster up",
             summary="Start one engine on several machines through ssh, and wait until it answers requests.",
             module="weft.cli.cluster.hosts",
-            groups=(("cluster", UP),),
+            arguments=cluster_flags.UpArguments,
             argument="HOSTS",
             about="a YAML file with the machines, the model and the flags of weft serve (docs/several-machines.md)",
             needs_model=False,
@@ -213,7 +199,7 @@ COMMANDS = {
             name="cluster down",
             summary="End the engine that weft cluster up has started.",
             module="weft.cli.cluster.hosts",
-            groups=(),
+            arguments=Arguments,
             argument="HOSTS",
             about="the file that weft cluster up was given",
             needs_model=False,
@@ -223,7 +209,7 @@ COMMANDS = {
             name="cluster pull",
             summary="Fetch a model on every machine of a hosts file.",
             module="weft.cli.cluster.hosts",
-            groups=(("cluster", CLUSTER_PULL),),
+            arguments=cluster_flags.PullArguments,
             argument="NAME",
             about="the model, as for weft pull; without it, the file's",
             needs_model=False,
@@ -233,7 +219,7 @@ COMMANDS = {
             name="cluster cert",
             summary="Make certificates for the connections between nodes, or new ones before they expire.",
             module="weft.cli.cluster.certificate",
-            groups=(("cluster", CERT),),
+            arguments=cluster_flags.CertArguments,
             argument="HOSTS",
             about="a hosts file, whose machines get certificates; or give --nodes",
             needs_model=False,
@@ -243,21 +229,21 @@ COMMANDS = {
             name="bench latency",
             summary="Measure one batch: time to first token, then tokens per second.",
             module="weft.cli.bench.bench",
-            groups=(("workload", LATENCY), *ENGINE),
+            arguments=command_flags.LatencyArguments,
             example="weft bench latency demo",
         ),
         Command(
             name="bench throughput",
             summary="Measure many requests at once: output tokens per second.",
             module="weft.cli.bench.bench",
-            groups=(("workload", THROUGHPUT), *ENGINE),
+            arguments=command_flags.ThroughputArguments,
             example="weft bench throughput demo --num-prompts 64",
         ),
         Command(
             name="bench serve",
             summary="Send requests to a server at random times, like real users, and report how long each waited.",
             module="weft.cli.bench.serve",
-            groups=(*SERVE, *ENGINE),
+            arguments=LoadArguments,
             needs_model=False,
             example="weft bench serve demo --request-rate 4 --goodput ttft:500 tpot:50",
         ),
@@ -265,7 +251,7 @@ COMMANDS = {
             name="bench sweep",
             summary="Run bench serve at several rates or concurrency limits; print one table and a plot.",
             module="weft.cli.bench.sweep",
-            groups=(*SWEEP, *ENGINE),
+            arguments=SweepArguments,
             needs_model=False,
             example="weft bench sweep demo --request-rate 1,2,4,8",
         ),
@@ -273,7 +259,7 @@ COMMANDS = {
             name="bench calibrate",
             summary="Measure this machine so that plans fit it; on a GPU, with MODEL, also tune the attention kernels.",
             module="weft.cli.bench.calibrate",
-            groups=(*CALIBRATE, *ENGINE),
+            arguments=CalibrateArguments,
             needs_model=False,
             example="weft bench calibrate",
         ),
@@ -281,7 +267,7 @@ COMMANDS = {
             name="bench compare",
             summary="Compare two saved results; exit status 1 if the new one is worse.",
             module="weft.cli.bench.compare",
-            groups=COMPARE,
+            arguments=CompareArguments,
             argument="OLD NEW",
             about="JSON files, as --save-result and scripts/bench write them",
             example="weft bench compare before.json after.json",
@@ -290,7 +276,7 @@ COMMANDS = {
             name="shard",
             summary="Cut a checkpoint for the ranks of a layout: each reads only its own file at the next start.",
             module="weft.cli.run.shard",
-            groups=SHARD,
+            arguments=command_flags.ShardArguments,
             argument="MODEL DIRECTORY",
             about="the model, and a new directory for the files",
             log_level="INFO",
@@ -300,7 +286,7 @@ COMMANDS = {
             name="pull",
             summary="Fetch a model from the hub, so that serving it needs no network.",
             module="weft.cli.serve.local_models",
-            groups=(("download", (TOKEN, FOLDER)),),
+            arguments=command_flags.PullArguments,
             argument="NAME",
             about="an id on the hub, hf.co/OWNER/REPO:QUANT for a GGUF file, one of Ollama's tags, or demo",
             needs_model=False,
@@ -311,7 +297,7 @@ COMMANDS = {
             name="ls",
             summary="List the models on this machine.",
             module="weft.cli.serve.local_models",
-            groups=(("models", (FOLDER, AS_JSON)),),
+            arguments=command_flags.ListArguments,
             argument="",
             needs_model=False,
             example="weft ls",
@@ -320,7 +306,7 @@ COMMANDS = {
             name="rm",
             summary="Remove models from this machine.",
             module="weft.cli.serve.local_models",
-            groups=(("models", (FOLDER,)),),
+            arguments=command_flags.RemoveArguments,
             argument="NAME",
             about="names of models, as weft ls shows them",
             needs_model=False,
@@ -330,7 +316,7 @@ COMMANDS = {
             name="ps",
             summary="List the servers that run on this machine, and the state, size and devices of their models.",
             module="weft.cli.serve.ps",
-            groups=(("servers", (AS_JSON,)),),
+            arguments=command_flags.PsArguments,
             argument="",
             needs_model=False,
             example="weft ps",
@@ -339,7 +325,7 @@ COMMANDS = {
             name="stop",
             summary="Stop the server of a model on this machine, after its running requests.",
             module="weft.cli.serve.local_models",
-            groups=(),
+            arguments=Arguments,
             argument="NAME",
             about="the model, as weft ps shows it",
             needs_model=False,
@@ -349,7 +335,7 @@ COMMANDS = {
             name="demo",
             summary="Fetch a small model, split it over two ranks and answer a prompt.",
             module="weft.cli.run.demo",
-            groups=(("sampling", SAMPLING), *ENGINE),
+            arguments=command_flags.DemoArguments,
             argument="PROMPT",
             example='weft demo "Why is the sky blue?"',
         ),

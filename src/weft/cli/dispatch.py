@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
 from importlib import import_module
+from typing import TypeVar
 
 from weft import logs
 from weft._version import __version__
 from weft.checkpoint.hub import model_names
 from weft.cli import short_help, streams
 from weft.cli.commands import COMMANDS, Command
+from weft.cli.flags.declared import Arguments
 from weft.cli.parser import UsageError, find_command, parse_command
 from weft.errors import WeftError, printable
+
+A = TypeVar("A", bound=Arguments)
 
 logger = logging.getLogger("weft.cli")
 
@@ -75,23 +78,24 @@ def run_command(argv: list[str]) -> int:
         return 0
     command, flags = find_command(argv)
     logs.configure(command.log_level)
-    arguments = parse_command(command, flags)
-    expand_model_name(command, arguments)
+    arguments = expand_model_name(command, parse_command(command, flags))
     status: int = import_module(command.module).main(arguments)
     return status
 
 
-def expand_model_name(command: Command, arguments: Namespace) -> None:
-    """Replace a short name such as `qwen3:8b` by the hub's, with a notice on standard error."""
-    typed = getattr(arguments, "model", "")
+def expand_model_name(command: Command, arguments: A) -> A:
+    """The arguments with the hub's name in place of a short one such as `qwen3:8b`, with a notice on standard error."""
+    typed = arguments.model
     if command.argument != "MODEL" or not typed:
-        return
-    addressed = any(hasattr(arguments, name) for name in ("base_url", "host", "port"))
-    if addressed and "base-url" in {flag.name for flag in command.flags}:
-        return  # a running server knows its model by the name that was typed
-    arguments.model = model_names.full_name(typed, folder=getattr(arguments, "download_dir", None))
-    if line := model_names.notice(typed, arguments.model):
+        return arguments
+    if not arguments.given.isdisjoint(("base_url", "host", "port")) and "base-url" in {
+        flag.name for flag in command.flags
+    }:
+        return arguments  # a running server knows its model by the name that was typed
+    name = model_names.full_name(typed, folder=arguments.values().get("download_dir"))
+    if line := model_names.notice(typed, name):
         print(f"weft: {line}", file=sys.stderr)
+    return arguments.with_model(name)
 
 
 def report(error: WeftError) -> int:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from weft.cli import glossary
 from weft.cli.commands import COMMANDS, Command
-from weft.cli.flags.flags import ENGINE, Flag
+from weft.cli.flags.declared import Flag
+from weft.cli.flags.flags import ENGINE
 from weft.cli.parser import default_text
 from weft.cli.short_help import ABOUT
 from weft.engine.client.vllm import VLLMArgument, vllm_arguments

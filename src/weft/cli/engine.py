@@ -5,11 +5,10 @@ from __future__ import annotations
 import secrets
 import shutil
 import sys
-from argparse import Namespace
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from weft.cli.flags.flags import engine_config
+from weft.cli.flags.flags import EngineArguments, EngineFlags, engine_config
 from weft.cli.terminal import WordWrap
 from weft.engine.frontend.outputs import RequestOutput
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from weft.engine.llm import LLM
 
 
-def start_engine(arguments: Namespace, **ours: Any) -> LLM:
+def start_engine(arguments: EngineArguments, **ours: Any) -> LLM:
     """Start the engine of the flags; `ours` are the command's own defaults. The engine is a context manager."""
     config = engine_config(arguments, **ours)
     if sys.stderr.isatty():
@@ -27,12 +26,12 @@ def start_engine(arguments: Namespace, **ours: Any) -> LLM:
     return LLM.from_config(config)
 
 
-def random_seed(arguments: Namespace) -> dict[str, int]:
+def random_seed(engine: EngineFlags) -> dict[str, int]:
     """The engine's seed for a command whose user gives none: each answer to a question may be another one.
 
     Dummy weights are drawn from the seed too, and stay the same.
     """
-    return {} if getattr(arguments, "load_format", "") == "dummy" else {"seed": secrets.randbelow(2**31)}
+    return {} if engine.checkpoint.load_format == "dummy" else {"seed": secrets.randbelow(2**31)}
 
 
 def conversation(text: str, system: str | None = None) -> list[dict[str, str]]:

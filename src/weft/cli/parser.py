@@ -1,4 +1,4 @@
-"""Parse the arguments of a command line into a Namespace that holds only the flags that were given."""
+"""Parse the arguments of a command line into the struct of its command."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import argparse
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from weft.checkpoint.files.yaml_text import load_yaml
 from weft.cli import hints, short_help
 from weft.cli.commands import COMMANDS, Command
 from weft.cli.flags import vllm
-from weft.cli.flags.flags import ENGINE, Flag
+from weft.cli.flags.declared import Flag, fill
+from weft.cli.flags.flags import ENGINE
 from weft.errors import WeftError, error_reason
 from weft.regular_files import SETTINGS_BYTES, read_regular_text
+
+T = TypeVar("T")
 
 logger = logging.getLogger("weft.cli")
 
@@ -75,32 +78,42 @@ def find_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
     raise UsageError(f"unknown command {argv[0]!r}{hints.unknown_command(argv[0], known)}", code="unknown-command")
 
 
-def parse_command(command: Command, argv: Sequence[str]) -> argparse.Namespace:
-    """The Namespace of the arguments after a command's name.
+def parse_command(command: Command, argv: Sequence[str]) -> Any:
+    """The arguments after a command's name, as its struct.
 
-    It holds `command`, `argument`, and by field each flag that was given or has a default of its own; `model` is the
-    argument or the plan file's model. Raises UsageError, and ConfigError for a plan that cannot be read. --help prints
-    the help and exits.
+    Its `model` is the argument or the plan file's model. Raises UsageError, and ConfigError for a plan that cannot be
+    read. --help prints the help and exits.
     """
     parser = build_parser(command)
     argv, warnings = without_vllm_flags([full_spelling(word) for word in argv], option_names(command))
     if not command.own_config:
         argv = with_config_file(command, argv)
-    arguments, extra = parser.parse_known_args(argv)
+    namespace, extra = parser.parse_known_args(argv)
     refuse_unknown_flags(command, extra)
-    if command.takes_prompt:
-        set_prompt(arguments, extra)
-    elif extra:
+    if extra and not command.takes_prompt:
         raise UsageError(
             f"unexpected argument {extra[0]!r} for weft {command.name}; for example: {command.example}",
             code="unexpected-argument",
         )
+    parsed = parsed_values(namespace)
+    if command.takes_prompt:
+        set_prompt(parsed, extra)
     if command.argument == "MODEL":
-        set_model(command, arguments)
-    arguments.command = command.name
+        set_model(command, parsed)
     for warning in warnings:
         logger.warning(warning)
-    return arguments
+    return fill_arguments(command.arguments, command.name, parsed)
+
+
+def parsed_values(namespace: argparse.Namespace) -> dict[str, Any]:
+    """The values that argparse has parsed, by field; several values of a flag are a tuple."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in vars(namespace).items()}
+
+
+def fill_arguments(kind: type[T], name: str, parsed: Mapping[str, Any]) -> T:
+    """The arguments of the command of this name, of the parsed values."""
+    given = frozenset(parsed) - {"argument", "prompt_words"}
+    return fill(kind, {"model": "", **parsed, "command": name}, given)
 
 
 def refuse_unknown_flags(command: Command, argv: Sequence[str]) -> None:
@@ -113,41 +126,41 @@ def refuse_unknown_flags(command: Command, argv: Sequence[str]) -> None:
             )
 
 
-def set_model(command: Command, arguments: argparse.Namespace) -> None:
-    """Set `arguments.model` from the argument or the plan file. Raises UsageError if the command needs one."""
-    if arguments.argument is not None:
-        _check_argument(arguments)
-        arguments.model = arguments.argument
-    if hasattr(arguments, "plan") and not getattr(arguments, "model", ""):
+def set_model(command: Command, parsed: dict[str, Any]) -> None:
+    """Set the model from the argument or the plan file. Raises UsageError if the command needs one."""
+    argument, named = parsed.pop("argument"), parsed.get("model", "")
+    if argument is not None:
+        _check_argument(argument, named)
+        parsed["model"] = named = argument
+    if "plan" in parsed and not named:
         from weft.planner.report import plan_file
 
-        arguments.model = plan_file.load_plan_file(arguments.plan).model.name
+        parsed["model"] = named = plan_file.load_plan_file(parsed["plan"]).model.name
     # A claim to check names its model itself, and so does a node's configuration.
-    named_elsewhere = hasattr(arguments, "check") or hasattr(arguments, "infernet_config")
-    if command.needs_model and not named_elsewhere and not getattr(arguments, "model", ""):
+    named_elsewhere = "check" in parsed or "infernet_config" in parsed
+    if command.needs_model and not named_elsewhere and not named:
         raise UsageError(f"which model? For example: {command.example}", code="model-missing")
 
 
-def _check_argument(arguments: argparse.Namespace) -> None:
-    """Raise UsageError for a model of blanks."""
-    named = getattr(arguments, "model", "")
-    if not arguments.argument.strip():
+def _check_argument(argument: str, named: str) -> None:
+    """Raise UsageError for a model of blanks; `named` is the one of --model."""
+    if not argument.strip():
         raise UsageError(
-            f"the model is {arguments.argument!r}{f' with --model {named}' * bool(named)}: in a shell, a backslash "
+            f"the model is {argument!r}{f' with --model {named}' * bool(named)}: in a shell, a backslash "
             "before a blank makes such a word; end the line with the backslash, and put comments on lines of their own",
             code="blank-model",
         )
 
 
-def set_prompt(arguments: argparse.Namespace, extra: list[str]) -> None:
-    """Set `arguments.prompt_words` to the arguments that argparse left over.
+def set_prompt(parsed: dict[str, Any], extra: list[str]) -> None:
+    """Set the words of the prompt to the arguments that argparse left over.
 
     With --model the first word is not a model, and belongs to the prompt too.
     """
-    arguments.prompt_words = extra
-    if arguments.argument is not None and hasattr(arguments, "model"):
-        arguments.prompt_words = [arguments.argument, *extra]
-        arguments.argument = None
+    if parsed["argument"] is not None and "model" in parsed:
+        extra = [parsed["argument"], *extra]
+        parsed["argument"] = None
+    parsed["prompt_words"] = tuple(extra)
 
 
 def without_vllm_flags(argv: list[str], own: Sequence[str] = ()) -> tuple[list[str], list[str]]:
@@ -198,8 +211,6 @@ def add_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
         group.add_argument(*names, dest=flag.dest, action=argparse.BooleanOptionalAction, help=about)
         return
     details: dict[str, Any] = {"dest": flag.dest, "type": flag.parse, "help": about}
-    if flag.default is not None:
-        details["default"] = flag.default
     if flag.choices:
         details["choices"] = flag.choices
     else:
@@ -215,7 +226,7 @@ def add_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
 
 def default_text(flag: Flag) -> str:
     """ " (default: X)", or "" for a flag without a default or with an empty one."""
-    value = flag.default if flag.default is not None else flag.config_default
+    value = flag.default if flag.config_default is None else flag.config_default
     if value in (None, "", ()):
         return ""
     if isinstance(value, bool):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,9 @@ from weft.checkpoint.architectures.model import Model
 from weft.checkpoint.quantised.precision import canonical
 from weft.checkpoint.quantised.schemes import ONLINE_QUANTIZATIONS
 from weft.cli import layout_flags
-from weft.cli.flags import plan_flags
+from weft.cli.flags.declared import flags_of
+from weft.cli.flags.plan_flags import REPEATED, Hardware, Layout, Source, Subject
+from weft.cli.flags.plan_flags import Workload as WorkloadFlags
 from weft.cli.parser import UsageError
 from weft.errors import ConfigError, error_reason
 from weft.formatting import join_commas
@@ -33,69 +34,62 @@ from weft.planner.question import Question
 from weft.probes import machine
 from weft.regular_files import SETTINGS_BYTES, read_regular_text
 
-# Flags that a command for a similar question repeats.
-REPEATED = (*plan_flags.HARDWARE, *plan_flags.LAYOUT, *plan_flags.ENGINE, *plan_flags.LOAD, *plan_flags.PROMISE)
-NOT_REPEATED = ("refresh-hardware", "device-map", "cluster")  # a map is a layout, and may be a long file
+# Flags of REPEATED that are left out all the same; a map is a layout, and may be a long file.
+NOT_REPEATED = ("refresh-hardware", "device-map", "cluster")
 NOTHING_FITS = 3  # exit status: nothing fits, a claim is impossible, or a promise is not kept
 
 
-def find_model(arguments: Namespace) -> Model:
-    """The model of the argument, from the catalogue, a file or the hub."""
-    return lookup.look_up(
-        arguments.model,
-        refresh=getattr(arguments, "refresh", False),
-        revision=getattr(arguments, "revision", None),
-        hf_token=getattr(arguments, "hf_token", None),
-    )
+def find_model(name: str, source: Source) -> Model:
+    """The model of a name, from the catalogue, a file or the hub."""
+    return lookup.look_up(name, refresh=source.refresh, revision=source.revision, hf_token=source.hf_token)
 
 
-def planned_cluster(flags: dict[str, Any]) -> Cluster:
+def planned_cluster(subject: Subject) -> Cluster:
     """The cluster to plan for: the described one, within --max-memory, shared out among the ranks of the flags. The CPU
     is used with the GPUs only if a flag names it."""
-    limited = layout_flags.limit_memory(flags, beside_cpu(flags, described_cluster(flags)))
-    return machine.split_cpu(limited, layout_flags.rank_count(flags))
+    hardware, layout = subject.hardware, subject.layout
+    limited = layout_flags.limit_memory(layout, beside_cpu(hardware, layout, described_cluster(hardware)))
+    return machine.split_cpu(limited, layout_flags.rank_count(layout))
 
 
-def build_question(arguments: Namespace, model: Model, cluster: Cluster | None = None) -> Question:
+def build_question(subject: Subject, model: Model, cluster: Cluster | None = None) -> Question:
     """The question for the planner, on `cluster` or the hardware of the flags.
 
     Raises UsageError for flags that contradict each other.
     """
-    flags: dict[str, Any] = vars(arguments)
-    cluster = cluster or planned_cluster(flags)
-    precisions = compared_precisions(compressed_precision(flags) or flags.get("precision"), model, cluster)
-    constraints = layout_flags.parse_layout_flags(flags, cluster, model, precisions[0])
-    kv_dtype = flags.get("kv_cache_dtype")
-    if kv_dtype == "auto":
-        kv_dtype = None
+    layout, counted, aim = subject.layout, subject.counted, subject.aim
+    cluster = cluster or planned_cluster(subject)
+    precisions = compared_precisions(compressed_precision(layout, aim.engine) or layout.precision, model, cluster)
+    constraints = layout_flags.parse_layout_flags(layout, cluster, model, precisions[0])
+    kv_dtype = None if layout.kv_cache_dtype == "auto" else layout.kv_cache_dtype
     if kv_dtype is not None:
         number_bytes(kv_dtype)  # or ConfigError
     return Question(
         model=model.name,
         shape=model.shape,
         cluster=cluster,
-        engine=flags["engine"],
+        engine=aim.engine,
         precisions=precisions,
         kv_dtype=kv_dtype,
-        workload=planned_workload(flags, model),
-        objective=flags["objective"],
+        workload=planned_workload(subject.workload, layout.max_model_len, model),
+        objective=aim.objective,
         constraints=constraints,
-        price=flags.get("price", cluster.price),
-        gpu_memory_utilization=flags.get("gpu_memory_utilization"),
-        max_num_seqs=flags.get("max_num_seqs"),
-        max_num_batched_tokens=flags.get("max_num_batched_tokens"),
-        speculation=planned_speculation(arguments, model),
-        deterministic=planned_determinism(flags, model, cluster),
-        remarks=layout_flags.remarks(flags, cluster),
-        flags=tuple(repeated_flags(flags)),
+        price=cluster.price if subject.hardware.price is None else subject.hardware.price,
+        gpu_memory_utilization=layout.gpu_memory_utilization,
+        max_num_seqs=counted.max_num_seqs,
+        max_num_batched_tokens=layout.max_num_batched_tokens,
+        speculation=planned_speculation(subject, model),
+        deterministic=planned_determinism(subject, model, cluster),
+        remarks=layout_flags.remarks(layout, cluster),
+        flags=tuple(repeated_flags(subject.model, subject.values())),
     )
 
 
-def repeated_flags(flags: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+def repeated_flags(model: str, values: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     """The model, as ("", MODEL), and the flags with their values as words, for a command with a similar question."""
-    yield "", flags.get("model", "")
-    for flag in REPEATED:
-        value = flags.get(flag.dest)
+    yield "", model
+    for flag in (flag for group in REPEATED for flag in flags_of(group)):
+        value = values.get(flag.dest)
         if value in (None, False, flag.default) or flag.name in NOT_REPEATED:
             continue
         if flag.name == "max-memory":
@@ -108,59 +102,59 @@ def repeated_flags(flags: dict[str, Any]) -> Iterator[tuple[str, ...]]:
             yield flag.short or flag.long, join_commas(value) if isinstance(value, tuple) else f"{value}"
 
 
-def compressed_precision(flags: dict[str, Any]) -> str | None:
+def compressed_precision(flags: Layout, engine: str) -> str | None:
     """The precision of the weights with --quantization; None without the flag.
 
     Raises UsageError for another engine, or together with --precision.
     """
-    if "quantization" not in flags:
+    name = flags.quantization
+    if name is None:
         return None
-    name = flags["quantization"]
-    if flags["engine"] != "weft":
+    if engine != "weft":
         raise UsageError(
-            f"--quantization {name} is for Weft's own engine; for {flags['engine']} give --precision",
+            f"--quantization {name} is for Weft's own engine; for {engine} give --precision",
             code="quantization-of-other-engine",
         )
-    if "precision" in flags:
+    if flags.precision is not None:
         raise UsageError(
-            f"--quantization {name} and --precision {flags['precision']} both set it; give one of them",
+            f"--quantization {name} and --precision {flags.precision} both set it; give one of them",
             code="quantization-and-precision",
         )
     return ONLINE_QUANTIZATIONS[name]
 
 
-def planned_speculation(arguments: Namespace, model: Model) -> Speculation | None:
+def planned_speculation(subject: Subject, model: Model) -> Speculation | None:
     """The speculative decoding of --speculative-config.
 
     Raises UsageError for another engine, ConfigError for a wrong value and ModelError for an unknown draft model.
     """
-    config: dict[str, Any] | None = getattr(arguments, "speculative_config", None)
+    config, engine = subject.counted.speculative_config, subject.aim.engine
     if config is None:
         return None
-    if arguments.engine != "weft":
+    if engine != "weft":
         raise UsageError(
-            f"--speculative-config is for Weft's own engine, not for {arguments.engine}; leave it out",
+            f"--speculative-config is for Weft's own engine, not for {engine}; leave it out",
             code="speculation-of-other-engine",
         )
 
     def find_draft(name: str) -> DraftModel:
-        named = Namespace(**{**vars(arguments), "model": name, "revision": None})
-        return DraftModel(model=name, checkpoint="", load_format="dummy", shape=find_model(named).shape)
+        source = msgspec.structs.replace(subject.source, revision=None)
+        return DraftModel(model=name, checkpoint="", load_format="dummy", shape=find_model(name, source).shape)
 
     return resolve_speculation(config, model.name, model.shape, find_draft)
 
 
-def planned_determinism(flags: dict[str, Any], model: Model, cluster: Cluster) -> bool:
+def planned_determinism(subject: Subject, model: Model, cluster: Cluster) -> bool:
     """True with --deterministic.
 
     Raises UsageError for another engine, ConfigError if Weft's own cannot be deterministic on this hardware, or with
     this model.
     """
-    if not flags.get("deterministic"):
+    if not subject.counted.deterministic:
         return False
-    if flags["engine"] != "weft":
+    if subject.aim.engine != "weft":
         raise UsageError(
-            f"--deterministic is for Weft's own engine, not for {flags['engine']}; leave it out",
+            f"--deterministic is for Weft's own engine, not for {subject.aim.engine}; leave it out",
             code="deterministic-other-engine",
         )
     against = () if cluster.on_cpu else (ON_GPUS,)
@@ -183,50 +177,51 @@ def compared_precisions(names: str | None, model: Model, cluster: Cluster) -> tu
     return precisions
 
 
-def planned_workload(flags: dict[str, Any], model: Model) -> Workload:
-    """The workload of the flags, with the usual lengths if they give none. Raises UsageError and ConfigError."""
-    longest, length = model.shape.longest, flags.get("max_model_len")
+def planned_workload(flags: WorkloadFlags, length: int | None, model: Model) -> Workload:
+    """The workload of the flags, with the usual lengths if they give none; `length` is --max-model-len.
+
+    Raises UsageError and ConfigError.
+    """
+    longest = model.shape.longest
     if length is not None:
         check_length(length, model.name, longest)
     most = length or longest
-    input_len, output_len = default_lengths(flags.get("input_len"), flags.get("output_len"), most)
+    input_len, output_len = default_lengths(flags.input_len, flags.output_len, most)
     if length is not None and input_len + output_len > max(length, 2):
         raise UsageError(
             f"--input-len {input_len} and --output-len {output_len} make {input_len + output_len:,} tokens; "
             f"--max-model-len is {length:,}",
             code="lengths-above-max-model-len",
         )
-    return Workload(
-        input_len=input_len, output_len=output_len, concurrency=flags.get("concurrency"), max_model_len=length
-    )
+    return Workload(input_len=input_len, output_len=output_len, concurrency=flags.concurrency, max_model_len=length)
 
 
-def beside_cpu(flags: dict[str, Any], cluster: Cluster) -> Cluster:
+def beside_cpu(hardware: Hardware, layout: Layout, cluster: Cluster) -> Cluster:
     """The cluster with the CPU next to its GPUs if the flags name the CPU, and without it otherwise.
 
     A CPU that is not described is this machine's, or for described GPUs a typical CPU.
     """
-    if cluster.on_cpu or not layout_flags.asks_for_cpu(flags):
+    if cluster.on_cpu or not layout_flags.asks_for_cpu(layout):
         return msgspec.structs.replace(cluster, cpu=None)
     if cluster.cpu is not None:
         return cluster
-    is_here = flags.get("gpus") is None and flags.get("nodes") is None
-    refresh = flags.get("refresh_hardware", False)
-    return cluster.with_cpu(machine.probe_cpu(refresh=refresh) if is_here else typical_cpu())
+    is_here = hardware.gpus is None and hardware.nodes is None
+    return cluster.with_cpu(machine.probe_cpu(refresh=hardware.refresh_hardware) if is_here else typical_cpu())
 
 
-def measured_cluster(flags: dict[str, Any]) -> Cluster:
-    """The nodes of the last start; they are written to the file of --cluster.
+def measured_cluster(name: str, hardware: Hardware) -> Cluster:
+    """The nodes of the last start; they are written to the file of --cluster, `name`.
 
     Raises UsageError if other hardware is given, and ConfigError for a file that exists, or if nothing has been
     measured.
     """
     from weft.engine.cluster.measured import load_cluster
 
-    other = next((name for name in ("gpus", "nodes", "network") if flags.get(name) is not None), None)
+    described = {"gpus": hardware.gpus, "nodes": hardware.nodes, "network": hardware.network}
+    other = next((flag for flag, value in described.items() if value is not None), None)
     if other:
         raise UsageError(f"--cluster and --{other} both describe the hardware; give one", code="cluster-and-other")
-    file = Path(flags["cluster"]).expanduser()
+    file = Path(name).expanduser()
     if not hardware_file.is_hardware_file(file.name):
         raise UsageError(
             f"--cluster {file} is no name of a hardware file; give one that ends in .yaml", code="cluster-not-yaml"
@@ -245,11 +240,11 @@ def measured_cluster(flags: dict[str, Any]) -> Cluster:
     return cluster
 
 
-def described_cluster(flags: dict[str, Any]) -> Cluster:
+def described_cluster(hardware: Hardware) -> Cluster:
     """The cluster of --gpus, --nodes or --cluster, or this machine."""
-    gpus, nodes, network = flags.get("gpus"), flags.get("nodes"), flags.get("network")
-    if flags.get("cluster") is not None:
-        return measured_cluster(flags)
+    gpus, nodes, network = hardware.gpus, hardware.nodes, hardware.network
+    if hardware.cluster is not None:
+        return measured_cluster(hardware.cluster, hardware)
     if gpus is not None and nodes is not None:
         raise UsageError("--gpus and --nodes both describe the hardware; give one of them", code="gpus-and-nodes")
     if nodes is None and gpus is not None and is_several_nodes(gpus):
@@ -262,5 +257,5 @@ def described_cluster(flags: dict[str, Any]) -> Cluster:
             code="network-of-one-machine",
         )
     if gpus is None:
-        return machine.probe_cluster(refresh=flags.get("refresh_hardware", False))
+        return machine.probe_cluster(refresh=hardware.refresh_hardware)
     return hardware_file.read_hardware_file(gpus) if hardware_file.is_hardware_file(gpus) else parse_gpus(gpus)

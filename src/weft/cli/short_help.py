@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from weft._version import __version__
 from weft.cli.commands import COMMANDS, Command
-from weft.cli.flags.flags import Flag
+from weft.cli.flags.declared import Flag
 
 ABOUT = "Runs one large language model across the GPUs you really have."
 LINES = 40  # of a screen, which all of this fits into

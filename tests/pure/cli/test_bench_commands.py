@@ -118,10 +118,10 @@ def test_nobody_was_answered(url: str) -> None:
 
 def test_a_server_of_our_own_gets_the_engine_s_flags() -> None:
     typed = "bench serve m -tp 2 --tensor-split 2,1 --max-model-len auto --no-enable-prefix-caching --seed 3"
-    words = serve.engine_flags(parsed(f"{typed} --distributed-executor-backend mp"))
-    got = parsed(["serve", "m", *words])
-    assert (got.tensor_parallel_size, got.tensor_split, got.max_model_len) == (2, (2.0, 1.0), None)
-    assert (got.enable_prefix_caching, got.executor, got.seed) == (False, "mp", 3)
+    words = serve.engine_flags(parsed(f"{typed} --distributed-executor-backend mp").engine)
+    got = parsed(["serve", "m", *words]).engine.values()
+    assert (got["tensor_parallel_size"], got["tensor_split"], got["max_model_len"]) == (2, (2.0, 1.0), None)
+    assert (got["enable_prefix_caching"], got["executor"], got["seed"]) == (False, "mp", 3)
 
 
 def test_sweep(url: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from argparse import ArgumentTypeError, Namespace
+from argparse import ArgumentTypeError
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -27,8 +27,8 @@ from weft.checkpoint.checkpoint import Checkpoint
 from weft.cli import docs, main, short_help
 from weft.cli.commands import COMMANDS
 from weft.cli.flags import values, vllm
+from weft.cli.flags.command_flags import RunArguments
 from weft.cli.flags.flags import ENGINE, SAMPLING, SERVER, engine_config, sampling_options, serve_options
-from weft.cli.flags.plan_flags import PLAN
 from weft.cli.parser import UsageError, build_parser
 from weft.cli.run import demo, run
 from weft.config import EngineConfig, declared_options
@@ -147,7 +147,7 @@ def test_flags_of_vllm_that_we_lack_are_named_and_swallowed(caplog: pytest.LogCa
         "serve --enable-eplb m --kv-sharing-fast-prefill --trust-remote-code --no-enable-prompt-adapter --nnodes 1 "
         "-O3 -dp 1 --compilation-config.mode 3 --cudagraph-capture-sizes 1 2 4 --max_loras 2 --hf-overrides {} --port 9"
     )
-    assert (got.model, got.port) == ("m", 9)
+    assert (got.model, got.server.port) == ("m", 9)
     warned = [record.message.split(":")[0] for record in caplog.records]
     assert warned == [
         "--enable-eplb",
@@ -164,7 +164,7 @@ def test_flags_of_vllm_that_we_lack_are_named_and_swallowed(caplog: pytest.LogCa
 def test_no_flag_is_both_ours_and_lacking() -> None:
     # What is only planned may have flags for layouts that the engine does not run yet.
     engine = {flag for _, flags in ENGINE for flag in flags}
-    planned = {flag for _, flags in PLAN for flag in flags} - engine
+    planned = set(COMMANDS["plan"].flags) - engine
     ours = {flag.name for command in COMMANDS.values() for flag in command.flags if flag not in planned}
     assert not ours & set(vllm_arguments())
     assert set(short_forms().values()) <= set(vllm_arguments())
@@ -205,7 +205,7 @@ def test_flags_that_change_what_is_served_are_refused(flag: VLLMArgument, capsys
 def test_the_parallel_sizes_as_sglang_writes_them(tmp_path: Path) -> None:
     got = config("serve m --tp 2 --pp=3 --dp 1")
     assert (got.tensor_parallel_size, got.pipeline_parallel_size) == (2, 3)
-    assert parsed("plan m --dp 4 --ep").data_parallel_size == 4
+    assert parsed("plan m --dp 4 --ep").subject.layout.data_parallel_size == 4
     (tmp_path / "c.yaml").write_text("tp: 2\n")
     assert config(f"serve m --config {tmp_path / 'c.yaml'}").tensor_parallel_size == 2
 
@@ -393,7 +393,7 @@ def test_failures_are_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def fail(arguments: Namespace) -> int:
+    def fail(arguments: RunArguments) -> int:
         raise error
 
     monkeypatch.setattr(run, "main", fail)
@@ -406,7 +406,7 @@ def test_failures_are_one_line(
 def test_ctrl_c_ends_a_command_without_a_word(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(arguments: Namespace) -> int:
+    def interrupt(arguments: RunArguments) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run, "main", interrupt)

@@ -11,7 +11,7 @@ from tests.refusals import refuses
 from weft.checkpoint.architectures.shape import DTYPE_BYTES
 from weft.cli.commands import COMMANDS
 from weft.cli.flags import values
-from weft.cli.flags.flags import Flag, option_flags
+from weft.cli.flags.declared import Flag, option_flags
 from weft.cli.parser import default_text
 from weft.config import DeviceMap, EngineConfig, Options, declared_options, option
 from weft.engine.client.arguments import engine_config

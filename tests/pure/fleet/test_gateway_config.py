@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def test_the_command_s_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ["--config", str(path)],
     ]
     for given in words:
-        arguments: Namespace = parse_command(COMMANDS["gateway"], given)
+        arguments = parse_command(COMMANDS["gateway"], given)
         assert gateway_command.main(arguments) == 0
     flags, file = (config for config, *_ in ran)
     assert [upstream.url for upstream in flags.upstreams] == [A, "127.0.0.1:8002"] and flags.policy == "least_conn"

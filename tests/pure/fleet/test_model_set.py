@@ -81,7 +81,7 @@ def test_flags_of_the_address_stay_flags(tmp_path: Path) -> None:
 def test_any_other_file_is_flags(tmp_path: Path) -> None:
     path = written(tmp_path, {"max-model-len": 4096})
     assert set_file.read_model_set(path) is None
-    assert parse_command(COMMANDS["serve"], ["demo", "--config", path]).max_model_len == 4096
+    assert parse_command(COMMANDS["serve"], ["demo", "--config", path]).engine.scheduling.max_model_len == 4096
 
 
 def test_the_book_of_infernet(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from weft.study.bench.summary import METRICS
     ],
 )
 def test_the_file(words: str, path: str | None) -> None:
-    given = vars(parsed(f"bench serve owner/m --request-rate 4 {words}"))
+    given = parsed(f"bench serve owner/m --request-rate 4 {words}")
     found = result_path(given)
     assert found is None if path is None else found is not None and found.match(path)
 

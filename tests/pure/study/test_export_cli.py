@@ -222,7 +222,7 @@ def test_both_of_two_instances_are_served_at_one_address(config: Any, tmp_path: 
     assert [entry.config.device_ids for entry in models.entries] == [(0, 1), (2, 3)]
     # The file is a whole command line of the server, and a plan of it has both.
     served = parsed(["serve", "--config", str(folder / "models.yaml")])
-    assert (served.port, served.list_served_only, served.reset_on_error) == (8000, True, True)
+    assert (served.server.port, served.server.list_served_only, served.server.reset_on_error) == (8000, True, True)
     status, plan = weft_json("plan", "--config", str(folder / "models.yaml"), "--gpus", "4xRTX4090")
     assert status == 0 and len(plan["models"]) == 2
     assert "INFERNET_ENGINE_MODEL=qwen2.5:14b\n" in (folder / "infernet.env").read_text()

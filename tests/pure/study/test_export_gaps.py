@@ -32,8 +32,8 @@ def exported_gaps(command: str) -> list[Note]:
     """The gaps of `weft plan --emit`; the first word of `command` is the target."""
     target, *words = command.split()
     arguments = parsed(["plan", *words, "--emit", target])
-    model = plan.find_model(arguments)
-    choice = choose_plan(plan.build_question(arguments, model), TARGETS[target])
+    model = plan.find_model(arguments.model, arguments.subject.source)
+    choice = choose_plan(plan.build_question(arguments.subject, model), TARGETS[target])
     return list(emit.named_deployment(arguments, TARGETS[target], model, None, choice).gaps)
 
 

@@ -59,7 +59,8 @@ def test_each_replica_has_its_gpus_and_its_port() -> None:
 def test_the_command_is_one_of_ours() -> None:
     (line,) = parts("systemd", "tensor")["weft.service"].replace("\\\n", "").split("ExecStart=")[1].splitlines()[:1]
     arguments = parsed(line.split()[1:])
-    assert (arguments.tensor_parallel_size, arguments.served_model_name) == (4, ["llama", "llama-70b"])
+    assert arguments.engine.layout.tensor_parallel_size == 4
+    assert arguments.server.served_model_name == ("llama", "llama-70b")
 
 
 @pytest.mark.parametrize(

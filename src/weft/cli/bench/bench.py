@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from weft.cli import engine
+from weft.cli.flags.command_flags import LatencyArguments, ThroughputArguments
 from weft.engine.client.control import replica_rows
 from weft.engine.client.progress import ProgressBar
 from weft.errors import ConfigError
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("weft.cli")
 
 
-def main(arguments: Namespace) -> int:
+def main(arguments: LatencyArguments | ThroughputArguments) -> int:
     """Measure, print each run on standard error, and one JSON object on standard output."""
     task = arguments.command.split()[1]
     with engine.start_engine(arguments, skip_tokenizer_init=True) as llm:
         plan = llm.plan
-        workload = (latency_workload if task == "latency" else throughput_workload)(arguments, plan.shape.vocab)
+        workload = workload_of(arguments, plan.shape.vocab)
         runs: list[RunFigures] = []
         # Every run has other tokens, so that no run finds KV blocks of another.
         numbers = range(-arguments.num_iters_warmup, arguments.num_iters)
@@ -73,26 +73,31 @@ def predict_run(llm: LLM, asks: Sequence[BenchRequest]) -> dict[str, float] | No
         return None
 
 
-def latency_workload(arguments: Namespace, vocab: int) -> Callable[[int], list[BenchRequest]]:
-    """A function from a run's number to its requests, a batch of equal lengths; numbers below 0 are warm-ups."""
-    lengths = (arguments.input_len, arguments.input_len)
+def workload_of(flags: LatencyArguments | ThroughputArguments, vocab: int) -> Callable[[int], list[BenchRequest]]:
+    """A function from a run's number to its requests; numbers below 0 are warm-ups."""
+    return latency_workload(flags, vocab) if isinstance(flags, LatencyArguments) else throughput_workload(flags, vocab)
+
+
+def latency_workload(flags: LatencyArguments, vocab: int) -> Callable[[int], list[BenchRequest]]:
+    """A function from a run's number to its requests, a batch of equal lengths."""
+    lengths = (flags.input_len, flags.input_len)
     return lambda seed: random_requests(
-        seed, vocab=vocab, count=arguments.batch_size, input_len=lengths, output_len=arguments.output_len
+        seed, vocab=vocab, count=flags.batch_size, input_len=lengths, output_len=flags.output_len
     )
 
 
-def throughput_workload(arguments: Namespace, vocab: int) -> Callable[[int], list[BenchRequest]]:
-    """A function from a run's number to its requests of different lengths; numbers below 0 are warm-ups."""
+def throughput_workload(flags: ThroughputArguments, vocab: int) -> Callable[[int], list[BenchRequest]]:
+    """A function from a run's number to its requests of different lengths."""
 
     def requests(number: int) -> list[BenchRequest]:
-        if arguments.workload == "nano-vllm" and number >= 0:
+        if flags.workload == "nano-vllm" and number >= 0:
             return nano_vllm(vocab, number)
         return random_requests(
             number,
             vocab=vocab,
-            count=arguments.num_prompts,
-            input_len=arguments.input_len_range,
-            output_len=arguments.output_len,
+            count=flags.num_prompts,
+            input_len=flags.input_len_range,
+            output_len=flags.output_len,
         )
 
     return requests

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from typing import Any
 import msgspec
 
 from weft.cli.bench.view import aligned, number
+from weft.cli.flags.bench_flags import CalibrateArguments
 from weft.cli.flags.flags import engine_config
 from weft.cli.parser import UsageError
 from weft.config import EngineConfig
@@ -73,16 +73,16 @@ class DeviceResult:
     tuned: list[TunedSizes] = field(default_factory=list)
 
 
-def main(arguments: Namespace) -> int:
+def main(arguments: CalibrateArguments) -> int:
     """Measure every kind of GPU of this machine, or its CPU; return 1 if the figures fit too badly to be kept."""
     config = measured_config(arguments)
     here = _measured_host(config)
     measured = [calibrate_device(arguments, config, here, gpu, index) for index, gpu in devices(here, config)]
     bad = [device.result for device in measured if device.result.error > UNRELIABLE_ERROR]
-    keep = getattr(arguments, "save", not bad)
+    keep = not bad if arguments.save is None else arguments.save
     # After all fits: a machine that was busy gives no reliable sizes either.
     results = [tune_device(device, here, keep=keep) for device in measured]
-    print_results(results, as_json=getattr(arguments, "json", False))
+    print_results(results, as_json=arguments.json)
     if keep:
         keep_results(results)
     for result in bad:
@@ -121,10 +121,10 @@ def keep_results(results: Sequence[DeviceResult]) -> None:
         print(f"kept in {path}; weft plan uses it from now on", file=sys.stderr)
 
 
-def measured_config(arguments: Namespace) -> EngineConfig:
+def measured_config(arguments: CalibrateArguments) -> EngineConfig:
     """The engine config of the flags; without a model, the config for synthetic models. Raises UsageError for several
     ranks."""
-    config = engine_config(arguments, **({} if getattr(arguments, "model", "") else {"model": "synthetic"}))
+    config = engine_config(arguments, model="synthetic")
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if (getattr(config, name) or 1) > 1:
             raise UsageError(
@@ -160,15 +160,14 @@ def devices(here: Host, config: EngineConfig) -> list[tuple[int | None, GpuSpec]
 
 
 def calibrate_device(
-    arguments: Namespace, config: EngineConfig, here: Host, gpu: GpuSpec, index: int | None
+    arguments: CalibrateArguments, config: EngineConfig, here: Host, gpu: GpuSpec, index: int | None
 ) -> DeviceResult:
     """Measure the engine on one device, and fit the planner's constants to the figures."""
     print(f"measuring {gpu.name}; it should have nothing else to do", file=sys.stderr)
     warn_if_busy(here)
     plain = msgspec.structs.replace(gpu, calibration=None)
-    own_model = getattr(arguments, "model", "")
     measurements = DeviceMeasurements(config, gpu, index)
-    measurements.measure_subjects(own_model)
+    measurements.measure_subjects(arguments.model)
     measurements.repeat_doubtful(plain)
     points = measurements.points
     constants = fit.fit_constants(plain, points)

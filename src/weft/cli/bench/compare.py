@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from typing import Any
 
 from weft.cli.bench.view import aligned, number
+from weft.cli.flags.bench_flags import CompareArguments
 from weft.cli.parser import UsageError
 from weft.errors import ConfigError
 from weft.study.bench.compare import FigureChange, changed_settings, figure_changes, read_result
 
 
-def main(arguments: Namespace) -> int:
+def main(arguments: CompareArguments) -> int:
     """Print the table; return 1 if a figure is worse by more than the tolerance."""
     if len(arguments.argument) != 2:
         raise UsageError(
@@ -25,7 +25,7 @@ def main(arguments: Namespace) -> int:
         raise ConfigError(f"{first} and {second} have no figure in common", code="no-common-figure")
     worse = [change for change in compared if change.worse(arguments.tolerance)]
     different = changed_settings(old, new)
-    if getattr(arguments, "json", False):
+    if arguments.json:
         figures = [figure_json(change, change in worse) for change in compared]
         print(json.dumps({"tolerance": arguments.tolerance, "settings": different, "figures": figures}))
     else:

@@ -9,7 +9,6 @@ import re
 import resource
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,8 @@ from typing import Any, TypeVar
 
 from weft._version import __version__
 from weft.checkpoint import lookup
-from weft.cli.flags.flags import ENGINE
+from weft.cli.flags.bench_flags import LoadArguments, Prompts, SweepArguments, Target
+from weft.cli.flags.flags import ENGINE, EngineFlags
 from weft.cli.main import INTERRUPTED
 from weft.cli.parser import UsageError, typed_flags
 from weft.engine.client.progress import ProgressBar
@@ -43,6 +43,7 @@ from weft.study.bench.prompts import BenchPrompt, length_range, random_prompts, 
 from weft.study.bench.summary import PERCENTILES, parse_limits, summarise_load
 from weft.study.bench.workload import NANO_IDS
 
+MeasureArguments = LoadArguments | SweepArguments
 T = TypeVar("T")
 
 SPARE_FILES = 128  # file descriptors of this process that are not connections
@@ -81,19 +82,19 @@ class BenchSettings:
     seed: int
 
 
-def main(arguments: Namespace) -> int:
+def main(arguments: LoadArguments) -> int:
     """Send the load and print the report; return 1 if no request was answered, 130 if Ctrl-C ended the load early."""
     settings = check_settings(arguments)
-    point = LoadPoint(arguments.request_rate, arguments.burstiness, getattr(arguments, "max_concurrency", None))
+    point = LoadPoint(arguments.load.request_rate, arguments.load.burstiness, arguments.load.max_concurrency)
     with open_target(arguments) as target:
         result = measure_load(settings, target, point)
     save_result(arguments, result)
-    if getattr(arguments, "json", False):
+    if arguments.report.json:
         print(json.dumps(result))
     else:
         from weft.cli.bench.view import print_load
 
-        print_load(result, getattr(arguments, "percentile_metrics", ()))
+        print_load(result, arguments.report.percentile_metrics)
     return exit_status([result])
 
 
@@ -104,150 +105,147 @@ def exit_status(results: Sequence[Mapping[str, Any]]) -> int:
     return 0 if all(result["completed"] for result in results) else 1
 
 
-def check_settings(arguments: Namespace) -> BenchSettings:
+def check_settings(arguments: MeasureArguments) -> BenchSettings:
     """The settings of the flags. Raises UsageError and ConfigError before any request is sent."""
-    flags = vars(arguments)
-    _check_server_flags(flags)
-    _check_dataset_flags(flags)
-    if path := result_path(flags):
+    prompts, report = arguments.prompts, arguments.report
+    _check_server_flags(arguments.server, arguments.model)
+    _check_dataset_flags(prompts)
+    if path := result_path(arguments):
         folder = path.absolute().parent
         if not folder.is_dir():
             raise UsageError(f"--save-result {path}: the directory {folder} does not exist", code="folder-missing")
     return BenchSettings(
         draw=prompt_source(arguments),
-        count=arguments.num_prompts,
-        warmups=arguments.num_warmups,
-        limits_s=parse_limits(flags.get("goodput", [])),
-        percents=tuple(sorted({*PERCENTILES, *arguments.metric_percentiles})),
-        seed=flags.get("seed", 0),
+        count=prompts.num_prompts,
+        warmups=prompts.num_warmups,
+        limits_s=parse_limits(report.goodput),
+        percents=tuple(sorted({*PERCENTILES, *report.metric_percentiles})),
+        seed=arguments.engine.checkpoint.seed,
     )
 
 
-def _check_server_flags(flags: dict[str, Any]) -> None:
-    if not server_url(flags) and not flags.get("model"):
+def _check_server_flags(server: Target, model: str) -> None:
+    if not server_url(server) and not model:
         raise UsageError(
             "which server? Give a MODEL to serve, or --base-url of a running server", code="server-missing"
         )
-    if flags.get("base_url") and ("host" in flags or "port" in flags):
+    if server.base_url and not (server.host is None and server.port is None):
         raise UsageError(
             "--base-url and --host or --port both give the server's address; give one of them",
             code="server-address-twice",
         )
 
 
-def _check_dataset_flags(flags: dict[str, Any]) -> None:
-    if flags.get("dataset_name", "random") != "random" and "dataset_path" not in flags:
+def _check_dataset_flags(prompts: Prompts) -> None:
+    name, path = prompts.dataset_name, prompts.dataset_path
+    if name not in (None, "random") and path is None:
         raise UsageError(
-            f"--dataset-name {flags['dataset_name']} needs a file; name it with --dataset-path",
+            f"--dataset-name {name} needs a file; name it with --dataset-path",
             code="dataset-path-missing",
         )
-    if flags.get("dataset_name") == "random" and "dataset_path" in flags:
+    if name == "random" and path is not None:
         raise UsageError(
             "--dataset-name random draws prompts at random; leave --dataset-path out", code="dataset-path-unused"
         )
 
 
-def server_url(flags: dict[str, Any]) -> str | None:
+def server_url(server: Target) -> str | None:
     """The address of a running server from the flags, without /v1; None if they give none."""
-    if "host" in flags or "port" in flags:
-        host = flags.get("host", ServeOptions.host)
-        return f"http://{f'[{host}]' if ':' in host else host}:{flags.get('port', ServeOptions.port)}"
-    url: str | None = flags.get("base_url")
+    host, port, url = server.host, server.port, server.base_url
+    if host is not None or port is not None:
+        host = ServeOptions.host if host is None else host
+        return f"http://{f'[{host}]' if ':' in host else host}:{port or ServeOptions.port}"
     return url and url.rstrip("/").removesuffix("/v1")
 
 
-def prompt_source(arguments: Namespace) -> Callable[[int, int], list[BenchPrompt]]:
+def prompt_source(arguments: MeasureArguments) -> Callable[[int, int], list[BenchPrompt]]:
     """A function from a load's number and a count to its prompts: random ones, or the next ones of a file."""
-    flags = vars(arguments)
-    if flags.get("dataset_path"):
-        prompts = read_prompts(arguments.dataset_path, output_len=arguments.output_len)
-        _check_api(prompts, arguments)
+    flags, backend, seed = arguments.prompts, arguments.server.backend, arguments.engine.checkpoint.seed
+    if flags.dataset_path:
+        prompts = read_prompts(flags.dataset_path, output_len=flags.output_len)
+        _check_api(prompts, flags.dataset_path, backend)
         return lambda number, count: list(islice(cycle(prompts), number * count, (number + 1) * count))
-    ratio, ids = arguments.random_range_ratio, None if arguments.backend == "openai-chat" else vocabulary_size(flags)
+    ratio, ids = flags.random_range_ratio, None if backend == "openai-chat" else vocabulary_size(arguments)
 
     def draw(number: int, count: int) -> list[BenchPrompt]:
         return random_prompts(
-            f"{flags.get('seed', 0)} {number}",
+            f"{seed} {number}",
             count=count,
             vocab=ids,
-            input_len=length_range(arguments.input_len, ratio),
-            output_len=length_range(arguments.output_len, ratio),
-            prefix_len=arguments.random_prefix_len,
+            input_len=length_range(flags.input_len, ratio),
+            output_len=length_range(flags.output_len, ratio),
+            prefix_len=flags.random_prefix_len,
         )
 
     return draw
 
 
-def _check_api(prompts: list[BenchPrompt], arguments: Namespace) -> None:
+def _check_api(prompts: list[BenchPrompt], path: str, backend: str) -> None:
     """Raise UsageError if the backend does not take the prompts of the file."""
     first_items = [prompt.content[0] for prompt in prompts if isinstance(prompt.content, list)]
     messages = any(isinstance(item, dict) for item in first_items)
     ids = any(type(item) is int for item in first_items)
-    if messages and arguments.backend == "openai":
-        raise UsageError(
-            f"{arguments.dataset_path} holds messages, which need --backend openai-chat", code="dataset-needs-chat"
-        )
-    if ids and arguments.backend == "openai-chat":
-        raise UsageError(
-            f"{arguments.dataset_path} holds token ids, which need --backend openai", code="dataset-needs-completions"
-        )
+    if messages and backend == "openai":
+        raise UsageError(f"{path} holds messages, which need --backend openai-chat", code="dataset-needs-chat")
+    if ids and backend == "openai-chat":
+        raise UsageError(f"{path} holds token ids, which need --backend openai", code="dataset-needs-completions")
 
 
-def vocabulary_size(flags: dict[str, Any]) -> int:
+def vocabulary_size(arguments: MeasureArguments) -> int:
     """Limit of random token ids: the model's vocabulary, or if it is not known, a size that every model has."""
-    if not flags.get("model"):
+    if not arguments.model:
         return NANO_IDS
+    options = arguments.engine.checkpoint
     try:
-        model = lookup.look_up(flags["model"], revision=flags.get("revision"), hf_token=flags.get("hf_token"))
+        model = lookup.look_up(arguments.model, revision=options.revision, hf_token=options.hf_token)
     except WeftError:
-        if server_url(flags):  # a running server may have a model that is not known here
+        if server_url(arguments.server):  # a running server may have a model that is not known here
             return NANO_IDS
         raise
     return model.shape.vocab
 
 
 @contextmanager
-def open_target(arguments: Namespace) -> Iterator[BenchTarget]:
+def open_target(arguments: MeasureArguments) -> Iterator[BenchTarget]:
     """The server of the flags, or one that is started now and stopped at the end."""
-    given = vars(arguments)
-    raise_file_limit(arguments.num_prompts)
-    key = given.get("api_key") or os.environ.get("VLLM_API_KEY") or os.environ.get("OPENAI_API_KEY")
+    server = arguments.server
+    raise_file_limit(arguments.prompts.num_prompts)
+    key = server.api_key or os.environ.get("VLLM_API_KEY") or os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    headers |= dict(given.get("header", []))
-    if url := server_url(given):
+    headers |= dict(server.header)
+    if url := server_url(server):
         yield connect(ServerAddress(url, headers), arguments)
         return
     from weft.study.bench.server import ServeProcess
 
-    flags = [given["model"], *engine_flags(arguments)]
+    flags = [arguments.model, *engine_flags(arguments.engine)]
     print(f"starting weft serve {' '.join(flags)}", file=sys.stderr)
     with ServeProcess(flags) as served:
         print(f"ready after {served.seconds:.1f} s at {served.url}", file=sys.stderr)
         yield connect(ServerAddress(served.url, headers), arguments)
 
 
-def connect(server: ServerAddress, arguments: Namespace) -> BenchTarget:
+def connect(server: ServerAddress, arguments: MeasureArguments) -> BenchTarget:
     """The server as a target, after it has listed its models. Raises WeftError if it does not answer."""
-    flags = vars(arguments)
+    flags, prompts = arguments.server, arguments.prompts
     asking = RequestOptions(
-        api=arguments.backend,
-        path=flags.get("endpoint"),
-        model=served_model(server, flags),
-        ignore_eos=flags.get("ignore_eos", "dataset_path" not in flags),
-        temperature=arguments.temperature,
-        extra=flags.get("extra_body", {}),
-        timeout_s=arguments.request_timeout,
+        api=flags.backend,
+        path=flags.endpoint,
+        model=served_model(server, flags.served_model_name, arguments.model),
+        ignore_eos=prompts.dataset_path is None if prompts.ignore_eos is None else prompts.ignore_eos,
+        temperature=prompts.temperature,
+        extra=flags.extra_body or {},
+        timeout_s=flags.request_timeout,
     )
     return BenchTarget(server, asking)
 
 
-def served_model(server: ServerAddress, flags: dict[str, Any]) -> str:
+def served_model(server: ServerAddress, name: str | None, model: str) -> str:
     """The model's name in requests: --served-model-name, or the first that the server lists, or MODEL.
 
     Raises WeftError if the server does not answer, refuses the key, or lists no model and the flags give no name.
     """
-    name: str | None = flags.get("served_model_name")
-    fallback: str | None = name or flags.get("model")
+    fallback = name or model
     try:
         listed = json.loads(run_async(_list_models(server)))["data"]
         first: str = listed[0]["id"]
@@ -332,12 +330,13 @@ async def _send_load(
         client.close()
 
 
-def engine_flags(arguments: Namespace) -> list[str]:
+def engine_flags(engine: EngineFlags) -> list[str]:
     """The engine's flags as words of the `weft serve` command line."""
     flags: list[str] = []
+    values = engine.values()
     for flag in (flag for _, group in ENGINE for flag in group if flag.name != "model"):
-        if hasattr(arguments, flag.dest):
-            value = getattr(arguments, flag.dest)
+        if flag.dest in engine.given:
+            value = values[flag.dest]
             value = "auto" if value is None else list(value) if isinstance(value, tuple) else value
             flags += typed_flags(flag, value, "")
     return flags
@@ -352,29 +351,29 @@ def raise_file_limit(requests: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def result_path(flags: Mapping[str, Any]) -> Path | None:
+def result_path(arguments: MeasureArguments) -> Path | None:
     """The file of --save-result, which may be a switch, as vLLM's is; None without the flag.
 
     Raises UsageError for a folder or a name that says nothing.
     """
-    path, folder, name = (flags.get(field) for field in ("save_result", "result_dir", "result_filename"))
+    report = arguments.report
+    path, folder, name = report.save_result, report.result_dir, report.result_filename
     if path is None:
         unused = "--result-dir" if folder is not None else "--result-filename" if name is not None else ""
         if unused:
             raise UsageError(f"{unused} names the file of --save-result; give that too", code="result-not-saved")
         return None
-    if path is not True:
+    if isinstance(path, str):
         return Path(folder or "", path)
-    rate = flags.get("request_rate")
-    rate = f"{rate:g}" if isinstance(rate, float) else "sweep"
-    model = str(flags.get("model") or flags.get("served_model_name") or "server").rpartition("/")[2]
+    rate = f"{arguments.load.request_rate:g}" if isinstance(arguments, LoadArguments) else "sweep"
+    model = (arguments.model or arguments.server.served_model_name or "server").rpartition("/")[2]
     usual = f"weft-{rate}qps-{model}-{time.strftime('%Y%m%d-%H%M%S')}.json"
     return Path(folder or "", name or re.sub(r"[^\w.+-]", "-", usual))
 
 
-def save_result(arguments: Namespace, result: dict[str, Any]) -> None:
+def save_result(arguments: MeasureArguments, result: dict[str, Any]) -> None:
     """Write the result to the file of --save-result, if it is given."""
-    if path := result_path(vars(arguments)):
+    if path := result_path(arguments):
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

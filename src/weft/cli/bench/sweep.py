@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
 from math import inf
 from typing import Any
 
 from weft.cli.bench.serve import LoadPoint, check_settings, exit_status, measure_load, open_target, save_result
 from weft.cli.bench.view import aligned, number
+from weft.cli.flags.bench_flags import Points, SweepArguments
 from weft.cli.parser import UsageError
 from weft.cli.plot import Curve, Panel, check_image_path, text_plot, write_image
 from weft.study.bench.summary import load_warnings
@@ -21,10 +21,10 @@ CURVES = {  # plots: the unit, and the field of each curve by name
 }
 
 
-def main(arguments: Namespace) -> int:
+def main(arguments: SweepArguments) -> int:
     """Measure every load and print the table and plots; return 1 if a load got no answer, 130 after Ctrl-C."""
-    by, points = load_points(arguments)
-    if path := getattr(arguments, "plot", None):
+    by, points = load_points(arguments.points)
+    if path := arguments.report.plot:
         check_image_path(path)
     settings = check_settings(arguments)
     results: list[dict[str, Any]] = []
@@ -38,7 +38,7 @@ def main(arguments: Namespace) -> int:
     model = results[0]["model_id"]
     whole = {"task": "sweep", "by": by, "model_id": model, "points": results}
     save_result(arguments, whole)
-    if getattr(arguments, "json", False):
+    if arguments.report.json:
         print(json.dumps(whole))
     else:
         print("\n".join(report_lines(by, results)))
@@ -49,15 +49,14 @@ def main(arguments: Namespace) -> int:
     return exit_status(results)
 
 
-def load_points(arguments: Namespace) -> tuple[str, list[LoadPoint]]:
+def load_points(flags: Points) -> tuple[str, list[LoadPoint]]:
     """The field that varies, `request_rate` or `max_concurrency`, and the loads. Raises UsageError for none or both."""
-    flags = vars(arguments)
-    rates, limits = flags.get("request_rate") or (), flags.get("max_concurrency") or ()
+    rates, limits = flags.request_rate, flags.max_concurrency
     _check_varied(rates, limits)
     if len(rates) > 1 or not limits:
-        return "request_rate", _points_by_rate(rates, limits, arguments.burstiness)
+        return "request_rate", _points_by_rate(rates, limits, flags.burstiness)
     rate = rates[0] if rates else inf
-    return "max_concurrency", [LoadPoint(rate, arguments.burstiness, int(limit)) for limit in limits]
+    return "max_concurrency", [LoadPoint(rate, flags.burstiness, int(limit)) for limit in limits]
 
 
 def _points_by_rate(rates: Sequence[float], limits: Sequence[float], burstiness: float) -> list[LoadPoint]:

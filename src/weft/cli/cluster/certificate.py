@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 
+from weft.cli.flags.cluster_flags import CertArguments
 from weft.cli.parser import UsageError
 from weft.engine.cluster.hosts import read_hosts
 
 
-def main(arguments: Namespace) -> int:
+def main(arguments: CertArguments) -> int:
     """Write the certificates, and say what to do with them."""
-    positional: list[str] = list(arguments.argument or [])
-    nodes: int | None = getattr(arguments, "nodes", None)
+    positional, nodes = arguments.argument, arguments.nodes
     if len(positional) > 1 or bool(positional) == bool(nodes):
         raise UsageError("weft cluster cert takes a hosts file or --nodes N, the number of nodes", code="nodes-missing")
     folder = Path(arguments.out).expanduser()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from argparse import Namespace
 
 import msgspec
 
+from weft.cli.flags.cluster_flags import StatusArguments
 
-def main(arguments: Namespace) -> int:
+
+def main(arguments: StatusArguments) -> int:
     """Print the status as lines, or as one JSON object."""
     from weft.api.service.run_files import running_servers
     from weft.engine.cluster.status import NodeUser, cluster_status, status_lines
@@ -20,7 +21,7 @@ def main(arguments: Namespace) -> int:
         if server.names
     ]
     status = cluster_status(probe_host(), os.environ, servers)
-    if getattr(arguments, "json", False):
+    if arguments.json:
         print(msgspec.json.encode(status).decode())
     else:
         print("\n".join(status_lines(status)))

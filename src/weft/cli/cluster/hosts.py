@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 
 from weft.cli import hints
 from weft.cli.commands import COMMANDS
+from weft.cli.flags.cluster_flags import PullArguments, UpArguments
+from weft.cli.flags.declared import Arguments
 from weft.cli.flags.flags import engine_config
 from weft.cli.parser import UsageError, full_spelling, parse_command, typed_flags
 from weft.engine.cluster import remote
@@ -31,28 +32,33 @@ def _check_positional(command: str, positional: Sequence[str]) -> None:
         )
 
 
-def main(arguments: Namespace) -> int:
+def main(arguments: Arguments) -> int:
     """Run one of the commands."""
-    positional: list[str] = list(arguments.argument or [])
+    positional = arguments.argument
     _check_positional(arguments.command, positional)
-    match arguments.command:
-        case "cluster up":
+    match arguments:
+        case UpArguments():
             return up(read_hosts(positional[0]), arguments, positional[0])
-        case "cluster down":
-            return 0 if remote.bring_down(read_hosts(positional[0]), say) else 1
-    hosts = read_hosts(arguments.hosts)
-    model = positional[0] if positional else hosts.model
-    return 0 if remote.pull_everywhere(hosts, create_pull(hosts, model, arguments.hosts, os.environ), say) else 1
+        case PullArguments():
+            return pull(arguments.hosts, *positional)
+    return 0 if remote.bring_down(read_hosts(positional[0]), say) else 1
+
+
+def pull(path: str, model: str = "") -> int:
+    """Fetch a model, or the file's, on every machine of a file."""
+    hosts = read_hosts(path)
+    launch = create_pull(hosts, model or hosts.model, path, os.environ)
+    return 0 if remote.pull_everywhere(hosts, launch, say) else 1
 
 
 def say(line: str) -> None:
     print(printable(line), flush=True)
 
 
-def up(hosts: HostsFile, arguments: Namespace, path: str) -> int:
+def up(hosts: HostsFile, arguments: UpArguments, path: str) -> int:
     """Start the engine, or print the commands."""
-    launch = create_launch(hosts, getattr(arguments, "model", ""), path, os.environ)
-    if getattr(arguments, "dry_run", False):
+    launch = create_launch(hosts, arguments.model, path, os.environ)
+    if arguments.dry_run:
         for line in remote.dry_run(hosts, launch):
             say(line)
         return 0

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from weft.cli.flags.flags import SERVER, Flag
+from typing import Annotated, ClassVar
 
-BATCH = (
-    Flag(
-        name="ray",
-        parse=None,
-        help="answer on the engines of a Ray cluster: the one at RAY_ADDRESS, one that runs here, or a local one. "
-        "--data-parallel-size is their number",
-    ),
-)
-NAMES = (
+from weft.cli.flags.declared import Arguments, Group, flag
+from weft.cli.flags.flags import EngineFlags, Sampling
+from weft.http.options import ServeOptions
+
+# Options of the server that change answers.
+ANSWERS = (
     "served-model-name",
     "max-body-bytes",
     "default-chat-template-kwargs",
@@ -20,5 +17,17 @@ NAMES = (
     "tool-call-parser",
     "reasoning-parser",
 )
-# Options of the server that change answers.
-ANSWERS = tuple(flag for flag in SERVER if flag.name in NAMES)
+
+
+class BatchArguments(Arguments):
+    """weft batch IN OUT."""
+
+    title: ClassVar = "batch"
+    ray: bool = flag(
+        False,
+        help="answer on the engines of a Ray cluster: the one at RAY_ADDRESS, one that runs here, or a local one. "
+        "--data-parallel-size is their number",
+    )
+    sampling: Sampling
+    answers: Annotated[ServeOptions, Group(only=ANSWERS)]
+    engine: EngineFlags

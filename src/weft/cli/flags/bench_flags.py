@@ -5,9 +5,11 @@ from __future__ import annotations
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from math import inf, isnan
+from typing import Any, ClassVar, Literal
 
 from weft.cli.flags import values
-from weft.cli.flags.flags import Flag
+from weft.cli.flags.declared import Arguments, Flags, flag
+from weft.cli.flags.flags import EngineFlags
 from weft.http.options import ServeOptions
 
 TIMES = ("ttft", "tpot", "itl", "e2el")  # the same as in bench.summary, which is slow to import for --help
@@ -68,182 +70,176 @@ def header(text: str) -> tuple[str, str]:
     return name.strip(), value.strip()
 
 
-TARGET = (
-    Flag(
-        name="base-url",
+class Target(Flags):
+    """The server that is measured, and the form of its requests."""
+
+    base_url: str | None = flag(
         metavar="URL",
         help="address of a running server, as in http://127.0.0.1:8000. Default: start weft serve MODEL with the "
         "engine's flags below, and stop it afterwards",
-    ),
-    Flag(name="host", config_default=ServeOptions.host, help="host of a running server, instead of --base-url"),
-    Flag(
-        name="port",
+    )
+    host: str | None = flag(config_default=ServeOptions.host, help="host of a running server, instead of --base-url")
+    port: int | None = flag(
         parse=values.at_least(1),
         config_default=ServeOptions.port,
         help="port of a running server, instead of --base-url",
-    ),
-    Flag(
-        name="backend",
-        choices=("openai", "openai-chat"),
-        default="openai",
+    )
+    backend: Literal["openai", "openai-chat"] = flag(
+        "openai",
         help="openai: /v1/completions, which takes token ids; openai-chat: /v1/chat/completions, which takes texts",
-    ),
-    Flag(name="endpoint", metavar="PATH", help="path of the requests, instead of the backend's"),
-    Flag(
-        name="served-model-name",
-        metavar="NAME",
-        help="name of the model in the requests. Default: the first that the server lists",
-    ),
-    Flag(
-        name="api-key",
+    )
+    endpoint: str | None = flag(metavar="PATH", help="path of the requests, instead of the backend's")
+    served_model_name: str | None = flag(
+        metavar="NAME", help="name of the model in the requests. Default: the first that the server lists"
+    )
+    api_key: str | None = flag(
         metavar="KEY",
         help="key to send; VLLM_API_KEY or OPENAI_API_KEY in the environment is safer, because `ps` shows flags",
-    ),
-    Flag(name="header", parse=header, repeated=True, metavar="NAME=VALUE", help="header to send with every request"),
-    Flag(name="extra-body", parse=values.mapping, metavar="JSON", help="fields to add to the body of every request"),
-    Flag(
-        name="request-timeout",
-        parse=finite,
-        default=600.0,
-        metavar="S",
-        help="seconds after which an unfinished request counts as failed",
-    ),
-)
-PROMPTS = (
-    Flag(name="num-prompts", parse=values.at_least(1), default=100, help="number of requests"),
-    Flag(
-        name="dataset-name",
-        choices=("random", "custom", "sharegpt"),
+    )
+    header: tuple[tuple[str, str], ...] = flag(
+        (), parse=header, repeated=True, metavar="NAME=VALUE", help="header to send with every request"
+    )
+    extra_body: dict[str, Any] | None = flag(metavar="JSON", help="fields to add to the body of every request")
+    request_timeout: float = flag(
+        600.0, parse=finite, metavar="S", help="seconds after which an unfinished request counts as failed"
+    )
+
+
+class Prompts(Flags):
+    """The requests."""
+
+    num_prompts: int = flag(100, parse=values.at_least(1), help="number of requests")
+    dataset_name: Literal["random", "custom", "sharegpt"] | None = flag(
         help="random, or the format of --dataset-path. Default: detected from the file",
-    ),
-    Flag(
-        name="dataset-path",
+    )
+    dataset_path: str | None = flag(
         metavar="FILE",
         help="file with prompts, reused from its beginning if there are too few: JSON lines with "
         '"prompt" or "messages" and "output_tokens", or ShareGPT\'s JSON. Default: random token ids',
-    ),
-    Flag(name="input-len", parse=values.at_least(1), default=256, help="tokens of a random prompt"),
-    Flag(
-        name="output-len",
-        parse=values.at_least(1),
-        default=128,
-        help="tokens of an answer, if the file does not give them",
-    ),
-    Flag(name="random-input-len", field="input_len", parse=values.at_least(1), help="the same as --input-len"),
-    Flag(name="random-output-len", field="output_len", parse=values.at_least(1), help="the same as --output-len"),
-    Flag(
-        name="random-range-ratio",
-        parse=ratio,
-        default=0.0,
-        help="random lengths differ from --input-len and --output-len by up to this share",
-    ),
-    Flag(
-        name="random-prefix-len",
-        parse=values.at_least(0),
-        default=0,
-        help="tokens at the beginning of every random prompt, the same in all",
-    ),
-    Flag(name="temperature", parse=float, default=0.0, help="0 always takes the most likely token"),
-    Flag(name="ignore-eos", parse=None, help="continue after the model's end token (default: on for random prompts)"),
-    Flag(name="num-warmups", parse=values.at_least(0), default=1, help="warm-up requests before the measured ones"),
-)
-REPORT = (
-    Flag(
-        name="goodput",
+    )
+    input_len: int = flag(256, parse=values.at_least(1), help="tokens of a random prompt")
+    output_len: int = flag(128, parse=values.at_least(1), help="tokens of an answer, if the file does not give them")
+    random_input_len: ClassVar[Any] = flag(field="input_len", parse=values.at_least(1), help="the same as --input-len")
+    random_output_len: ClassVar[Any] = flag(
+        field="output_len", parse=values.at_least(1), help="the same as --output-len"
+    )
+    random_range_ratio: float = flag(
+        0.0, parse=ratio, help="random lengths differ from --input-len and --output-len by up to this share"
+    )
+    random_prefix_len: int = flag(
+        0, parse=values.at_least(0), help="tokens at the beginning of every random prompt, the same in all"
+    )
+    temperature: float = flag(0.0, help="0 always takes the most likely token")
+    ignore_eos: bool | None = flag(help="continue after the model's end token (default: on for random prompts)")
+    num_warmups: int = flag(1, parse=values.at_least(0), help="warm-up requests before the measured ones")
+
+
+class Report(Flags):
+    """The figures, and where they go."""
+
+    goodput: tuple[str, ...] = flag(
+        (),
         several=True,
         metavar="METRIC:MS",
         help="limits for an answer that counts as good, as in ttft:1000 tpot:50 e2el:5000",
-    ),
-    Flag(
-        name="metric-percentiles", parse=percents, default="95,99", help="percentiles to report; 95 and 99 always are"
-    ),
-    Flag(name="json", parse=None, help="print one JSON object instead of the table"),
-    Flag(
-        name="percentile-metrics",
+    )
+    metric_percentiles: tuple[float, ...] = flag(
+        (95, 99), parse=percents, help="percentiles to report; 95 and 99 always are"
+    )
+    json: bool = flag(False, help="print one JSON object instead of the table")
+    percentile_metrics: tuple[str, ...] = flag(
+        (),
         parse=metric_names,
         metavar="NAMES",
         help="the times to show, of ttft, tpot, itl and e2el, as in ttft,tpot; the JSON object has all",
-    ),
-    Flag(
-        name="save-result",
+    )
+    save_result: str | bool | None = flag(
         bare=True,
         metavar="FILE",
         help="write the JSON object to this file; without FILE to --result-filename in --result-dir",
-    ),
-    Flag(name="result-dir", metavar="DIR", help="folder of the result; default: this one"),
-    Flag(name="result-filename", metavar="NAME", help="name of the result; default: rate, model and time"),
-)
-ARRIVALS = (
-    Flag(
-        name="request-rate",
+    )
+    result_dir: str | None = flag(metavar="DIR", help="folder of the result; default: this one")
+    result_filename: str | None = flag(metavar="NAME", help="name of the result; default: rate, model and time")
+
+
+class Arrivals(Flags):
+    """The load of weft bench serve."""
+
+    request_rate: float = flag(
+        inf,
         parse=above(0),
-        default=inf,
         metavar="R",
         help="requests sent per second, whether earlier ones are answered or not; inf: all at once",
-    ),
-    Flag(
-        name="burstiness",
+    )
+    burstiness: float = flag(
+        1.0,
         parse=finite,
-        default=1.0,
         metavar="SHAPE",
         help="shape of the gamma distribution of the gaps: 1 is a Poisson process, below 1 bursts, above 1 even gaps",
-    ),
-    Flag(
-        name="max-concurrency",
-        parse=values.at_least(1),
-        metavar="N",
-        help="maximum number of unfinished requests at once",
-    ),
-)
-POINTS = (
-    Flag(
-        name="request-rate",
+    )
+    max_concurrency: int | None = flag(
+        parse=values.at_least(1), metavar="N", help="maximum number of unfinished requests at once"
+    )
+
+
+class Points(Flags):
+    """The loads of weft bench sweep."""
+
+    request_rate: tuple[float, ...] = flag(
+        (),
         parse=values.ascending(above(0)),
         metavar="R,R,...",
         help="rates, each of which is measured, as in 1,2,4,inf",
-    ),
-    Flag(
-        name="max-concurrency",
+    )
+    max_concurrency: tuple[float, ...] = flag(
+        (),
         parse=values.ascending(values.at_least(1)),
         metavar="N,N,...",
         help="limits for the number of unfinished requests, each of which is measured",
-    ),
-    Flag(name="burstiness", parse=finite, default=1.0, metavar="SHAPE", help="as in weft bench serve"),
-)
-SERVE = (("load", ARRIVALS), ("prompts", PROMPTS), ("server", TARGET), ("report", REPORT))
-SWEEP = (
-    ("points", POINTS),
-    ("prompts", PROMPTS),
-    ("server", TARGET),
-    (
-        "report",
-        (*REPORT, Flag(name="plot", metavar="FILE", help="also draw the results, as PNG or SVG (needs matplotlib)")),
-    ),
-)
-CALIBRATE = (
-    (
-        "report",
-        (
-            Flag(
-                name="save",
-                parse=None,
-                help="keep the figures for the planner (default: on, unless the planner's formulas fit them badly)",
-            ),
-            Flag(name="json", parse=None, help="print one JSON object instead of the tables"),
-        ),
-    ),
-)
-COMPARE = (
-    (
-        "report",
-        (
-            Flag(
-                name="tolerance",
-                parse=ratio,
-                default=0.05,
-                help="share by which a figure may get worse without exit status 1",
-            ),
-            Flag(name="json", parse=None, help="print one JSON object instead of the table"),
-        ),
-    ),
-)
+    )
+    burstiness: float = flag(1.0, parse=finite, metavar="SHAPE", help="as in weft bench serve")
+
+
+class SweepReport(Report):
+    """The figures of several loads, and where they go."""
+
+    plot: str | None = flag(metavar="FILE", help="also draw the results, as PNG or SVG (needs matplotlib)")
+
+
+class LoadArguments(Arguments):
+    """weft bench serve [MODEL]."""
+
+    load: Arrivals
+    prompts: Prompts
+    server: Target
+    report: Report
+    engine: EngineFlags
+
+
+class SweepArguments(Arguments):
+    """weft bench sweep [MODEL]."""
+
+    points: Points
+    prompts: Prompts
+    server: Target
+    report: SweepReport
+    engine: EngineFlags
+
+
+class CalibrateArguments(Arguments):
+    """weft bench calibrate [MODEL]."""
+
+    title: ClassVar = "report"
+    save: bool | None = flag(
+        help="keep the figures for the planner (default: on, unless the planner's formulas fit them badly)"
+    )
+    json: bool = flag(False, help="print one JSON object instead of the tables")
+    engine: EngineFlags
+
+
+class CompareArguments(Arguments):
+    """weft bench compare OLD NEW."""
+
+    title: ClassVar = "report"
+    tolerance: float = flag(0.05, parse=ratio, help="share by which a figure may get worse without exit status 1")
+    json: bool = flag(False, help="print one JSON object instead of the table")

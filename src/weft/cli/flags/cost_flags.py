@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 from argparse import ArgumentTypeError
 from math import isfinite
+from typing import ClassVar
 
 from weft.cli.flags import values
-from weft.cli.flags.flags import Flag
-from weft.cli.flags.plan_flags import share
+from weft.cli.flags.declared import Arguments, flag
+from weft.cli.flags.plan_flags import Subject, share
 from weft.errors import error_reason
 from weft.regular_files import SETTINGS_BYTES, read_regular_text
 
@@ -58,46 +59,34 @@ def read_demand(path: str) -> list[float]:
     return rates
 
 
-COST = (
-    Flag(
-        name="against",
+class CostArguments(Arguments):
+    """weft cost MODEL."""
+
+    title: ClassVar = "cost"
+    against: tuple[str, ...] = flag(
+        (),
         metavar="NAME",
         repeated=True,
         help="an API's model to compare with, as in gpt-4o-mini or openrouter/z-ai/glm-4.6; may be given several "
         "times. Default: the providers that sell this model",
-    ),
-    Flag(
-        name="api-price",
-        parse=prices,
-        metavar="IN/OUT[/CACHED]",
-        help="dollars per million tokens of any other API",
-    ),
-    Flag(
-        name="cached",
-        parse=cached_share,
-        default=0.0,
-        metavar="SHARE",
-        help="share of the prompt tokens that the API's prompt cache serves",
-    ),
-    Flag(
-        name="utilization",
-        parse=share,
-        default=0.5,
-        metavar="SHARE",
-        help="average load, as a share of the full load",
-    ),
-    Flag(
-        name="demand",
+    )
+    api_price: tuple[float, ...] | None = flag(
+        parse=prices, metavar="IN/OUT[/CACHED]", help="dollars per million tokens of any other API"
+    )
+    cached: float = flag(
+        0.0, parse=cached_share, metavar="SHARE", help="share of the prompt tokens that the API's prompt cache serves"
+    )
+    utilization: float = flag(0.5, parse=share, metavar="SHARE", help="average load, as a share of the full load")
+    demand: tuple[float, ...] | None = flag(
         parse=demand,
         metavar="RATES",
         help="requests per second to divide between own GPUs and API: 3, or hour by hour 1,1,4,9,4, or a CSV file",
-    ),
-    Flag(
-        name="max-load",
+    )
+    max_load: float = flag(
+        0.8,
         parse=share,
-        default=0.8,
         metavar="SHARE",
         help="share of its full load up to which a replica is filled; the other requests go to the API",
-    ),
-    Flag(name="json", parse=None, help="print one JSON object"),
-)
+    )
+    json: bool = flag(False, help="print one JSON object")
+    subject: Subject

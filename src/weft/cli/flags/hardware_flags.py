@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from weft.cli.flags.flags import Flag
-from weft.cli.flags.plan_flags import HARDWARE
+from typing import Annotated, ClassVar
 
-DESCRIBED = tuple(flag for flag in HARDWARE if flag.name in ("gpus", "nodes", "network"))
-MACHINE = (
-    Flag(
-        name="measure",
-        parse=None,
-        help="measure what is not in the cache yet (default: on); --no-measure measures nothing",
-    ),
-    *(flag for flag in HARDWARE if flag.name == "refresh-hardware"),
-    Flag(name="json", parse=None, help="print one JSON object with all figures"),
-    Flag(name="yaml", parse=None, help="print a hardware file, which --gpus FILE.yaml takes"),
-)
-TOPOLOGY = (("this machine", tuple(flag for flag in MACHINE if flag.name != "yaml")),)
-FLAGS = (("this machine", MACHINE), ("described hardware, instead of this machine", DESCRIBED))
+from weft.cli.flags.declared import Arguments, Group, flag
+from weft.cli.flags.plan_flags import REFRESH_HARDWARE, DescribedHardware
+
+
+class TopologyArguments(Arguments):
+    """weft topo."""
+
+    title: ClassVar = "this machine"
+    measure: bool = flag(True, help="measure what is not in the cache yet (default: on); --no-measure measures nothing")
+    refresh_hardware: bool = REFRESH_HARDWARE
+    json: bool = flag(False, help="print one JSON object with all figures")
+
+
+class HardwareArguments(TopologyArguments):
+    """weft hardware."""
+
+    yaml: bool = flag(False, help="print a hardware file, which --gpus FILE.yaml takes")
+    described: Annotated[DescribedHardware, Group("described hardware, instead of this machine")]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
+from weft.cli.flags.command_flags import DoctorArguments
 from weft.cli.machine.hardware import machine_speeds
 from weft.cli.tables import console
 from weft.machine.check import Check, checks_json
@@ -29,18 +29,15 @@ MARKS = {"ok": "ok     ", "warn": "warning", "fail": "FAILED ", "skipped": "skip
 STYLES = {"ok": "green", "warn": "bold yellow", "fail": "bold red", "skipped": "grey62"}
 
 
-def main(arguments: Namespace) -> int:
+def main(arguments: DoctorArguments) -> int:
     """Print the checks; return 1 if one fails."""
-    flags = vars(arguments)
-    security, measure = flags.get("security", False), flags.get("measure", True)
     checks: tuple[AnyCheck, ...]
-    hosts = flags.get("hosts")
-    if flags.get("nodes", False) or hosts is not None:
-        checks = nodes_checks(hosts, security=security, measure=measure)
+    if arguments.nodes or arguments.hosts is not None:
+        checks = nodes_checks(arguments.hosts, security=arguments.security, measure=arguments.measure)
     else:
-        checks = tuple(security_checks() if security else all_checks(measure=measure))
+        checks = tuple(security_checks() if arguments.security else all_checks(measure=arguments.measure))
     answer = checks_json(checks)
-    if flags.get("json", False):
+    if arguments.json:
         print(json.dumps(answer))
     else:
         from rich.text import Text

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-from argparse import Namespace
 from typing import Any
 
 import msgspec
 
+from weft.cli.flags.hardware_flags import HardwareArguments
+from weft.cli.flags.plan_flags import DescribedHardware, Hardware
 from weft.cli.parser import UsageError
 from weft.errors import ConfigError
 from weft.machine.hardware import hardware_file, host
@@ -22,25 +23,24 @@ from weft.study.measure import links
 logger = logging.getLogger("weft.cli")
 
 
-def main(arguments: Namespace) -> int:
+def main(arguments: HardwareArguments) -> int:
     """Print this machine, or the hardware of the flags, as tables, JSON or a hardware file."""
-    flags = vars(arguments)
-    check_hardware_flags(flags)
-    as_json = flags.get("json", False)
-    if is_described(flags):
+    described = arguments.described
+    check_hardware_flags(arguments)
+    if is_described(described):
         from weft.cli.plan_question import described_cluster
 
-        cluster = described_cluster(flags)
-        if as_json:
+        cluster = described_cluster(Hardware(**msgspec.structs.asdict(described)))
+        if arguments.json:
             print(json.dumps(hardware_file.cluster_fields(cluster)))
         else:
             print(hardware_file.hardware_yaml(cluster), end="")
         return 0
     here = host.probe_host()
-    measured = machine_speeds(here, measure=flags.get("measure", True), refresh=flags.get("refresh_hardware", False))
-    if as_json:
+    measured = machine_speeds(here, measure=arguments.measure, refresh=arguments.refresh_hardware)
+    if arguments.json:
         print(json.dumps(machine_json(here, measured)))
-    elif flags.get("yaml", False):
+    elif arguments.yaml:
         print(hardware_file.hardware_yaml(planned_machine(here, measured)), end="")
     else:
         from weft.cli.machine.hardware_view import print_machine
@@ -49,27 +49,27 @@ def main(arguments: Namespace) -> int:
     return 0
 
 
-def check_hardware_flags(flags: dict[str, Any]) -> None:
+def check_hardware_flags(arguments: HardwareArguments) -> None:
     """Raise UsageError for flags that contradict each other."""
-    if flags.get("json", False) and flags.get("yaml", False):
+    if arguments.json and arguments.yaml:
         raise UsageError("--json and --yaml are two formats of the same answer; give one of them", code="json-and-yaml")
-    if not flags.get("refresh_hardware", False):
+    if not arguments.refresh_hardware:
         return
-    if is_described(flags):
+    if is_described(arguments.described):
         raise UsageError(
             "--refresh-hardware measures this machine, but --gpus and --nodes describe other hardware",
             code="refresh-of-other-hardware",
         )
-    if not flags.get("measure", True):
+    if not arguments.measure:
         raise UsageError(
             "--refresh-hardware measures this machine, but --no-measure measures nothing",
             code="refresh-without-measuring",
         )
 
 
-def is_described(flags: dict[str, Any]) -> bool:
+def is_described(hardware: DescribedHardware) -> bool:
     """Return True if the flags describe hardware other than this machine."""
-    return any(name in flags for name in ("gpus", "nodes", "network"))
+    return hardware != DescribedHardware()
 
 
 def machine_speeds(here: Host, *, measure: bool, refresh: bool) -> Speeds:

@@ -6,11 +6,11 @@ import asyncio
 import json
 import os
 import time
-from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weft.cli.flags.command_flags import ProfileArguments
 from weft.cli.parser import UsageError
 from weft.cli.tables import console, figures_table
 from weft.cli.top.watch import refusal_code
@@ -28,18 +28,17 @@ KERNELS = 20  # rows of the table by kernel
 OVERHEAD = ("sampling", "scheduling", "other", "idle")
 
 
-def main(arguments: Namespace) -> int:
+def main(arguments: ProfileArguments) -> int:
     """Profile a server that works, print tables or JSON, and write the merged trace."""
-    flags = vars(arguments)
-    output = Path(flags["output"])
+    output = Path(arguments.output)
     if output.parent != Path() and not output.parent.is_dir():
         raise UsageError(f"there is no directory {output.parent} for --output", code="invalid-flag-value")
-    profile, trace = asyncio.run(profile_server(flags["url"], flags["steps"], flags["timeout"]))
+    profile, trace = asyncio.run(profile_server(arguments.url, arguments.steps, arguments.timeout))
     try:
         output.write_bytes(trace)
     except OSError as error:
         raise WeftError(f"cannot write {output}: {error_reason(error)}", code="cannot-write-trace") from None
-    if flags.get("json", False):
+    if arguments.json:
         print(json.dumps(profile))
         return 0
     out = console()

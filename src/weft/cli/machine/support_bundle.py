@@ -11,7 +11,6 @@ import platform
 import sys
 import tarfile
 import time
-from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from importlib.metadata import distributions
 from pathlib import Path
@@ -23,6 +22,7 @@ from weft._version import __version__
 from weft.api.service.run_files import RunningServer, running_servers
 from weft.cache import cache_path
 from weft.checkpoint.files.yaml_text import load_yaml
+from weft.cli.flags.command_flags import SupportArguments
 from weft.cli.machine.doctor import all_checks, security_checks
 from weft.cli.machine.hardware import machine_json
 from weft.errors import ConfigError, error_reason
@@ -77,16 +77,15 @@ its prompts. Look at it before you send it: tar -xzf.
 """
 
 
-def main(arguments: Namespace) -> int:
+def main(arguments: SupportArguments) -> int:
     """Write the file; print its name and its parts."""
-    flags = vars(arguments)
-    path = Path(flags.get("output") or f"weft-support-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
+    path = Path(arguments.output or f"weft-support-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
     secrets = Secrets()
-    parts = collect_parts(secrets, [Path(name) for name in flags.get("log") or ()])
+    parts = collect_parts(secrets, [Path(name) for name in arguments.log])
     # Last, when all secrets are known.
     files = {name: secrets.clean(text) for name, text in parts.items()}
     write_bundle(path, files)
-    if flags.get("json", False):
+    if arguments.json:
         print(json.dumps({"file": str(path), "parts": sorted(files)}))
     else:
         print(f"wrote {path}, which only you can read: {', '.join(sorted(files))}")

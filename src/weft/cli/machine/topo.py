@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from collections.abc import Iterable, Iterator
 
+from weft.cli.flags.hardware_flags import TopologyArguments
 from weft.cli.machine.hardware import machine_speeds
 from weft.cli.machine.hardware_view import UNKNOWN, link_matrix
 from weft.cli.tables import console
@@ -17,13 +17,12 @@ from weft.monitor.topology import DeviceLink, TopologyDevice, TopologyReport, re
 NAMED = 6  # devices or links with the same figures that are still listed by name
 
 
-def main(arguments: Namespace) -> int:
+def main(arguments: TopologyArguments) -> int:
     """Print the links of this machine as a page or as one JSON object."""
-    flags = vars(arguments)
     here = host.probe_host()
-    speeds = machine_speeds(here, measure=flags.get("measure", True), refresh=flags.get("refresh_hardware", False))
+    speeds = machine_speeds(here, measure=arguments.measure, refresh=arguments.refresh_hardware)
     report = report_topology(here, speeds, nvlink_states(here))
-    if flags.get("json", False):
+    if arguments.json:
         print(json.dumps(report_json(report)))
         return 0
     out = console()

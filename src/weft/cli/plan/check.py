@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from weft.checkpoint.architectures.model import Model
 from weft.checkpoint.architectures.shape import ModelShape
 from weft.checkpoint.names import catalogue
 from weft.checkpoint.quantised.precision import canonical, meant_precisions
+from weft.cli.flags.plan_flags import PlanArguments
 from weft.cli.parser import UsageError
 from weft.cli.plan_question import NOTHING_FITS, compared_precisions
 from weft.errors import ConfigError, ModelError
@@ -61,24 +61,24 @@ class Judged:
         self.reasons += reasons
 
 
-def main(arguments: Namespace) -> int:
-    """Print the verdict; return 3 if the claim is impossible."""
-    if hasattr(arguments, "html"):
+def main(arguments: PlanArguments, text: str) -> int:
+    """Print the verdict on the claim of --check; return 3 if it is impossible."""
+    if arguments.answer.html is not None:
         raise UsageError("--check prints a verdict and --html writes a plan; give one of them", code="check-with-html")
-    _refuse_flags_of_claim(arguments)
-    claim = parse_claim(arguments.check)
-    subject = ClaimSubject(getattr(arguments, "hf_token", None))
-    judged = judge(claim, subject, arguments.engine)
-    if getattr(arguments, "json", False):
-        print(json.dumps(verdict_json(arguments.check, judged, subject.remarks)))
+    _refuse_flags_of_claim(arguments.given)
+    claim = parse_claim(text)
+    subject = ClaimSubject(arguments.subject.source.hf_token)
+    judged = judge(claim, subject, arguments.subject.aim.engine)
+    if arguments.answer.json:
+        print(json.dumps(verdict_json(text, judged, subject.remarks)))
     else:
         print("\n".join(verdict_lines(judged, subject.remarks)))
     return 0 if judged.possible else NOTHING_FITS
 
 
-def _refuse_flags_of_claim(arguments: Namespace) -> None:
+def _refuse_flags_of_claim(given: frozenset[str]) -> None:
     """Raise UsageError for a flag whose value stands in the claim."""
-    twice = [name for name in IN_CLAIM if hasattr(arguments, name)]
+    twice = [name for name in IN_CLAIM if name in given]
     if twice:
         flag = "MODEL" if twice[0] == "model" else f"--{twice[0]}"
         raise UsageError(f"--check has the model and the hardware in its claim; leave {flag} out", code="flag-in-claim")

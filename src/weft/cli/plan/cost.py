@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ import msgspec
 from weft.checkpoint.architectures.model import Model
 from weft.checkpoint.hub import model_names
 from weft.checkpoint.names import gguf_reference
+from weft.cli.flags.cost_flags import CostArguments
 from weft.cli.parser import UsageError
 from weft.cli.plan_question import NOTHING_FITS, build_question, find_model
 from weft.cli.tables import NARROW, console, figures_table
@@ -33,10 +33,10 @@ HOURS_PER_MONTH = 365.25 * 24 / 12
 STEPS = (1.0, 0.5, 0.25, 0.1)  # shares of the full load that are shown besides --utilization
 
 
-def main(arguments: Namespace) -> int:
+def main(arguments: CostArguments) -> int:
     """Print the comparison; return 3 if the model does not fit the hardware."""
-    model = find_model(arguments)
-    question = build_question(arguments, model)
+    model = find_model(arguments.model, arguments.subject.source)
+    question = build_question(arguments.subject, model)
     if question.price is None:
         raise UsageError(
             "what does a GPU cost? Give dollars per GPU and hour, as in --price 2.49", code="price-missing"
@@ -47,7 +47,7 @@ def main(arguments: Namespace) -> int:
         return NOTHING_FITS
     fleet = rented_fleet(question, best)
     quotes = api_quotes(arguments, model, request_usage(question, arguments.cached))
-    if getattr(arguments, "json", False):
+    if arguments.json:
         print(json.dumps(as_json(arguments, question, best, fleet, quotes)))
     else:
         print_comparison(arguments, question, model, best, fleet, quotes)
@@ -78,22 +78,21 @@ def request_usage(question: Question, cached: float) -> TokenUsage:
     return TokenUsage(work.input_len, round(work.input_len * cached), work.output_len)
 
 
-def api_quotes(arguments: Namespace, model: Model, each: TokenUsage) -> list[Quote]:
+def api_quotes(arguments: CostArguments, model: Model, each: TokenUsage) -> list[Quote]:
     """Prices of a request: of the APIs that the flags name, else of all APIs that sell the model.
 
     Raises ConfigError if no provider sells the model and --demand needs an API.
     """
-    quotes = [api_prices.find_quote(name, each) for name in getattr(arguments, "against", ())]
-    stated = getattr(arguments, "api_price", None)
-    if stated is not None:
-        quotes.append(api_prices.stated_quote(stated, each))
+    quotes = [api_prices.find_quote(name, each) for name in arguments.against]
+    if arguments.api_price is not None:
+        quotes.append(api_prices.stated_quote(arguments.api_price, each))
     if quotes:
         return quotes
     # Sellers name the whole model, and not a file of it.
     reference = gguf_reference.parse_address(model.name)
     name = (model_names.whole_model(reference) if reference else None) or model.name
     sellers = api_prices.find_quotes(name, each)[:SELLERS]
-    if not sellers and hasattr(arguments, "demand"):
+    if not sellers and arguments.demand is not None:
         raise ConfigError(
             f"Weft knows no API that sells {model.name}; name another model, as in --against gpt-4o-mini, or give "
             "prices, as in --api-price 0.15/0.60",
@@ -110,10 +109,10 @@ def compared_mixes(replica: RentedReplicas, quote: Quote, demand: tuple[float, .
 
 
 def as_json(
-    arguments: Namespace, question: Question, best: Candidate, fleet: RentedReplicas, quotes: list[Quote]
+    arguments: CostArguments, question: Question, best: Candidate, fleet: RentedReplicas, quotes: list[Quote]
 ) -> dict[str, Any]:
     """The comparison as JSON: money in dollars, times in hours, loads in requests per second."""
-    work, demand = question.workload, getattr(arguments, "demand", None)
+    work, demand = question.workload, arguments.demand
     return {
         "layout": str(best.cut),
         "dollars_per_gpu_hour": question.price,
@@ -143,7 +142,12 @@ def mixes_json(fleet: RentedReplicas, quote: Quote, demand: tuple[float, ...], m
 
 
 def print_comparison(
-    arguments: Namespace, question: Question, model: Model, best: Candidate, fleet: RentedReplicas, quotes: list[Quote]
+    arguments: CostArguments,
+    question: Question,
+    model: Model,
+    best: Candidate,
+    fleet: RentedReplicas,
+    quotes: list[Quote],
 ) -> None:
     """Print the comparison as text."""
     out = console()
@@ -170,9 +174,9 @@ def print_comparison(
         f"$/M answer: dollars per million answer tokens, with the cost of their prompts; API prices: {sources}",
         soft_wrap=True,
     )
-    if hasattr(arguments, "demand"):
+    if arguments.demand is not None:
         cheapest = min(quotes, key=lambda quote: quote.dollars)
-        print_mixes(out, arguments, question, fleet.per_replica, cheapest, best)
+        print_mixes(out, arguments.demand, arguments.max_load, question, fleet.per_replica, cheapest, best)
 
 
 def api_table(fleet: RentedReplicas, quotes: Sequence[Quote], utilization: float, output_len: int) -> Table:
@@ -190,11 +194,17 @@ def api_table(fleet: RentedReplicas, quotes: Sequence[Quote], utilization: float
 
 
 def print_mixes(
-    out: Console, arguments: Namespace, question: Question, replica: RentedReplicas, quote: Quote, best: Candidate
+    out: Console,
+    demand: tuple[float, ...],
+    max_load: float,
+    question: Question,
+    replica: RentedReplicas,
+    quote: Quote,
+    best: Candidate,
 ) -> None:
     """Print the cost of own replicas together with an API for the demand."""
-    demand, size = arguments.demand, best.layout.gpu_count(question.cluster) // rentable_units(best)
-    mixes = compared_mixes(replica, quote, demand, arguments.max_load)
+    size = best.layout.gpu_count(question.cluster) // rentable_units(best)
+    mixes = compared_mixes(replica, quote, demand, max_load)
     cheapest = min(mixes, key=lambda mix: mix.dollars)
     mean = sum(demand) / len(demand)
     table = figures_table(
@@ -218,9 +228,9 @@ def print_mixes(
             f"{mix.dollars * HOURS_PER_MONTH:,.0f}",
         )
     out.print(table)
-    filled = arguments.max_load * replica.requests_per_s
+    filled = max_load * replica.requests_per_s
     out.print(
-        f"Each replica is filled to {arguments.max_load:.0%} ({filled:,.2f} requests/s); the other requests go to "
+        f"Each replica is filled to {max_load:.0%} ({filled:,.2f} requests/s); the other requests go to "
         f"{seller_name(quote)}. weft simulate shows the waiting times at such a load",
         soft_wrap=True,
     )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from weft.checkpoint.hub import demo
 from weft.checkpoint.names import catalogue
+from weft.cli.flags.plan_flags import Hardware, PlanArguments
 from weft.cli.parser import UsageError
 from weft.cli.plan.emit_files import name_configured_model, output_files
 from weft.cli.plan_question import NOTHING_FITS, build_question, find_model
@@ -29,55 +29,58 @@ logger = logging.getLogger("weft.cli")
 # A target for each engine, to name the targets that can run what another cannot.
 ENGINE_TARGETS = ("weft", "vllm", "ollama", "transformers")
 LAST_PORT = 65535
-DESCRIBED = ("gpus", "nodes")  # flags for hardware that may be elsewhere
 EMIT_FLAGS = ("emit_to", "force", "port", "served_model_name")  # only for --emit
 
 
-def _refuse_flags_of_emit(arguments: Namespace) -> None:
+def _refuse_flags_of_emit(given: frozenset[str]) -> None:
     """Raise UsageError for a flag that needs --emit, which is not given."""
-    alone = next((name for name in EMIT_FLAGS if hasattr(arguments, name)), None)
+    alone = next((name for name in EMIT_FLAGS if name in given), None)
     if alone:
         raise UsageError(f"--{alone.replace('_', '-')} works only with --emit TARGET", code="emit-missing")
 
 
-def check_emit_flags(arguments: Namespace) -> None:
+def check_emit_flags(arguments: PlanArguments) -> None:
     """Raise UsageError for flags that contradict each other, or that need --emit."""
-    if not hasattr(arguments, "emit"):
-        _refuse_flags_of_emit(arguments)
+    flags, answer = arguments.export, arguments.answer
+    if flags.emit is None:
+        _refuse_flags_of_emit(arguments.given)
         return
-    other = next((name for name in ("check", "json", "html") if getattr(arguments, name, False)), None)
+    others = {"check": answer.check, "json": answer.json, "html": answer.html}
+    other = next((name for name, value in others.items() if value), None)
     if other:
         raise UsageError(
             f"--emit and --{other} print different answers; give one of them", code="emit-with-other-answer"
         )
-    if getattr(arguments, "emit_to", None) == "":
+    if flags.emit_to == "":
         raise UsageError("--emit-to is empty; give a folder, or . for this one", code="emit-to-empty")
-    if hasattr(arguments, "force") and not hasattr(arguments, "emit_to"):
+    if "force" in arguments.given and flags.emit_to is None:
         raise UsageError("--force lets --emit-to DIR overwrite files; give --emit-to too", code="force-without-emit-to")
 
 
-def main(arguments: Namespace) -> int:
+def main(arguments: PlanArguments, name: str) -> int:
     """Write the files of a target; return 3 and write nothing if no layout fits that the target can run."""
     from weft.cli import dispatch
     from weft.study.export import infernet, infernet_config
     from weft.study.export.choice import NothingFits, choose_plan
     from weft.study.export.targets import TARGETS
 
-    target = TARGETS[arguments.emit]
-    if arguments.engine not in ("weft", *target.engines):
+    target, engine = TARGETS[name], arguments.subject.aim.engine
+    if engine not in ("weft", *target.engines):
         raise UsageError(
-            f"--emit {target.name} writes for {' or '.join(target.engines)}, not --engine {arguments.engine}",
+            f"--emit {target.name} writes for {' or '.join(target.engines)}, not --engine {engine}",
             code="emit-engine-mismatch",
         )
-    path = getattr(arguments, "infernet_config", None)
+    path = arguments.export.infernet_config
     config = infernet_config.read_node_config(path) if path is not None else None
-    if config is not None and target.name == "infernet":
+    if config is not None and path is not None and target.name == "infernet":
         from weft.cli.plan import emit_set
 
         if emit_set.has_several(arguments, config):
-            return emit_set.main(arguments, config)
-    model = find_emitted_model(arguments, target, config)
-    question = build_question(arguments, model)
+            return emit_set.main(arguments, config, path)
+    if config is not None:
+        arguments = name_configured_model(arguments, config)
+    model = find_emitted_model(arguments, target)
+    question = build_question(arguments.subject, model)
     try:
         choice = choose_plan(question, target)
     except NothingFits as error:
@@ -89,7 +92,7 @@ def main(arguments: Namespace) -> int:
         warnings += infernet.config_warnings(config, model.name, gpus)
     for warning in warnings:
         logger.warning(warning)
-    return output_files(arguments, target.create_files(deployment))
+    return output_files(arguments.export, target.create_files(deployment))
 
 
 def other_targets(question: Question, target: ExportTarget, error: NothingFits) -> str:
@@ -111,12 +114,9 @@ def other_targets(question: Question, target: ExportTarget, error: NothingFits) 
     return f"; these can: {', '.join(f'--emit {name}' for name in possible)}" if possible else ""
 
 
-def find_emitted_model(arguments: Namespace, target: ExportTarget, config: NodeConfig | None) -> Model:
-    """The model of the argument or of a node's configuration; the demo as Transformers' checkpoint if the target needs
-    one."""
-    if config is not None:
-        name_configured_model(arguments, config)
-    model = find_model(arguments)
+def find_emitted_model(arguments: PlanArguments, target: ExportTarget) -> Model:
+    """The model to run; the demo as Transformers' checkpoint if the target needs one."""
+    model = find_model(arguments.model, arguments.subject.source)
     if model.name == demo.NAME and not {"weft", "llama.cpp"} & set(target.engines):
         from weft.study.export.checkpoint import DEMO
 
@@ -125,16 +125,16 @@ def find_emitted_model(arguments: Namespace, target: ExportTarget, config: NodeC
 
 
 def named_deployment(
-    arguments: Namespace, target: ExportTarget, model: Model, config: NodeConfig | None, choice: ExportChoice
+    arguments: PlanArguments, target: ExportTarget, model: Model, config: NodeConfig | None, choice: ExportChoice
 ) -> Deployment:
     """The plan with names and ports from the flags, else from a node's configuration."""
     from weft.study.export.checkpoint import find_checkpoint
     from weft.study.export.deployment import Deployment, plan_servers
 
     instance = config.serving(model.name) if config else None
-    layout, visible = choice.candidate.layout, visible_gpu_names(arguments)
+    layout, visible = choice.candidate.layout, visible_gpu_names(arguments.subject.hardware)
     source = find_checkpoint(arguments.model, model, layout.precision, choice.question.engine)
-    names = tuple(getattr(arguments, "served_model_name", ())) or (
+    names = arguments.export.served_model_name or (
         *([instance.model] if instance else ()),
         source.title,
     )
@@ -155,17 +155,16 @@ def named_deployment(
         checkpoint=source,
         names=tuple(dict.fromkeys(names)),
         servers=plan_servers(
-            choice.question, choice.candidate, first_port(arguments, target, instance, layout), visible
+            choice.question, choice.candidate, first_port(arguments.export.port, target, instance, layout), visible
         ),
         gaps=(*choice.gaps, *mig_gap(choice, visible)),
     )
 
 
 def first_port(
-    arguments: Namespace, target: ExportTarget, instance: ConfiguredServer | None, layout: DeploymentLayout
+    given: int | None, target: ExportTarget, instance: ConfiguredServer | None, layout: DeploymentLayout
 ) -> int:
-    """Port of the first server; 0 for a target without ports."""
-    given = getattr(arguments, "port", None)
+    """Port of the first server, `given` by --port or not; 0 for a target without ports."""
     if not target.port:
         if given is not None:
             raise UsageError(
@@ -183,14 +182,14 @@ def first_port(
     return first
 
 
-def visible_gpu_names(arguments: Namespace) -> list[str]:
+def visible_gpu_names(hardware: Hardware) -> list[str]:
     """Names of this machine's GPUs for CUDA_VISIBLE_DEVICES; empty for described hardware, or if all are visible.
 
     They are UUIDs if a GPU is a MIG slice, which has no number, or if CUDA numbers the GPUs in another order.
     """
     from weft.machine.hardware import cuda, host
 
-    if any(hasattr(arguments, name) for name in DESCRIBED):
+    if hardware.gpus is not None or hardware.nodes is not None:
         return []
     gpus = host.probe_host().gpus
     if any(gpu.slice for gpu in gpus) or (gpus and cuda.has_other_order(os.environ)):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weft.cli.flags.plan_flags import Export, PlanArguments
 from weft.cli.parser import UsageError
 
 if TYPE_CHECKING:
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
     from weft.study.export.infernet_config import NodeConfig
 
 
-def output_files(arguments: Namespace, texts: Sequence[ExportFile]) -> int:
+def output_files(flags: Export, texts: Sequence[ExportFile]) -> int:
     """Write the files to the folder of --emit-to, or print them; return the exit status."""
     from weft.study.export import files
 
-    folder = getattr(arguments, "emit_to", None)
-    if folder is None:
+    if flags.emit_to is None:
         sys.stdout.write(files.joined_text(texts))
         return 0
-    for written in files.write_files(texts, Path(folder).expanduser(), force=getattr(arguments, "force", False)):
+    for written in files.write_files(texts, Path(flags.emit_to).expanduser(), force=flags.force):
         print(f"wrote {written}", file=sys.stderr)
     return 0
 
 
-def name_configured_model(arguments: Namespace, config: NodeConfig) -> None:
-    """Set `arguments.model` to the model of a node's configuration, unless it is given."""
+def name_configured_model(arguments: PlanArguments, config: NodeConfig) -> PlanArguments:
+    """The arguments with the model of a node's configuration, unless it is given."""
     from weft.study.export import infernet_config
 
-    if getattr(arguments, "model", ""):
-        return
+    if arguments.model:
+        return arguments
     if not config.instances:
-        raise UsageError(f"which model? Give MODEL, since {arguments.infernet_config} names none", code="model-missing")
-    arguments.model = infernet_config.model_of_tag(config.instances[0].model)
+        path = arguments.export.infernet_config
+        raise UsageError(f"which model? Give MODEL, since {path} names none", code="model-missing")
+    return arguments.with_model(infernet_config.model_of_tag(config.instances[0].model))

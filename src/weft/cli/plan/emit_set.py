@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 from weft._version import __version__
+from weft.cli.flags.plan_flags import PlanArguments
 from weft.cli.parser import UsageError
 from weft.cli.plan import emit_files, model_set
 from weft.cli.serve import set_file
@@ -27,26 +27,25 @@ PORT = 8000
 OF_ONE = ("nodes", "served_model_name", "config")
 
 
-def has_several(arguments: Namespace, config: NodeConfig) -> bool:
+def has_several(arguments: PlanArguments, config: NodeConfig) -> bool:
     """Return True if MODEL is not given and a node's configuration names several models."""
-    return not getattr(arguments, "model", "") and len({server.model for server in config.instances}) > 1
+    return not arguments.model and len({server.model for server in config.instances}) > 1
 
 
-def plan_configured(arguments: Namespace) -> int | None:
+def plan_configured(arguments: PlanArguments, path: str) -> int | PlanArguments:
     """Plan the models of a node's configuration if there are several, and return the exit status.
 
-    Else set `arguments.model` to the configuration's, unless it is given, and return None.
+    Else return the arguments with the configuration's model, unless one is given.
     """
     from weft.study.export.infernet_config import read_node_config
 
-    config = read_node_config(arguments.infernet_config)
+    config = read_node_config(path)
     if not has_several(arguments, config):
-        emit_files.name_configured_model(arguments, config)
-        return None
-    return model_set.main(arguments, _models(arguments, config))
+        return emit_files.name_configured_model(arguments, config)
+    return model_set.main(arguments, set_file.models_of_node(config, path))
 
 
-def main(arguments: Namespace, config: NodeConfig) -> int:
+def main(arguments: PlanArguments, config: NodeConfig, path: str) -> int:
     """Write the files of a node whose one server has all models of its configuration. Raises PlanError."""
     from weft.cli.plan_question import planned_cluster
     from weft.fleet.hosting.catalogue import look_up_entry
@@ -54,15 +53,14 @@ def main(arguments: Namespace, config: NodeConfig) -> int:
     from weft.fleet.hosting.set_plan import with_gpus
     from weft.study.export import infernet
 
-    flags = next((name for name in OF_ONE if hasattr(arguments, name)), None)
+    flags = next((name for name in OF_ONE if name in arguments.given), None)
     if flags is not None:
         raise UsageError(
-            f"--{flags.replace('_', '-')} is about one model, and {arguments.infernet_config} has several; leave it "
-            "out, or give MODEL",
+            f"--{flags.replace('_', '-')} is about one model, and {path} has several; leave it out, or give MODEL",
             code="emit-flag-beside-set",
         )
-    cluster = planned_cluster(vars(arguments))
-    models = _models(arguments, config)
+    cluster = planned_cluster(arguments.subject)
+    models = set_file.models_of_node(config, path)
     plan = plan_models(models, cluster, look_up_entry)
     if not cluster.on_cpu:
         models = with_gpus(models, [_gpu_numbers(model) for model in plan.models])
@@ -70,12 +68,8 @@ def main(arguments: Namespace, config: NodeConfig) -> int:
     memory = [(gpu.name, gpu.memory_bytes) for gpu in cluster.gpus]
     for warning in (*models.warnings, *infernet.tier_warnings(config, memory)):
         logger.warning(warning)
-    port = getattr(arguments, "port", None) or models.port or PORT
-    return emit_files.output_files(arguments, set_files(models, plan, cluster, port))
-
-
-def _models(arguments: Namespace, config: NodeConfig) -> ModelSet:
-    return set_file.models_of_node(config, arguments.infernet_config)
+    port = arguments.export.port or models.port or PORT
+    return emit_files.output_files(arguments.export, set_files(models, plan, cluster, port))
 
 
 def _gpu_numbers(model: ModelPlan) -> tuple[int, ...]:

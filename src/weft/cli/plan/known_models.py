@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from weft.checkpoint.architectures.model import Model
 from weft.checkpoint.names import catalogue
 from weft.cli import tables
-from weft.cli.flags import plan_flags
+from weft.cli.flags.declared import flags_of
+from weft.cli.flags.plan_flags import PlanArguments, Promise, Subject
 from weft.cli.parser import UsageError
 from weft.cli.plan import columns, plan_text
 from weft.cli.plan_question import NOTHING_FITS, build_question, planned_cluster
@@ -51,10 +51,11 @@ MUCH_FASTER = 1.5  # from here a smaller model is worth a line for its speed
 SLOW = 10  # tokens per second, below which a decimal is shown
 
 
-def main(arguments: Namespace) -> int:
+def main(arguments: PlanArguments) -> int:
     """Print the table, or its JSON; 3 if none of the models fits."""
     check_model_flags(arguments)
-    cluster = planned_cluster(vars(arguments))
+    subject = arguments.subject
+    cluster = planned_cluster(subject)
     models = catalogue.well_known()
     rows: list[dict[str, Any]] = []
     answers: list[SearchResult] = []
@@ -62,7 +63,7 @@ def main(arguments: Namespace) -> int:
     with progress(len(models)) as advance:
         for model in models:
             advance(model.name)
-            answer = plan_model(arguments, model, cluster)
+            answer = plan_model(subject, model, cluster)
             if isinstance(answer, SearchResult):
                 rows.append(row_json(answer, model))
                 answers.append(answer)
@@ -71,31 +72,30 @@ def main(arguments: Namespace) -> int:
                 refusals.append(answer)
     if not answers:
         raise UsageError(f"{rows[0]['name']}: {rows[0]['reason']}", code=refusals[0].code)
-    overview = {**head_json(answers[0]), "models": rows, "advice": advice_json(arguments, cluster, rows)}
-    if getattr(arguments, "json", False):
+    overview = {**head_json(answers[0]), "models": rows, "advice": advice_json(subject, cluster, rows)}
+    if arguments.answer.json:
         print(json.dumps(overview))
     else:
         print_overview(overview)
     return 0 if any(row["fits"] for row in rows) else NOTHING_FITS
 
 
-def check_model_flags(arguments: Namespace) -> None:
+def check_model_flags(arguments: PlanArguments) -> None:
     """Raise UsageError for a flag that needs a model."""
-    promised = [flag.dest for flag in plan_flags.PROMISE]
+    promised = [flag.dest for flag in flags_of(Promise)]
     for name in (*promised, *OF_ONE_MODEL):
-        if hasattr(arguments, name):
+        if name in arguments.given:
             raise UsageError(
                 f"which model? --{name.replace('_', '-')} needs one; for example: weft plan Qwen3-8B --gpus 1xRTX4090",
                 code="model-missing",
             )
 
 
-def plan_model(arguments: Namespace, model: Model, cluster: Cluster) -> SearchResult | WeftError:
+def plan_model(subject: Subject, model: Model, cluster: Cluster) -> SearchResult | WeftError:
     """The answer for one model in the precision of the flags or the best one, or the error if the flags exclude it."""
     try:
-        named = Namespace(**{**vars(arguments), "model": model.name})
-        question = build_question(named, model, cluster)
-        if hasattr(arguments, "precision") or hasattr(arguments, "quantization"):
+        question = build_question(subject.with_model(model.name), model, cluster)
+        if not (subject.layout.precision is None and subject.layout.quantization is None):
             return search(question)
         return search_best_precision(question)
     except WeftError as error:
@@ -128,11 +128,11 @@ def head_json(answer: SearchResult) -> dict[str, Any]:
     }
 
 
-def advice_json(arguments: Namespace, cluster: Cluster, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+def advice_json(subject: Subject, cluster: Cluster, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """The model for one person, its format and speed, and a faster alternative; None if no model is comfortable."""
     fitting = [row for row in best_first(rows) if row["fits"] and row["runs"]]
-    named = (Namespace(**{**vars(arguments), "model": row["name"]}) for row in fitting)
-    fixed = hasattr(arguments, "quantization")
+    named = (subject.with_model(row["name"]) for row in fitting)
+    fixed = subject.layout.quantization is not None
     questions = [build_question(one, catalogue.find(one.model), cluster) for one in named] if not fixed else []
     chosen = for_one_person(questions)
     if chosen is None:

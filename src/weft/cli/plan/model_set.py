@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from collections.abc import Iterable, Sequence
 
 from weft.cli.dispatch import fail
-from weft.cli.flags import plan_flags
+from weft.cli.flags.declared import flag_groups
+from weft.cli.flags.plan_flags import PlanArguments
 from weft.cli.parser import UsageError
 from weft.errors import PlanError
 from weft.fleet.hosting.model_set import ModelSet
@@ -21,38 +21,39 @@ ASKED = frozenset(["config", "infernet_config", "gpus", "refresh_hardware", "jso
 NO_FIT = ("set-does-not-fit", "model-does-not-fit")
 
 
-def main(arguments: Namespace, models: ModelSet) -> int:
+def main(arguments: PlanArguments, models: ModelSet) -> int:
     """Print the plan of a set; return 3, with the bytes on standard error, if it does not fit."""
     from weft.cli.plan_question import planned_cluster
     from weft.fleet.hosting.catalogue import look_up_entry
     from weft.machine.hardware.host import probe_host
 
     check_flags(arguments, models.source)
-    cluster = planned_cluster(vars(arguments))
-    here = getattr(arguments, "gpus", None) is None
+    cluster = planned_cluster(arguments.subject)
+    here = arguments.subject.hardware.gpus is None
     try:
         plan = plan_set(models, cluster, look_up_entry, probe_host().memory_free_bytes if here else None)
     except PlanError as error:
         if error.code not in NO_FIT:
             raise
         return fail(str(error), 3)
-    if getattr(arguments, "json", False):
+    if arguments.answer.json:
         print(json.dumps({"source": models.source, "warnings": list(models.warnings), **plan.as_json()}))
         return 0
     print(plan_text(models, plan))
     return 0
 
 
-def check_flags(arguments: Namespace, source: str) -> None:
+def check_flags(arguments: PlanArguments, source: str) -> None:
     """Raise UsageError for a flag of weft plan that is about one model."""
-    for flag in (flag for _, group in plan_flags.PLAN for flag in group):
-        value = getattr(arguments, flag.dest, flag.default)
+    given = arguments.given_values()
+    for flag in (flag for _, group in flag_groups(PlanArguments) for flag in group):
+        value = given.get(flag.dest)
         if flag.dest not in ASKED and value not in (None, False, flag.default):
             raise UsageError(
                 f"{flag.long} is about one model, and {source} has several; leave it out, or put it into the file",
                 code="plan-flag-beside-set",
             )
-    if getattr(arguments, "model", ""):
+    if arguments.model:
         raise UsageError(
             f"{source} has several models, and the command line names {arguments.model!r}; leave one of them out",
             code="model-beside-set",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from weft.checkpoint.outline import Outline, read_outline
+from weft.cli.flags.plan_flags import Subject
 from weft.errors import ModelError
 from weft.formatting import format_bytes
 from weft.machine.hardware.cluster import Cluster
@@ -29,27 +29,25 @@ NOT_RUN = frozenset(
 NO_CONTEXT = 4096  # tokens that are planned for at most if the config tells no longest sequence
 
 
-def main(arguments: Namespace, cluster: Cluster, error: ModelError) -> int:
-    """Print the fit of the model of the arguments; return 3 if it does not fit.
+def main(subject: Subject, cluster: Cluster, error: ModelError, *, as_json: bool) -> int:
+    """Print the fit of the model of the flags; return 3 if it does not fit.
 
     `error` says why the engine does not run the model; it is raised again if the sizes cannot be read either.
     """
-    flags: dict[str, Any] = vars(arguments)
+    source, work, layout = subject.source, subject.workload, subject.layout
     try:
-        outline = read_outline(arguments.model, revision=flags.get("revision"), hf_token=flags.get("hf_token"))
+        outline = read_outline(subject.model, revision=source.revision, hf_token=source.hf_token)
     except ModelError as other:
         raise ModelError(f"{error}; nor can its size be summed: {other}", code=error.code) from other
-    most = flags.get("max_model_len") or outline.context or NO_CONTEXT
-    length = flags.get("max_model_len") or sum(default_lengths(flags.get("input_len"), flags.get("output_len"), most))
-    share = flags.get("gpu_memory_utilization")
+    most = layout.max_model_len or outline.context or NO_CONTEXT
     fit = fit_outline(
         outline,
         cluster,
-        length=length,
-        requests=flags.get("concurrency") or 1,
-        utilization=share[0] if isinstance(share, tuple | list) else share or UTILIZATION,
+        length=layout.max_model_len or sum(default_lengths(work.input_len, work.output_len, most)),
+        requests=work.concurrency or 1,
+        utilization=layout.gpu_memory_utilization or UTILIZATION,
     )
-    if flags.get("json"):
+    if as_json:
         print(json.dumps(outline_json(outline, fit, cluster, error)))
     else:
         print("\n".join(outline_lines(outline, fit, cluster, error)))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import Namespace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from weft._version import __version__
 from weft.checkpoint.architectures.model import Model
+from weft.cli.flags.plan_flags import PlanAnswer
 from weft.cli.glossary import TermTooltips
 from weft.cli.parser import UsageError
 from weft.cli.plan import plan_text
@@ -25,29 +25,27 @@ STDOUT = "-"  # as the name of a file
 FEW = 8  # rejected layouts that are not folded away
 
 
-def check_outputs(arguments: Namespace) -> None:
+def check_outputs(flags: PlanAnswer) -> None:
     """Raise UsageError if two outputs go to standard output."""
-    if getattr(arguments, "json", False) and getattr(arguments, "html", None) == STDOUT:
+    if flags.json and flags.html == STDOUT:
         raise UsageError(
             "--json and --html - both write to standard output; give --html a file", code="two-outputs-to-stdout"
         )
 
 
-def write_outputs(
-    arguments: Namespace, answer: SearchResult, model: Model, promise: dict[str, Any] | None = None
-) -> None:
+def write_outputs(flags: PlanAnswer, answer: SearchResult, model: Model, promise: dict[str, Any] | None = None) -> None:
     """Write everything that the flags ask for; standard output gets one thing, by default the text.
 
     `promise` is the verdict of a simulation, from `cli.plan.promise`.
     """
-    plan, page = plan_json(answer, model), getattr(arguments, "html", None)
+    plan, page = plan_json(answer, model), flags.html
     if promise:
         add_promise(plan, promise)
     if page is not None:
         from weft.cli.plan.outputs import html_page
 
         write_page(page, html_page(plan))
-    if getattr(arguments, "json", False):
+    if flags.json:
         print(json.dumps(plan))
     elif page != STDOUT:
         from weft.cli.plan.view import print_plan_text

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from weft.checkpoint.architectures.model import Model
-from weft.cli.flags.simulate_flags import SIMULATE
+from weft.cli.flags.plan_flags import PlanArguments
+from weft.cli.flags.simulate_flags import Load, Service, SimulateArguments, SimulationAnswer
 from weft.cli.parser import UsageError
 from weft.cli.plan import outputs
 from weft.cli.plan_question import NOTHING_FITS
@@ -39,51 +40,67 @@ REFUSED = {
 }
 
 
-def check_promise_flags(arguments: Namespace) -> None:
+def check_promise_flags(arguments: PlanArguments) -> None:
     """Raise UsageError for a promise without a load, a load without a promise, and flags that exclude both."""
-    flags = vars(arguments)
-    loads = [f"--{name} {flags[name]}" for name in ("users", "rate") if name in flags]
-    if "slo" not in flags:
+    promise, values = arguments.promise, arguments.values()
+    loads = [f"--{name} {values[name]}" for name in ("users", "rate") if values[name] is not None]
+    if promise.slo is None:
         named = loads[0] if loads else "--think"
         raise UsageError(
             f"{named} needs a promise, as in --slo ttft_p95=1s; without a promise: weft simulate MODEL",
             code="promise-missing",
         )
     if not loads:
-        raise UsageError(f"--slo {flags['slo']} needs a load, as in --users 300 or --rate 4", code="load-missing")
+        raise UsageError(f"--slo {promise.slo} needs a load, as in --users 300 or --rate 4", code="load-missing")
     for name, remedy in REFUSED.items():
-        if flags.get(name) is not None:
+        if name in arguments.given and values[name] is not None:
             raise UsageError(remedy, code="excluded-by-slo")
-    simulate_study.check_load_flags(flags)
-    parse_objective(flags["slo"])
+    simulate_study.check_load_flags(as_simulation(arguments))
+    parse_objective(promise.slo)
 
 
-def main(arguments: Namespace, model: Model) -> int:
+def main(arguments: PlanArguments, model: Model) -> int:
     """Print the plan with the verdict on the promise; 3 if it is not kept or nothing fits."""
-    flags = with_defaults(arguments)
-    load, longest = simulate_study.parse_load(vars(flags), model)
-    question = simulate_study.build_simulation_question(flags, model, load, longest)
+    simulation = as_simulation(arguments)
+    load, longest = simulate_study.parse_load(simulation, model)
+    question = simulate_study.build_simulation_question(simulation, model, load, longest)
     answer = search(question)
-    promise = simulated_promise(vars(flags), question, answer.best, load) if answer.best else None
-    outputs.write_outputs(arguments, answer, model, promise)
+    promise = simulated_promise(simulation, question, answer.best, load) if answer.best else None
+    outputs.write_outputs(arguments.answer, answer, model, promise)
     return 0 if promise and promise["kept"] else NOTHING_FITS
 
 
-def with_defaults(arguments: Namespace) -> Namespace:
-    """The arguments in the form of weft simulate: with its defaults, and lengths as text."""
-    defaults = {flag.dest: flag.default for _, flags in SIMULATE for flag in flags if flag.default is not None}
-    lengths = {name: f"{getattr(arguments, name)}" for name in ("input_len", "output_len") if hasattr(arguments, name)}
-    return Namespace(**{**defaults, **vars(arguments), **lengths})
+def as_simulation(arguments: PlanArguments) -> SimulateArguments:
+    """The arguments of weft simulate for the promise, with its defaults, and lengths as text."""
+    subject, promise = arguments.subject, arguments.promise
+    input_len, output_len = (
+        None if length is None else f"{length}" for length in (subject.workload.input_len, subject.workload.output_len)
+    )
+    return SimulateArguments(
+        command="simulate",
+        model=arguments.model,
+        given=arguments.given,
+        source=subject.source,
+        hardware=subject.hardware,
+        layout=subject.layout,
+        aim=subject.aim,
+        load=Load(
+            rate=promise.rate, users=promise.users, think=promise.think, input_len=input_len, output_len=output_len
+        ),
+        service=Service(max_num_seqs=subject.counted.max_num_seqs),
+        answer=SimulationAnswer(slo=promise.slo),
+    )
 
 
 def simulated_promise(
-    flags: dict[str, Any], question: Question, best: Candidate, load: SimulatedLoad
+    simulation: SimulateArguments, question: Question, best: Candidate, load: SimulatedLoad
 ) -> dict[str, Any]:
     """The verdict as JSON: `kept`, its text, each target, the run, and `needed` replicas if it is not kept."""
-    flags = {**flags, "duration": f"{simulated_s(flags, load, best):g}s"}
-    study = simulate_study.build_study(flags, question, best, load)
+    duration = f"{simulated_s(simulation, load, best):g}s"
+    simulation = replace(simulation, load=replace(simulation.load, duration=duration))
+    study = simulate_study.build_study(simulation, question, best, load)
     report = run_once(study, load)
-    needed = None if report.met else replicas_needed(flags, question, best, load, report.replicas)
+    needed = None if report.met else replicas_needed(simulation, question, best, load, report.replicas)
     promise = {
         "kept": bool(report.met),
         "text": verdict(load, report),
@@ -93,7 +110,7 @@ def simulated_promise(
         "think_s": load.think_s,
         "replicas": report.replicas,
         "gpus": report.gpus,
-        "command": simulation_command(flags, question, best),
+        "command": simulation_command(simulation.load, question, best),
         "targets": [msgspec.to_builtins(target) for target in report.objective],
         "needed": needed,
         "run": report_json(report),
@@ -102,19 +119,19 @@ def simulated_promise(
     return as_json
 
 
-def simulated_s(flags: dict[str, Any], load: SimulatedLoad, best: Candidate) -> float:
+def simulated_s(simulation: SimulateArguments, load: SimulatedLoad, best: Candidate) -> float:
     """Seconds of virtual time for REQUESTS requests and TURNS of each user, at most the duration of weft simulate."""
     turn_s = best.predicted.ttft_s + load.mean[1] / best.predicted.single_tok_s + load.think_s
     rate = load.offered or (load.users or 1) / turn_s
     enough_s = max(REQUESTS / rate, TURNS * turn_s, 0.0 if load.users else MIN_RUN_S)
-    usual_s = simulate_study.usual_duration(flags, load, best, best.layout.parallelism.engines)
+    usual_s = simulate_study.usual_duration(simulation, load, best, best.layout.parallelism.engines)
     return float(f"{min(usual_s, enough_s):.2g}")
 
 
-def simulation_command(flags: dict[str, Any], question: Question, best: Candidate) -> str | None:
+def simulation_command(load: Load, question: Question, best: Candidate) -> str | None:
     """The command that runs the same simulation; None for a device map, which weft simulate does not take."""
     command = simulate_command(question, best)
-    return f"{command} --duration {flags['duration']}" if command else None
+    return f"{command} --duration {load.duration}" if command else None
 
 
 def verdict(load: SimulatedLoad, report: Report) -> str:
@@ -130,15 +147,16 @@ def verdict(load: SimulatedLoad, report: Report) -> str:
 
 
 def replicas_needed(
-    flags: dict[str, Any], question: Question, best: Candidate, load: SimulatedLoad, too_few: int
+    simulation: SimulateArguments, question: Question, best: Candidate, load: SimulatedLoad, too_few: int
 ) -> dict[str, Any]:
     """The fewest replicas that keep the promise, with the command that simulates them, or the reason why none do."""
     try:
-        study = simulate_study.build_study({**flags, "find": "replicas"}, question, best, load)
+        finding = replace(simulation, answer=replace(simulation.answer, find="replicas"))
+        study = simulate_study.build_study(finding, question, best, load)
         result = find_count(study, load, best, too_few=too_few)
     except WeftError as error:
         return {"replicas": None, "gpus": None, "command": None, "text": f"more replicas were not tried: {error}"}
-    return replicas_json(simulation_command(flags, question, best), study, result)
+    return replicas_json(simulation_command(simulation.load, question, best), study, result)
 
 
 def replicas_json(command: str | None, study: Study, result: CapacityResult) -> dict[str, Any]:

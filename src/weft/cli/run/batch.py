@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
+from dataclasses import replace
 
 from weft.checkpoint.hub import model_names
-from weft.cli.flags.batch_flags import ANSWERS
-from weft.cli.flags.flags import engine_config, given_values, sampling_options
+from weft.cli.flags.batch_flags import BatchArguments
+from weft.cli.flags.flags import engine_config, sampling_options
 from weft.cli.parser import UsageError
 
 
-def main(arguments: Namespace) -> int:
+def main(arguments: BatchArguments) -> int:
     """Answer the rows, and print how many have answers; return 1 if none has."""
     if len(arguments.argument) != 2:
         raise UsageError(
@@ -19,22 +19,23 @@ def main(arguments: Namespace) -> int:
             code="batch-arguments",
         )
     from weft.api.offline.job import BatchJob, answer_here, open_job, run_job, summary
-    from weft.http.options import ServeOptions
 
     source, out = arguments.argument
     defaults = sampling_options(arguments)
-    rows, name = open_job(source, out, getattr(arguments, "model", None))
-    model = model_names.full_name(name, folder=getattr(arguments, "download_dir", None))
+    rows, name = open_job(source, out, arguments.model or None)
+    model = model_names.full_name(name, folder=arguments.engine.checkpoint.download_dir)
     if line := model_names.notice(name, model):
         print(f"weft: {line}", file=sys.stderr)
-    arguments.model = model
-    config = engine_config(arguments)
-    # The same length for rows of any length is a limit and no wish: no row fails by it.
-    flags = {"clip_max_tokens": not rows.is_requests, **given_values(arguments, ANSWERS)}
-    names = (*flags.pop("served_model_name", ()), name, model)
-    options = ServeOptions(**flags, served_model_name=tuple(dict.fromkeys(names)))
+    config = engine_config(arguments.with_model(model))
+    names = (*arguments.answers.served_model_name, name, model)
+    options = replace(
+        arguments.answers,
+        served_model_name=tuple(dict.fromkeys(names)),
+        # The same length for rows of any length is a limit and no wish: no row fails by it.
+        clip_max_tokens=not rows.is_requests,
+    )
     answer = answer_here
-    if getattr(arguments, "ray", False):
+    if arguments.ray:
         from weft.ray.data import answer_on_ray
 
         answer = answer_on_ray

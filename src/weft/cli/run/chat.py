@@ -6,14 +6,16 @@ import json
 import shutil
 import sys
 import textwrap
-from argparse import ArgumentTypeError, Namespace
+from argparse import ArgumentTypeError
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.cli import engine, terminal
-from weft.cli.flags.flags import SAMPLING, Flag, sampling_options
+from weft.cli.flags.command_flags import ChatArguments
+from weft.cli.flags.declared import Flag
+from weft.cli.flags.flags import SAMPLING, sampling_options
 from weft.cli.hints import did_you_mean
 from weft.engine.core.params import SamplingParams
 from weft.errors import ConfigError, RequestError, error_reason
@@ -161,12 +163,12 @@ COMMANDS = {
 COMMANDS |= dict.fromkeys(("/quit", "/bye"), COMMANDS["/exit"])
 
 
-def main(arguments: Namespace) -> int:
+def main(arguments: ChatArguments) -> int:
     """Answer messages until the user ends the chat or input ends."""
     options = sampling_options(arguments, max_tokens=None)
     interactive = sys.stdin.isatty()
-    with engine.start_engine(arguments, objective="latency", **engine.random_seed(arguments)) as llm:
-        chat = Chat(llm, options, system=getattr(arguments, "system_prompt", None))
+    with engine.start_engine(arguments, objective="latency", **engine.random_seed(arguments.engine)) as llm:
+        chat = Chat(llm, options, system=arguments.system_prompt)
         if interactive:
             terminal.load_line_editor()
             notify(wrapped(WELCOME.format(model=llm.plan.model)))

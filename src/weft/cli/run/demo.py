@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
 from typing import Any, TextIO
 
 from weft.checkpoint.hub.demo import NAME
 from weft.cli import engine
+from weft.cli.flags.command_flags import DemoArguments
 from weft.cli.flags.flags import sampling_options
 from weft.machine.hardware import host
 from weft.plan.plan import Plan
@@ -19,7 +19,7 @@ RANKS = 2
 WIDE = 200  # columns: more than the table ever needs
 
 
-def main(arguments: Namespace) -> int:
+def main(arguments: DemoArguments) -> int:
     """Print the layout, the answer while it grows, and its speed."""
     prompt = " ".join(arguments.argument) or PROMPT
     options = sampling_options(arguments, temperature=0.0, max_tokens=MAX_TOKENS)
@@ -33,12 +33,12 @@ def main(arguments: Namespace) -> int:
     return 0
 
 
-def demo_layout(arguments: Namespace) -> dict[str, Any]:
+def demo_layout(arguments: DemoArguments) -> dict[str, Any]:
     """Engine options for two ranks, which share the GPU if there is only one; empty if the flags give a layout."""
     names = {"plan", "tensor_parallel_size", "tensor_split", "pipeline_parallel_size", "pipeline_split", "device_ids"}
-    if names & vars(arguments).keys():
+    if names & arguments.given:
         return {}
-    shared = getattr(arguments, "device", "auto") != "cpu" and len(host.probe_host().gpus) == 1
+    shared = arguments.engine.layout.device != "cpu" and len(host.probe_host().gpus) == 1
     return {"tensor_parallel_size": RANKS, **({"device_ids": (0,) * RANKS} if shared else {})}
 
 

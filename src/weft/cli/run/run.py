@@ -6,12 +6,12 @@ import json
 import logging
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from weft.cli import engine
 from weft.cli.engine import conversation
+from weft.cli.flags.command_flags import RunArguments
 from weft.cli.flags.flags import sampling_options
 from weft.cli.parser import UsageError
 from weft.engine.frontend.outputs import RequestOutput
@@ -27,30 +27,28 @@ EXAMPLE = 'for example: weft run demo "Why is the sky blue?"'
 MAX_TOKENS = 512  # a small model may never end its answer; --max-tokens auto removes the limit
 
 
-def main(arguments: Namespace) -> int:
+def main(arguments: RunArguments) -> int:
     """Print the answer as it grows, or as one JSON object."""
     text, options = read_prompt(arguments), sampling_options(arguments, max_tokens=MAX_TOKENS)
     started = time.monotonic()
-    with engine.start_engine(arguments, objective="latency", **engine.random_seed(arguments)) as llm:
+    with engine.start_engine(arguments, objective="latency", **engine.random_seed(arguments.engine)) as llm:
         loaded = time.monotonic()
         params = llm.sampling_params(**options)
-        raw = getattr(arguments, "raw", False)
-        prompt = text if raw else conversation(text, getattr(arguments, "system_prompt", None))
-        verbose, as_json = getattr(arguments, "verbose", False), getattr(arguments, "json", False)
-        if getattr(arguments, "show_layout", False):
+        prompt = text if arguments.raw else conversation(text, arguments.system_prompt)
+        if arguments.show_layout:
             show_layout(llm)
         answer: RequestOutput | None
-        if as_json:
+        if arguments.json:
             *_, answer = llm.stream(prompt, params)
         else:
             answer = print_answer(llm.stream(prompt, params))
-        if answer is None or not (verbose or as_json):
+        if answer is None or not (arguments.verbose or arguments.json):
             return 0
         expected = predict_engine(llm)
-        if as_json:
+        if arguments.json:
             layout = llm.layout()
             print(json.dumps(report(answer, load_s=loaded - started, layout=layout, expected=expected)))
-        if verbose and expected is not None:
+        if arguments.verbose and expected is not None:
             print("\n".join(compared_lines(llm, expected, answer)), file=sys.stderr)
     return 0
 
@@ -99,15 +97,18 @@ def compared_lines(llm: LLM, expected: Forecast, answer: RequestOutput) -> list[
     return lines
 
 
-def read_prompt(arguments: Namespace) -> str:
-    """The prompt from the command line or standard input. Raises UsageError for an empty one, unless --raw is given."""
+def read_prompt(arguments: RunArguments) -> str:
+    """The prompt of the typed words, the flag or standard input.
+
+    Raises UsageError for an empty one, unless --raw is given.
+    """
     words = " ".join(arguments.prompt_words)
-    if words and hasattr(arguments, "prompt"):
+    if words and arguments.prompt is not None:
         raise UsageError(
             f"two prompts: {words!r} and --prompt {arguments.prompt!r}; give one of them", code="two-prompts"
         )
-    text = words or (str(arguments.prompt) if hasattr(arguments, "prompt") else _standard_input())
-    if not text.strip() and not getattr(arguments, "raw", False):
+    text = words or (_standard_input() if arguments.prompt is None else arguments.prompt)
+    if not text.strip() and not arguments.raw:
         raise UsageError(f"the prompt is empty; {EXAMPLE}", code="empty-prompt")
     return text
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-from argparse import Namespace
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +17,7 @@ from weft.checkpoint.config.pooling import LOGIT_SCORE, POOLING
 from weft.checkpoint.files import gguf, sharded
 from weft.checkpoint.files.safetensors import INDEX
 from weft.checkpoint.hub import hub
+from weft.cli.flags.command_flags import ShardArguments
 from weft.cli.flags.flags import engine_config
 from weft.cli.parser import UsageError
 from weft.config import EngineConfig
@@ -36,7 +36,7 @@ logger = logging.getLogger("weft")
 WEIGHTS = 1 << 60  # bytes; more than any model: the shares are never in memory at once
 
 
-def main(arguments: Namespace) -> int:
+def main(arguments: ShardArguments) -> int:
     """Write the files, and print their names, sizes and the command that runs them."""
     if len(arguments.argument) != 2:
         raise UsageError(

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import os
-from argparse import Namespace
-from typing import Any
 
-from weft.cli.flags.flags import given_values
-from weft.cli.flags.gateway_flags import GATEWAY_FLAGS
+from weft.cli.flags.gateway_flags import GatewayArguments
 
 
-def main(arguments: Namespace) -> int:
+def main(arguments: GatewayArguments) -> int:
     """Serve until a signal ends the process."""
     from weft.fleet.gateway.server import run_gateway
     from weft.fleet.upstreams.config import make_config, read_config
 
-    flags: dict[str, Any] = given_values(arguments, GATEWAY_FLAGS)
-    shutdown_timeout = flags.pop("shutdown_timeout")
-    if "upstream" in flags:
-        flags["upstreams"] = [{"url": url} for url in flags.pop("upstream")]
-    path = getattr(arguments, "config", None)
-    config = read_config(path, flags) if path is not None else make_config(flags)
-    run_gateway(config, os.environ.get("WEFT_ADMIN_KEY"), shutdown_timeout)
+    path, given = arguments.config, arguments.given_values()
+    given.pop("shutdown_timeout", None)
+    if given.pop("upstream", ()):
+        given["upstreams"] = [{"url": url} for url in arguments.upstream]
+    config = read_config(path, given) if path is not None else make_config(given)
+    run_gateway(config, os.environ.get("WEFT_ADMIN_KEY"), arguments.shutdown_timeout)
     return 0

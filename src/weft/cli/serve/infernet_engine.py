@@ -12,12 +12,12 @@ import os
 import shlex
 import signal
 import sys
-from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from weft.cli.flags.command_flags import ServeArguments
     from weft.config import EngineConfig
     from weft.engine.client.async_llm import AsyncLLM
     from weft.engine.frontend.outputs import RequestOutput
@@ -68,7 +68,7 @@ async def _no_model(name: str) -> Any:
     raise NotImplementedError(name)
 
 
-def read_environment(environment: Mapping[str, str]) -> tuple[Namespace, EngineConfig]:
+def read_environment(environment: Mapping[str, str]) -> tuple[ServeArguments, EngineConfig]:
     """The flags in WEFT_ENGINE_ARGS, and the config of the engine; its model is "" if none is named.
 
     Raises UsageError and ConfigError.
@@ -82,20 +82,18 @@ def read_environment(environment: Mapping[str, str]) -> tuple[Namespace, EngineC
     except ValueError as error:
         raise UsageError(f"{VARIABLE} cannot be split into words: {error}", code="invalid-flag-value") from None
     # The server's flags are known too: of these the names count, and the others have nothing to act on.
-    arguments = parse_command(replace(COMMANDS["serve"], needs_model=False), argv)
-    if not getattr(arguments, "model", "") and environment.get(MODEL):
-        arguments.model = environment[MODEL]
-    return arguments, engine_config(arguments, model=getattr(arguments, "model", ""))
+    arguments: ServeArguments = parse_command(replace(COMMANDS["serve"], needs_model=False), argv)
+    if not arguments.model and environment.get(MODEL):
+        arguments = arguments.with_model(environment[MODEL])
+    return arguments, engine_config(arguments, model="")
 
 
-async def serve(arguments: Namespace, config: EngineConfig, pipe: int) -> int:
+async def serve(arguments: ServeArguments, config: EngineConfig, pipe: int) -> int:
     """Serve standard input until its end, `shutdown`, SIGTERM or Ctrl-C."""
     from weft.api.server.standard_streams import StreamEngine
 
-    names = tuple(getattr(arguments, "served_model_name", ()))
-
     async def load(name: str) -> ChatModel:
-        return await ChatModel.load(name, config, names)
+        return await ChatModel.load(name, config, arguments.server.served_model_name)
 
     engine = StreamEngine(load, lambda data: write_all(pipe, data), config.model or None)
     task = asyncio.current_task()

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import json
 import time
-from argparse import Namespace
 from collections.abc import Sequence
 
+from weft.cli.flags.command_flags import ListArguments, PullArguments, RemoveArguments
+from weft.cli.flags.declared import Arguments
 from weft.cli.parser import UsageError
 from weft.errors import ModelError
 from weft.formatting import format_bytes
 
 
-def main(arguments: Namespace) -> int:
+def main(arguments: Arguments) -> int:
     """Run one of the commands."""
-    command: str = arguments.command
-    positional: list[str] = list(getattr(arguments, "argument", None) or [])
+    command, positional = arguments.command, arguments.argument
     most = {"pull": 1, "stop": 1, "rm": None}.get(command, 0)
     if (most is None and not positional) or (most and len(positional) != most):
         raise UsageError(f"weft {command} needs the name of a model", code="model-missing")
-    folder = getattr(arguments, "download_dir", None)
-    match command:
-        case "pull":
-            return pull(positional[0], getattr(arguments, "hf_token", None), folder)
-        case "ls":
-            return list_models(folder, as_json=getattr(arguments, "json", False))
-        case "rm":
-            return remove(positional, folder)
+    match arguments:
+        case PullArguments():
+            return pull(positional[0], arguments.hf_token, arguments.download_dir)
+        case ListArguments():
+            return list_models(arguments.download_dir, as_json=arguments.json)
+        case RemoveArguments():
+            return remove(positional, arguments.download_dir)
     return stop(positional[0])
 
 

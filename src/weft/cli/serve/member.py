@@ -45,13 +45,13 @@ def serve_model(argv: list[str]) -> None:
     from weft.api.server.server import serve
     from weft.cli.commands import COMMANDS
     from weft.cli.dispatch import expand_model_name
+    from weft.cli.flags.command_flags import ServeArguments
     from weft.cli.flags.flags import engine_config, serve_options
     from weft.cli.parser import parse_command
 
     command = COMMANDS["serve"]
     logs.configure(command.log_level)
-    arguments = parse_command(command, argv)
-    expand_model_name(command, arguments)
+    arguments: ServeArguments = expand_model_name(command, parse_command(command, argv))
     options = replace(serve_options(arguments, os.environ), announces=False, behind_front=True)
     serve(engine_config(arguments), options)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from argparse import Namespace
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
@@ -14,6 +13,7 @@ from msgspec.structs import replace
 
 from weft.api.service.run_files import RunningServer, running_servers
 from weft.checkpoint.hub.model_names import tagged
+from weft.cli.flags.command_flags import PsArguments
 from weft.cli.serve.local_models import print_table, shown_date
 from weft.formatting import format_bytes
 from weft.study.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress
@@ -49,11 +49,11 @@ class _Rows(msgspec.Struct):
     models: list[_Row]
 
 
-def main(arguments: Namespace) -> int:
+def main(arguments: PsArguments) -> int:
     """Print the servers as a table, or as one JSON object."""
     servers = running_servers()
     models = asyncio.run(ask_all(servers))
-    if getattr(arguments, "json", False):
+    if arguments.json:
         rows = [
             {
                 "models": server.names,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from argparse import Namespace
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from weft.cli.flags.command_flags import ServeArguments
 from weft.cli.flags.flags import engine_config, serve_options
 from weft.cli.parser import UsageError
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 OLLAMA_PORT = 11434
 
 
-def main(arguments: Namespace) -> int:
+def main(arguments: ServeArguments) -> int:
     """Serve until a signal ends the process; on another node than the first, run ranks until the head ends."""
     models = model_set(arguments)
     if models is not None:
@@ -36,14 +36,14 @@ def main(arguments: Namespace) -> int:
     return 0
 
 
-def model_set(arguments: Namespace) -> ModelSet | None:
+def model_set(arguments: ServeArguments) -> ModelSet | None:
     """The models of the file, or without a model those on this machine; None for one model.
 
     Raises UsageError and ConfigError.
     """
     from weft.cli.serve import set_file
 
-    path, named = getattr(arguments, "config", None), getattr(arguments, "model", "")
+    path, named = arguments.config, arguments.model
     models = set_file.read_model_set(path) if path is not None else None
     if models is not None and named:
         raise UsageError(
@@ -61,18 +61,18 @@ def model_set(arguments: Namespace) -> ModelSet | None:
                 code="model-missing",
             )
     if models is not None:
-        set_file.check_front_flags(arguments, models.source)
+        set_file.check_front_flags(arguments.engine, models.source)
     return models
 
 
-def serve_models(arguments: Namespace, models: ModelSet) -> int:
+def serve_models(arguments: ServeArguments, models: ModelSet) -> int:
     """Serve several models at one address: from the flags, the file, or OLLAMA_HOST."""
     from weft.fleet.hosting.server import serve_set
 
     options = serve_options(arguments, os.environ)
-    if not hasattr(arguments, "port") and models.port is not None:
+    if "port" not in arguments.given and models.port is not None:
         options = replace(options, port=models.port)
-    elif not (hasattr(arguments, "port") or hasattr(arguments, "host")) and (address := os.environ.get("OLLAMA_HOST")):
+    elif arguments.given.isdisjoint(("port", "host")) and (address := os.environ.get("OLLAMA_HOST")):
         host, port = ollama_address(address)
         options = replace(options, host=host, port=port)
     serve_set(models, options)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from argparse import SUPPRESS, Namespace
+from argparse import SUPPRESS
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from weft.api.ollama.keep_alive import parse_keep_alive
-from weft.cli.flags.flags import SERVER, Flag, engine_config
+from weft.cli.flags.command_flags import ServeArguments
+from weft.cli.flags.declared import Flag
+from weft.cli.flags.flags import SERVER, EngineFlags, engine_config
 from weft.cli.parser import (
     ENGINE_FLAGS,
     LIST,
     Parser,
     UsageError,
     add_flag,
+    fill_arguments,
     flags_by_name,
     is_set,
+    parsed_values,
     read_config_file,
     spelled_name,
     typed_flags,
@@ -138,9 +142,8 @@ def config_of_flags(model: str, flags: list[str], where: str) -> EngineConfig:
     for flag in MODEL_FLAGS:
         add_flag(parser.add_argument_group(), flag)
     try:
-        arguments = parser.parse_args(flags)
-        arguments.model = model
-        return engine_config(arguments)
+        parsed = {**parsed_values(parser.parse_args(flags)), "model": model}
+        return engine_config(fill_arguments(ServeArguments, "serve", parsed))
     except UsageError as error:
         text = str(error).partition(" (see ")[0]
         raise ConfigError(f"{where}: {text}", code=error.code) from None
@@ -178,9 +181,9 @@ def models_of_node(node: NodeConfig, path: str) -> ModelSet:
     )
 
 
-def check_front_flags(arguments: Namespace, source: str) -> None:
+def check_front_flags(engine: EngineFlags, source: str) -> None:
     """Raise UsageError for an engine's flag given with a set: it would be unclear which engine it is for."""
-    misplaced = next((flag for flag in ENGINE_FLAGS if hasattr(arguments, flag.dest)), None)
+    misplaced = next((flag for flag in ENGINE_FLAGS if flag.dest in engine.given), None)
     if misplaced is not None:
         raise UsageError(
             f"{misplaced.long} is about one engine, and {source} has several; put {misplaced.name} into the file, for "

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from weft.cli.flags.simulate_flags import Load, SimulateArguments
 from weft.cli.simulate.study import SHARES, no_load_given
 from weft.planner.search.ranking import Candidate
 from weft.study.simulate.capacity_search import (
@@ -28,9 +29,9 @@ SAFE = 0.7  # share of the predicted capacity that about keeps a promise: the fi
 OnTime = Callable[[float], object]  # takes the virtual time in seconds
 
 
-def run_rates(flags: dict[str, Any], study: Study, load: SimulatedLoad) -> Iterator[Report]:
+def run_rates(arguments: SimulateArguments, study: Study, load: SimulatedLoad) -> Iterator[Report]:
     """Reports of a run at each rate, or of one run if the load has no rate."""
-    rates = simulated_rates(flags, study, load)
+    rates = simulated_rates(arguments.load, study, load)
     for number, rate in enumerate(rates, 1):
         at_rate = msgspec.structs.replace(load, rate=rate)
         name = f"{rate:g} requests/s" if rate else "simulating"
@@ -44,18 +45,17 @@ def run_once(study: Study, load: SimulatedLoad) -> Report:
         return study.run_load(load, on_time=on_time)
 
 
-def simulated_rates(flags: dict[str, Any], study: Study, load: SimulatedLoad) -> tuple[float | None, ...]:
+def simulated_rates(flags: Load, study: Study, load: SimulatedLoad) -> tuple[float | None, ...]:
     """Rates of the runs, in requests per second; without a load on the command line, shares of the capacity."""
     if not no_load_given(flags):
-        named: tuple[float, ...] | None = flags.get("rates")
-        return named or (load.rate,)
+        return flags.rates or (load.rate,)
     whole = study.capacity * len(study.specs)
     return tuple(float(f"{share * whole:.3g}") for share in SHARES)
 
 
-def find_limit(flags: dict[str, Any], study: Study, load: SimulatedLoad, best: Candidate) -> CapacityResult:
+def find_limit(arguments: SimulateArguments, study: Study, load: SimulatedLoad, best: Candidate) -> CapacityResult:
     """The result of --find."""
-    if flags["find"] == "replicas":
+    if arguments.answer.find == "replicas":
         return find_count(study, load, best)
     if missed := missed_alone(study, load, best):
         return missed

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import Namespace
 from math import ceil
 from typing import Any
 
 import msgspec
 
+from weft.cli.flags.simulate_flags import SimulateArguments
 from weft.cli.plan_question import NOTHING_FITS, find_model
 from weft.cli.simulate import plots, view
 from weft.cli.simulate.runs import find_limit, finite, first_guess, report_json, run_rates, simulated_rates
@@ -25,12 +25,11 @@ from weft.study.simulate.report import Report
 from weft.study.simulate.study import Study
 
 
-def main(arguments: Namespace) -> int:
+def main(arguments: SimulateArguments) -> int:
     """Simulate and print the report; return 3 if the model does not fit, or the promise of the run is not kept."""
-    flags = vars(arguments)
-    check_load_flags(flags)
-    model = find_model(arguments)
-    load, longest = parse_load(flags, model)
+    check_load_flags(arguments)
+    model = find_model(arguments.model, arguments.source)
+    load, longest = parse_load(arguments, model)
     question = build_simulation_question(arguments, model, load, longest)
     answer = search(question)
     if answer.best is None:
@@ -39,12 +38,12 @@ def main(arguments: Namespace) -> int:
             file=sys.stderr,
         )
         return NOTHING_FITS
-    study = build_study(flags, question, answer.best, load)
-    check_runs(flags, study, load)
-    capacity, runs = run_study(flags, study, load, answer.best)
+    study = build_study(arguments, question, answer.best, load)
+    check_runs(arguments, study, load)
+    capacity, runs = run_study(arguments, study, load, answer.best)
     judged = None if capacity else judge_run(study, runs[0]) if len(runs) == 1 else judge_sweep(study, runs)
-    if flags.get("json"):
-        document = as_json(flags, question, answer.best, study, load, runs, capacity)
+    if arguments.answer.json:
+        document = as_json(arguments, question, answer.best, study, load, runs, capacity)
         if judged is not None:
             document["verdict"] = msgspec.to_builtins(judged)
         print(json.dumps(finite(document)))
@@ -52,33 +51,33 @@ def main(arguments: Namespace) -> int:
         first = view.verdict(study, capacity) if capacity else [judged.text] if judged else []
         print("\n".join([*first, "", *view.heading(question, answer.best, study, load)]))
         view.print_runs(study, load, runs, capacity)
-    if "plot" in flags:
-        plots.write_plots(flags["plot"], view.deployment_title(question, answer.best), study, runs, capacity)
+    if arguments.answer.plot is not None:
+        plots.write_plots(arguments.answer.plot, view.deployment_title(question, answer.best), study, runs, capacity)
     unkept = capacity.value is None if capacity else judged is not None and judged.kept is False and len(runs) == 1
     return NOTHING_FITS if unkept else 0
 
 
-def check_runs(flags: dict[str, Any], study: Study, load: SimulatedLoad) -> None:
+def check_runs(arguments: SimulateArguments, study: Study, load: SimulatedLoad) -> None:
     """Raise an error for a run that is too long to be simulated, before the first one starts."""
-    if flags.get("find") == "replicas":
+    if arguments.answer.find == "replicas":
         study.check_run_length(load, ceil(first_guess(study, load)))
-    elif "find" not in flags:
-        for rate in simulated_rates(flags, study, load):
+    elif arguments.answer.find is None:
+        for rate in simulated_rates(arguments.load, study, load):
             study.check_run_length(msgspec.structs.replace(load, rate=rate))
 
 
 def run_study(
-    flags: dict[str, Any], study: Study, load: SimulatedLoad, best: Candidate
+    arguments: SimulateArguments, study: Study, load: SimulatedLoad, best: Candidate
 ) -> tuple[CapacityResult | None, tuple[Report, ...]]:
     """The result of --find, None without the flag, and the reports of all runs in ascending order of the load."""
-    if "find" not in flags:
-        return None, tuple(run_rates(flags, study, load))
-    capacity = find_limit(flags, study, load, best)
+    if arguments.answer.find is None:
+        return None, tuple(run_rates(arguments, study, load))
+    capacity = find_limit(arguments, study, load, best)
     return capacity, tuple(sorted(capacity.runs, key=lambda run: (run.replicas, run.rate or 0.0)))
 
 
 def as_json(
-    flags: dict[str, Any],
+    arguments: SimulateArguments,
     question: Question,
     best: Candidate,
     study: Study,
@@ -99,7 +98,7 @@ def as_json(
             "input_len": input_len,
             "output_len": output_len,
             "burstiness": load.burstiness,
-            "trace": flags.get("trace"),
+            "trace": arguments.load.trace,
             "seed": load.seed,
         },
         "duration_s": study.times.duration_s,
@@ -109,7 +108,7 @@ def as_json(
     }
     if capacity is not None:
         document["find"] = {
-            "what": flags["find"],
+            "what": arguments.answer.find,
             "value": capacity.value,
             "reason": capacity.reason or None,
             "best": report_json(capacity.report) if capacity.report else None,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from math import inf
-from typing import Any
 
 import msgspec
 
 from weft.checkpoint.architectures.model import Model
 from weft.cli import plot
+from weft.cli.flags.plan_flags import PlannedEngine, Subject, Workload
+from weft.cli.flags.simulate_flags import Load, SimulateArguments
 from weft.cli.parser import UsageError
 from weft.cli.plan_question import build_question, repeated_flags
 from weft.errors import ConfigError, PlanError
@@ -32,72 +32,72 @@ SHARES = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0)  # shares of the predicted capacity: the
 FINDING_RUNS = 8  # about as many runs as a search makes
 
 
-def check_load_flags(flags: dict[str, Any]) -> None:
+def check_load_flags(arguments: SimulateArguments) -> None:
     """Raise UsageError for flags that contradict each other, before any file or model is read."""
-    _check_loads(flags)
-    _check_lengths(flags)
-    if "find" in flags:
-        _check_find(flags)
-    if "plot" in flags:
-        plot.check_image_path(flags["plot"])
+    answer = arguments.answer
+    _check_loads(arguments.given)
+    _check_lengths(arguments.given)
+    if answer.find is not None:
+        _check_find(answer.find, arguments.given)
+    if answer.plot is not None:
+        plot.check_image_path(answer.plot)
 
 
-def _check_loads(flags: dict[str, Any]) -> None:
-    loads = [f"--{name}" for name in ("rate", "rates", "users") if name in flags]
+def _check_loads(given: frozenset[str]) -> None:
+    loads = [f"--{name}" for name in ("rate", "rates", "users") if name in given]
     if len(loads) > 1:
         raise UsageError(f"{loads[0]} and {loads[1]} are different loads; give one of them", code="two-loads")
-    if "users" in flags and "trace" in flags:
+    if "users" in given and "trace" in given:
         raise UsageError("--users and --trace are different loads; give one of them", code="two-loads")
-    if "think" in flags and "users" not in flags:
+    if "think" in given and "users" not in given:
         raise UsageError("--think is the time that users think; give --users too", code="think-without-users")
 
 
-def _check_lengths(flags: dict[str, Any]) -> None:
+def _check_lengths(given: frozenset[str]) -> None:
     excluded = {"trace": ("input_len", "output_len", "prefix_len", "lengths"), "lengths": ("input_len", "output_len")}
     for file, names in excluded.items():
-        twice = [name for name in names if name in flags]
-        if file in flags and twice:
+        twice = [name for name in names if name in given]
+        if file in given and twice:
             raise UsageError(
                 f"--{file} has lengths of its own; leave --{twice[0].replace('_', '-')} out", code="lengths-given-twice"
             )
 
 
-def _check_find(flags: dict[str, Any]) -> None:
-    wanted = flags["find"]
-    if "slo" not in flags:
+def _check_find(wanted: str, given: frozenset[str]) -> None:
+    if "slo" not in given:
         raise UsageError(
             f"--find {wanted} needs a promise, as in --slo ttft_p95=1s,tpot_p95=50ms", code="promise-missing"
         )
-    if "users" in flags:
+    if "users" in given:
         raise UsageError("--find needs a rate of requests or a trace, not --users", code="find-with-users")
-    if wanted in flags:
+    if wanted in given:
         raise UsageError(f"--find {wanted} finds that number; leave --{wanted} out", code="found-number-given")
-    if wanted == "replicas" and not {"rate", "trace"} & flags.keys():
+    if wanted == "replicas" and not given & {"rate", "trace"}:
         raise UsageError("--find replicas needs the load, as in --rate 10 or --trace FILE", code="load-missing")
-    if "rates" in flags:
+    if "rates" in given:
         raise UsageError(f"--find {wanted} takes one load; leave --rates out", code="find-with-several-rates")
 
 
-def parse_load(flags: dict[str, Any], model: Model) -> tuple[SimulatedLoad, int | None]:
+def parse_load(arguments: SimulateArguments, model: Model) -> tuple[SimulatedLoad, int | None]:
     """The load of the flags, and the tokens of its longest request, None if that has no limit.
 
     Raises ConfigError for requests that are longer than the model's context.
     """
-    most = flags.get("max_model_len") or model.shape.longest
-    trace = read_trace(flags["trace"]) if "trace" in flags else ()
+    flags, most = arguments.load, arguments.layout.max_model_len or model.shape.longest
+    trace = () if flags.trace is None else read_trace(flags.trace)
     drawn = parse_drawn(flags, model, most)
     load = SimulatedLoad(
         distribution=drawn,
-        rate=flags.get("rate"),
-        burstiness=flags["burstiness"],
-        users=flags.get("users"),
-        think_s=parse_duration(flags["think"], "--think") if "think" in flags else 0.0,
+        rate=flags.rate,
+        burstiness=flags.burstiness,
+        users=flags.users,
+        think_s=0.0 if flags.think is None else parse_duration(flags.think, "--think"),
         trace=trace,
-        seed=flags["seed"],
+        seed=flags.seed,
     )
     if trace and trace_rate(trace) == inf:
         raise ConfigError(
-            f"trace {flags['trace']}: all its requests arrive at the same time, so it has no duration",
+            f"trace {flags.trace}: all its requests arrive at the same time, so it has no duration",
             code="trace-without-duration",
         )
     if rows := trace or drawn.rows:
@@ -111,11 +111,11 @@ def parse_load(flags: dict[str, Any], model: Model) -> tuple[SimulatedLoad, int 
     return load, longest
 
 
-def parse_drawn(flags: dict[str, Any], model: Model, most: int) -> RequestDistribution:
+def parse_drawn(flags: Load, model: Model, most: int) -> RequestDistribution:
     """The distribution of the requests' tokens; no request has more than `most`."""
-    rows = read_trace(flags["lengths"]) if "lengths" in flags else ()
+    rows = () if flags.lengths is None else read_trace(flags.lengths)
     input_len, output_len = drawn_lengths(flags, most)
-    prefix_len = flags.get("prefix_len", 0)
+    prefix_len = flags.prefix_len or 0
     if prefix_len >= most:
         raise ConfigError(
             f"--prefix-len is {prefix_len:,}; {model.name} goes up to {most:,} tokens", code="prefix-above-model"
@@ -124,20 +124,20 @@ def parse_drawn(flags: dict[str, Any], model: Model, most: int) -> RequestDistri
         input_len=input_len,
         output_len=output_len,
         rows=rows,
-        prefixes=flags["prefixes"],
+        prefixes=flags.prefixes,
         prefix_len=prefix_len,
         most=most,
     )
 
 
-def drawn_lengths(flags: dict[str, Any], most: int) -> tuple[Lengths, Lengths]:
+def drawn_lengths(flags: Load, most: int) -> tuple[Lengths, Lengths]:
     """Distributions of the tokens of prompts and answers; together they do not exceed `most` by default.
 
     Without flags, the mean lengths are weft plan's, and answers have from half to one and a half of the mean. If all
     answers had the same length, requests that begin together would end together, and so would those after them.
     """
-    input_len = parse_lengths(flags["input_len"], "--input-len") if "input_len" in flags else None
-    output_len = parse_lengths(flags["output_len"], "--output-len") if "output_len" in flags else None
+    input_len = None if flags.input_len is None else parse_lengths(flags.input_len, "--input-len")
+    output_len = None if flags.output_len is None else parse_lengths(flags.output_len, "--output-len")
     usual_in, usual_out = default_lengths(longest_or_mean(input_len), longest_or_mean(output_len), most)
     high = max(usual_out, min(usual_out * 3 // 2, most - usual_in))
     return input_len or FixedLength(usual_in), output_len or UniformLength(2 * usual_out - high, high)
@@ -159,63 +159,72 @@ def longest_drawn(input_len: Lengths, output_len: Lengths) -> int | None:
     return None if ends[0] is None or ends[1] is None else ends[0] + ends[1]
 
 
-def build_simulation_question(arguments: Namespace, model: Model, load: SimulatedLoad, longest: int | None) -> Question:
+def build_simulation_question(
+    arguments: SimulateArguments, model: Model, load: SimulatedLoad, longest: int | None
+) -> Question:
     """The question for the planner: the load's mean request, the spread of its answers, and room for its longest."""
     input_len, output_len = (max(1, round(mean)) for mean in load.mean)
-    mean_arguments = Namespace(**{**vars(arguments), "input_len": input_len, "output_len": output_len})
-    mean_arguments.__dict__.pop("concurrency", None)
-    question = build_question(mean_arguments, model)
+    subject = Subject(
+        model=arguments.model,
+        source=arguments.source,
+        hardware=arguments.hardware,
+        layout=arguments.layout,
+        counted=PlannedEngine(max_num_seqs=arguments.service.max_num_seqs),
+        aim=arguments.aim,
+        workload=Workload(input_len=input_len, output_len=output_len),
+    )
+    question = build_question(subject, model)
     work = question.workload
     work = msgspec.structs.replace(work, max_model_len=work.max_model_len or longest, output_spread=load.output_spread)
     # A command for a similar question has the lengths of the flags, not their means.
-    return msgspec.structs.replace(question, workload=work, flags=tuple(repeated_flags(vars(arguments))))
+    flags = tuple(repeated_flags(arguments.model, arguments.values()))
+    return msgspec.structs.replace(question, workload=work, flags=flags)
 
 
-def build_study(flags: dict[str, Any], question: Question, best: Candidate, load: SimulatedLoad) -> Study:
+def build_study(arguments: SimulateArguments, question: Question, best: Candidate, load: SimulatedLoad) -> Study:
     """The simulation of the best layout. Raises PlanError for a number of replicas that the layout cannot have."""
-    replicas = study_replicas(flags, question, best)
-    sample = flags.get("sample_replicas")
+    answer, service, sample = arguments.answer, arguments.service, arguments.answer.sample_replicas
+    replicas = study_replicas(arguments, question, best)
     return Study(
         specs=replicas,
         gpus_each=best.layout.parallelism.engine_ranks,
         device="CPU" if question.cluster.on_cpu else "GPU",
         capacity=replica_capacity(best, load),
-        times=simulated_times(flags, load, usual_duration(flags, load, best, len(replicas))),
-        policy=flags["policy"],
+        times=simulated_times(arguments.load, load, usual_duration(arguments, load, best, len(replicas))),
+        policy=service.policy,
         price=question.price,
-        objective=parse_objective(flags["slo"]) if "slo" in flags else None,
+        objective=None if answer.slo is None else parse_objective(answer.slo),
         sample=len(replicas) if sample == 0 else sample,
-        runs=expected_runs(flags),
-        prefix_caching=flags.get("enable_prefix_caching"),
-        stretches=flags.get("stretches", True),
+        runs=expected_runs(arguments),
+        prefix_caching=service.enable_prefix_caching,
+        stretches=answer.stretches,
     )
 
 
-def study_replicas(flags: dict[str, Any], question: Question, best: Candidate) -> list[ReplicaSpec]:
+def study_replicas(arguments: SimulateArguments, question: Question, best: Candidate) -> list[ReplicaSpec]:
     """The replicas of the layout, or as many as --replicas says."""
-    limits = SchedulerLimits(
-        max_num_seqs=flags.get("max_num_seqs"),
-        lookahead=flags.get("async_scheduling"),
-        **({"max_num_queued": flags["max_num_queued_reqs"]} if "max_num_queued_reqs" in flags else {}),
-    )
+    service = arguments.service
+    limits = SchedulerLimits(max_num_seqs=service.max_num_seqs, lookahead=service.async_scheduling)
+    if service.max_num_queued_reqs is not None:
+        limits = msgspec.structs.replace(limits, max_num_queued=service.max_num_queued_reqs)
     replicas = replica_specs(question, best, limits)
-    other_count = "replicas" in flags or flags.get("find") == "replicas"
+    other_count = service.replicas is not None or arguments.answer.find == "replicas"
     if other_count and best.layout.parallelism.shares_experts:
         raise PlanError(
             f"{best.cut}: its replicas share one set of experts, so their number is part of the layout; describe "
             "other hardware, or give --no-enable-expert-parallel",
             code="replicas-share-experts",
         )
-    if "replicas" in flags:
-        return [replicas[number % len(replicas)] for number in range(flags["replicas"])]
+    if service.replicas is not None:
+        return [replicas[number % len(replicas)] for number in range(service.replicas)]
     return replicas
 
 
-def expected_runs(flags: dict[str, Any]) -> int:
+def expected_runs(arguments: SimulateArguments) -> int:
     """Number of runs that the flags will need, about."""
-    if "find" in flags:
+    if arguments.answer.find is not None:
         return FINDING_RUNS
-    return len(flags.get("rates", SHARES if no_load_given(flags) else (1,)))
+    return len(SHARES if no_load_given(arguments.load) else arguments.load.rates or (1,))
 
 
 def replica_capacity(best: Candidate, load: SimulatedLoad) -> float:
@@ -223,26 +232,26 @@ def replica_capacity(best: Candidate, load: SimulatedLoad) -> float:
     return best.predicted.saturated_tok_s / best.layout.parallelism.engines / load.mean[1]
 
 
-def usual_duration(flags: dict[str, Any], load: SimulatedLoad, best: Candidate, replicas: int) -> float:
+def usual_duration(arguments: SimulateArguments, load: SimulatedLoad, best: Candidate, replicas: int) -> float:
     """Seconds of virtual time without --duration, long enough for slow answers and low rates; inf for a trace."""
     if load.trace:
         return inf
     answer_s = best.predicted.ttft_s + load.mean[1] / best.predicted.single_tok_s
     enough = [DURATION_S, MIN_ANSWERS * (answer_s + load.think_s)]
-    lowest = min(flags.get("rates", ()), default=load.rate)
-    if no_load_given(flags):
+    lowest = min(arguments.load.rates, default=load.rate)
+    if no_load_given(arguments.load):
         lowest = SHARES[0] * replica_capacity(best, load) * replicas
     if lowest:
         enough.append(MIN_REQUESTS / lowest)
     return float(f"{max(enough):.2g}")
 
 
-def simulated_times(flags: dict[str, Any], load: SimulatedLoad, usual_s: float) -> MeasurementWindow:
+def simulated_times(flags: Load, load: SimulatedLoad, usual_s: float) -> MeasurementWindow:
     """Duration and warm-up; a trace has no warm-up by default."""
-    duration_s = parse_duration(flags["duration"], "--duration") if "duration" in flags else usual_s
+    duration_s = usual_s if flags.duration is None else parse_duration(flags.duration, "--duration")
     warmup_s = 0.0 if load.trace else WARMUP * duration_s
-    if "warmup" in flags:
-        warmup_s = 0.0 if flags["warmup"].strip() in ("0", "0s") else parse_duration(flags["warmup"], "--warmup")
+    if flags.warmup is not None:
+        warmup_s = 0.0 if flags.warmup.strip() in ("0", "0s") else parse_duration(flags.warmup, "--warmup")
     if warmup_s >= duration_s:
         raise UsageError(
             f"--warmup is {warmup_s:g} s of {duration_s:g} s, which leaves no time to measure", code="warmup-too-long"
@@ -250,6 +259,6 @@ def simulated_times(flags: dict[str, Any], load: SimulatedLoad, usual_s: float) 
     return MeasurementWindow(duration_s=duration_s, warmup_s=warmup_s)
 
 
-def no_load_given(flags: dict[str, Any]) -> bool:
+def no_load_given(flags: Load) -> bool:
     """Return True if the flags give no load."""
-    return not any(name in flags for name in ("rate", "rates", "users", "trace"))
+    return flags.rate is None and not flags.rates and flags.users is None and flags.trace is None

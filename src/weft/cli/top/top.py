@@ -9,11 +9,11 @@ import os
 import signal
 import sys
 import time
-from argparse import Namespace
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import datetime
 from typing import Any
 
+from weft.cli.flags.command_flags import TopArguments
 from weft.cli.parser import UsageError
 from weft.cli.top.watch import LocalMachine, ServerWatch, TopSnapshot, each_gpu
 from weft.monitor.figures import join_figures
@@ -23,30 +23,21 @@ MIB = 1 << 20
 MISSING = "[N/A]"  # as nvidia-smi writes it
 
 
-def main(arguments: Namespace) -> int:
+def main(arguments: TopArguments) -> int:
     """Print figures once or again and again until Ctrl-C; return 1 if URLs were given and none answered at the end."""
-    flags = vars(arguments)
-    form = "json" if flags.get("json", False) else flags.get("format", "table")
-    once = flags.get("once", False) or flags.get("json", False)
-    interval_s = _interval_s(flags)
-    urls = tuple(flags.get("url") or ())
-    api_key = flags.get("api_key") or os.environ.get("VLLM_API_KEY")
+    urls = arguments.url
+    if arguments.interval <= 0:
+        raise UsageError(f"--interval is {arguments.interval:g}; give seconds above 0", code="invalid-flag-value")
+    form = "json" if arguments.json else arguments.format
+    api_key = arguments.api_key or os.environ.get("VLLM_API_KEY")
     watch = ServerWatch(urls, api_key, os.environ.get("WEFT_ADMIN_KEY"))
     machine = None if urls else LocalMachine()
     try:
-        last = asyncio.run(show(watch, machine, form, interval_s, once=once))
+        last = asyncio.run(show(watch, machine, form, arguments.interval, once=arguments.once or arguments.json))
     finally:
         if machine is not None:
             machine.close()
     return 1 if urls and _none_answered(last) else 0
-
-
-def _interval_s(flags: Mapping[str, Any]) -> float:
-    """Seconds from one snapshot to the next. Raises UsageError."""
-    interval_s: float = flags.get("interval", 2.0)
-    if interval_s <= 0:
-        raise UsageError(f"--interval is {interval_s:g}; give seconds above 0", code="invalid-flag-value")
-    return interval_s
 
 
 def _none_answered(last: TopSnapshot | None) -> bool:
