@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from weft.study.export.infernet_config import NodeConfig
 
 OWN = ("name", "model", "keep-alive", "priority", "load")  # fields of a model that are no flags of its engine
-# Of the server's options, those that concern the answers of one model; the others are the address's.
+# With options of the server that concern the answers of one model; all others are the address's.
 MODEL_FLAGS = (*ENGINE_FLAGS, *(flag for flag in SERVER if flag.dest in scoped_options(Scope.EACH)))
 
 
