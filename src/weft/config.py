@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from enum import Flag, auto
 from typing import Any, Literal
 
-from weft.checkpoint.quantised.schemes import QUANTIZATIONS
+from weft.checkpoint.quantised.registry import QUANTIZATIONS
 from weft.errors import ConfigError
 
 PRODUCT_BACKENDS = ("auto", "own", "humming")
@@ -19,6 +20,15 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are synonyms
 DeviceMap = dict[str, int | str] | str  # modules to devices, or auto, balanced, sequential, ...
 DeviceIds = tuple[int | Literal["cpu"], ...]  # GPUs by their numbers, or the CPU
 MaxMemory = dict[int | str, int | str]  # of each device to be used: bytes, or a text such as "40GB"
+
+
+class Scope(Flag):
+    """Who has a server's option where several models share an address."""
+
+    ADDRESS = auto()  # the server at the address
+    MODELS = auto()  # each model's server, which the address passes it on to
+    EACH = auto()  # each model's server; a model may have a value of its own, in the file of the set
+    SINGLE = auto()  # nobody: only a server of one model has it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +40,7 @@ class Option:
     - `choices`: the values that are allowed; () allows all.
     - `synonyms`: other names of the choices, which the config replaces.
     - `minimum`: the smallest number that is allowed.
+    - `scope`: of an option of the HTTP server, who has it where several models share an address.
 
     For the command line:
 
@@ -45,6 +56,7 @@ class Option:
     choices: tuple[str, ...] = ()
     synonyms: Mapping[str, str] = field(default_factory=dict)
     minimum: int | None = None
+    scope: Scope = Scope.SINGLE
     flag: str = ""
     short: str = ""
     metavar: str = ""
@@ -110,6 +122,9 @@ class ModelOptions(OptionGroup):
         choices=("auto", "safetensors", "gguf", "dummy", "sharded_state"),
         help="format of the checkpoint; dummy: random weights in the model's shape, read from no file; sharded_state: "
         "a file per rank, as weft shard writes them",
+    )
+    strict_checkpoint: bool = option(
+        False, help="refuse a checkpoint with tensors that nothing reads, instead of a warning that names them"
     )
     model_impl: str = option(
         "auto",

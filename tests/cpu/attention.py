@@ -59,6 +59,11 @@ def ragged(counts: list[int], contexts: list[int], block_size: int, seed: int) -
     return batch, sum(needs)
 
 
+def with_turns(batch: Batch, rows: int) -> Batch:
+    """The batch with angles of its own for each token, from tables of `rows` rows: none is that of its position."""
+    return replace(batch, turns=(batch.positions * 7 + 3) % rows)
+
+
 def spoil_behind(cache: KVCache, batch: Batch, window: int | None) -> None:
     """Fill the blocks behind the window of each row's first token with NaN: they may be another request's by now, and
     that one may be broken."""

@@ -64,12 +64,12 @@ def _silu(gate_up: torch.Tensor, out: torch.Tensor, *_: Any, **__: Any) -> None:
 
 def _rotate(
     qkv: torch.Tensor, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rope: torch.Tensor,
-    positions: torch.Tensor, slots: torch.Tensor, q_norm: Any, k_norm: Any, eps: float, q_heads: int, *_: Any,
+    angle_rows: torch.Tensor, slots: torch.Tensor, q_norm: Any, k_norm: Any, eps: float, q_heads: int, *_: Any,
     NORM: bool, **__: Any,
 ) -> None:  # fmt: skip
     norm = HeadNorm(q_norm, k_norm, eps) if NORM else None
     real = slots >= 0
-    batch: Any = SimpleNamespace(positions=positions[real], slots=slots[real])
+    batch: Any = SimpleNamespace(angle_rows=angle_rows[real], slots=slots[real])
     wide = KVCache(*(torch.zeros(cache.shape, dtype=qkv.dtype) for cache in (keys, values)))
     q.zero_()
     q[real] = PLAIN.pointwise.rotate_and_store(qkv[real], q_heads, rope, wide, batch, norm)

@@ -58,7 +58,7 @@ def test_both_sides_are_the_same(dtype: str) -> None:
             lambda fields: (*fields, ("extra", ctypes.c_float)),
             rf"\bLayer\.extra .*\bmissing .*\b{EPS + 4} ",
         ),
-        ("Step", lambda fields: fields[1:], r"\bStep\.angles .*\b8 .*\b0 "),
+        ("Step", lambda fields: fields[1:], r"\bStep\.angle_rows .*\b16 .*\b8 "),
         ("Matrix", lambda fields: (*fields, ("", ctypes.c_int64)), r"\bMatrix\. .*\bmissing .*\b88 "),
         ("Rounding", swapped, r"\bRounding\.cols .*\b56 .*\b48 "),
     ],

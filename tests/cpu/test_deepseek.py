@@ -18,6 +18,7 @@ from tests.cpu.test_parity import NEW, PROMPTS, greedy, reference_logits
 from tests.log_events import logged
 from tests.refusals import refuses
 from weft import LLM, SamplingParams
+from weft.checkpoint.architectures.shape import LatentAttention
 from weft.checkpoint.checkpoint import resolve
 from weft.errors import ConfigError, ModelError
 
@@ -108,8 +109,8 @@ def test_heads_cut_unevenly(lite: Path, layout: str) -> None:
 def test_long_prompts_are_expanded_a_few_heads_at_a_time(
     lite: Path, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dims = plan_for(lite, "whole").shape.latent
-    assert dims is not None
+    (dims,) = plan_for(lite, "whole").shape.mixers
+    assert isinstance(dims, LatentAttention)
     head_bytes = max(map(len, PROMPTS)) * 2 * (dims.nope_dim + dims.rope_dim) * 4
     monkeypatch.setattr("weft.plan.memory.EXPANDED_BYTES", heads * head_bytes)
     assert tokens_of(lite) == truth_of(lite)
@@ -136,8 +137,9 @@ def test_weights_rounded_while_loading(folder: Path, quantization: str) -> None:
 
 def test_latents_lie_whole_on_every_rank(third: Path) -> None:
     shape = plan_for(third, "whole").shape
-    assert shape.latent
-    per_token = (shape.latent.kv_lora_rank + shape.latent.rope_dim) * 4
+    (latent,) = shape.mixers
+    assert isinstance(latent, LatentAttention)
+    per_token = (latent.kv_lora_rank + latent.rope_dim) * 4
     for layout, layers in {"whole": [5], "tp3": [5] * 3, "pp 1,3,1": [1, 3, 1]}.items():
         plan = plan_for(third, layout, dtype="float32")
         assert [plan.block_bytes(rank) for rank in range(len(layers))] == [

@@ -22,7 +22,7 @@ from weft.errors import ConfigError
 from weft.machine.hardware import host
 from weft.machine.hardware.cpu import probe_cpu
 from weft.plan.backends import AttentionSpec
-from weft.plan.determinism import FEATURES, with_fixed_order
+from weft.plan.determinism import FEATURES, fixed_order_backend
 from weft.plan.layout import build_plan
 
 pytestmark = pytest.mark.skipif(not set(FEATURES) <= set(probe_cpu().features), reason="shown for CPUs with AVX2 only")
@@ -172,14 +172,15 @@ def test_gpus_and_groups_that_share_experts_are_refused(folder: Path) -> None:
     spec, here = AttentionSpec.from_shape(shape, "bfloat16"), host.probe_host()
     config = EngineConfig(model="", deterministic=True)
     with refuses(ConfigError, "not-deterministic", "--device cpu"):
-        with_fixed_order(config, shape, spec, here, ["cuda:0"])
+        fixed_order_backend(config, shape, spec, here, ["cuda:0"])
     groups = EngineConfig(model="", deterministic=True, enable_expert_parallel=True, data_parallel_size=2)
     with refuses(ConfigError, "not-deterministic", "--data-parallel-size"):
-        with_fixed_order(groups, shape, spec, here, ["cpu", "cpu"])
-    assert with_fixed_order(config, shape, spec, here, ["cpu"]).attention_backend == "cpu"
+        fixed_order_backend(groups, shape, spec, here, ["cpu", "cpu"])
+    fixed = fixed_order_backend(config, shape, spec, here, ["cpu"])
+    assert fixed and fixed.value == "cpu"
     library = replace(shape, architecture=f"{PREFIX}Olmo2ForCausalLM", library=LIBRARY)
     with refuses(ConfigError, "not-deterministic", "Olmo2ForCausalLM"):
-        with_fixed_order(config, library, spec, here, ["cpu"])
+        fixed_order_backend(config, library, spec, here, ["cpu"])
 
 
 def test_vllms_variable_counts_where_it_can(

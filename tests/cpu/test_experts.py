@@ -8,7 +8,7 @@ import pytest
 import torch
 from msgspec.structs import replace as changed
 
-from tests.cpu.attention import ragged
+from tests.cpu.attention import ragged, with_turns
 from tests.cpu.kernels import native
 from tests.cpu.matrices import KINDS, MXFP4, random, random_stacks
 from weft.checkpoint.architectures.place import Span
@@ -188,6 +188,7 @@ def test_a_fused_layer_with_shared_experts(type: str | None, weighed: bool, toke
         eps=1e-5,
     )
     batch, blocks = ragged([tokens], [tokens], 16, seed=7)
+    batch = with_turns(batch, 128)
     residual, angles = torch.randn(tokens, HIDDEN), torch.rand(128, 32)
     caches = [KVCache(*torch.zeros(2, blocks, 16, 1, 32)) for _ in range(2)]
     stage = kernels.fuse_layers([layer], Solo())

@@ -12,10 +12,10 @@ import torch
 from safetensors.numpy import load_file
 
 from tests.cpu import checkpoints
-from tests.pure.gguf_files import GGML, ggml_name, interleave, is_interleaved, metadata_of, stacked, write
+from tests.pure.gguf_files import GGML, ggml_name, interleave, interleaved_dim, metadata_of, stacked, write
 from tests.refusals import refuses
 from weft import LLM, SamplingParams
-from weft.checkpoint.architectures.shape import ModelShape
+from weft.checkpoint.architectures.shape import LatentAttention, ModelShape
 from weft.checkpoint.checkpoint import resolve
 from weft.checkpoint.config import config_json
 from weft.errors import ModelError
@@ -45,8 +45,8 @@ def ggml_tensors(tensors: Mapping[str, np.ndarray], shape: ModelShape) -> dict[s
     """Tensors as llama.cpp's converter writes them: experts in stacks, the offset of norms added to their weights."""
     pairs = []
     for name, value in sorted(one_by_one(tensors).items(), key=lambda item: expert_number(item[0])):
-        moved = is_interleaved(name, shape)
-        value = interleave(value, shape.head_dim) if moved else value
+        moved = interleaved_dim(name, shape)
+        value = interleave(value, moved) if moved else value
         own = ggml_name(name, shape.architecture)
         pairs.append((own, (value + shape.norm.offset if "norm" in own else value).squeeze()))
     return stacked(pairs)  # type: ignore[return-value]
@@ -74,9 +74,9 @@ def split_heads(tensors: Mapping[str, np.ndarray], shape: ModelShape) -> dict[st
     out = {}
     for name, value in tensors.items():
         module, found, _ = name.partition("attn_kv_b")
-        if found and shape.latent:
-            heads = value.reshape(shape.q_heads, -1, shape.latent.kv_lora_rank)
-            keys, values = np.split(heads, [shape.latent.nope_dim], axis=1)
+        if found and isinstance(latent := shape.mixers[0], LatentAttention):
+            heads = value.reshape(shape.q_heads, -1, latent.kv_lora_rank)
+            keys, values = np.split(heads, [latent.nope_dim], axis=1)
             out |= {module + "attn_k_b.weight": keys.swapaxes(1, 2).copy(), module + "attn_v_b.weight": values.copy()}
         else:
             out[name] = value
@@ -88,7 +88,7 @@ def convert(folder: Path, more: Mapping[str, Any], *, old: bool = False) -> Path
     arch = GGML[shape.architecture]
     metadata = metadata_of(shape) | {f"{arch}.{key}": value for key, value in more.items()}
     tensors = ggml_tensors(load_file(folder / "model.safetensors"), shape)
-    rope = shape.mixer.rope
+    rope = shape.mixers[0].rope
     if rope.kind == "longrope":
         tensors |= {
             "rope_factors_short.weight": np.array(rope.short_factors, np.float32),

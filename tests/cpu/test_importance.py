@@ -61,7 +61,7 @@ def of_transformers(path: Path) -> dict[str, torch.Tensor]:
 def columns(shape: ModelShape, place: Place, product: str) -> Span:
     """Columns of a rank."""
     whole = {"qkv": Span(0, shape.hidden), "gate_up": Span(0, shape.hidden), "down": place.ffn}
-    return whole.get(product, place.q_heads.scaled(shape.head_dim))
+    return whole.get(product, place.q_heads.scaled(shape.mixers[0].head_dim))
 
 
 @pytest.mark.parametrize("layout", ["whole", "tp3", "tp 2:1", "pp 1,3,1", "tp2 x pp2"])
@@ -144,9 +144,10 @@ def shuffled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     generator = torch.Generator().manual_seed(1)
     hidden, ffn = (torch.randperm(size, generator=generator) for size in (shape.hidden, shape.ffn))
     # Of the heads' channels those that values go through; a KV head's are those of its whole group.
-    inside = torch.randperm(shape.head_dim, generator=generator)
+    inside = torch.randperm(shape.mixers[0].head_dim, generator=generator)
     value, out = (
-        (torch.arange(heads)[:, None] * shape.head_dim + inside).flatten() for heads in (shape.kv_heads, shape.q_heads)
+        (torch.arange(heads)[:, None] * shape.mixers[0].head_dim + inside).flatten()
+        for heads in (shape.kv_heads, shape.q_heads)
     )
     made = {}
     for name, dims in expected_tensors(shape):
@@ -174,7 +175,7 @@ def shuffled(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "vocab_size": shape.vocab,
         "max_position_embeddings": shape.max_positions,
         "rms_norm_eps": shape.norm.eps,
-        "rope_theta": shape.mixer.rope.theta,
+        "rope_theta": shape.mixers[0].rope.theta,
         "tie_word_embeddings": shape.tied,
         "torch_dtype": "bfloat16",
     }

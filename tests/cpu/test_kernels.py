@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cpu.attention import ragged, shaped, spoil_behind
+from tests.cpu.attention import ragged, shaped, spoil_behind, with_turns
 from tests.cpu.kernels import native
 from tests.cpu.programs import has_no_warnings, passes
 from weft.machine.native.build import build_library, load_library
@@ -198,12 +198,13 @@ def test_native_rows_agree_with_plain_ones(dtype: torch.dtype, tokens: int) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(("head_dim", "block_size"), [(20, 4), (32, 16), (48, 32)])
+@pytest.mark.parametrize(("head_dim", "block_size", "turned"), [(20, 4, True), (32, 16, False), (48, 32, True)])
 def test_native_rotation_writes_what_the_plain_one_writes(
-    dtype: torch.dtype, normed: bool, head_dim: int, block_size: int
+    dtype: torch.dtype, normed: bool, head_dim: int, block_size: int, turned: bool
 ) -> None:
     q_heads, kv_heads = 6, 2
     batch, blocks = ragged([3, 1, 9], [40, 7, 9], block_size, seed=3)
+    batch = with_turns(batch, 64) if turned else batch
     torch.manual_seed(4)
     qkv = torch.randn(13, (q_heads + 2 * kv_heads) * head_dim).to(dtype)
     angles = torch.outer(torch.arange(64.0), torch.rand(head_dim // 2))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from tests.cpu.attention import ragged
+from tests.cpu.attention import ragged, with_turns
 from tests.cpu.kernels import native
 from tests.cpu.latents import PUBLISHED, SMALL, attend_absorbed_by_loop, attend_as_published, random_latents
 from tests.pure.shapes import dense_shape
@@ -116,6 +116,7 @@ def test_latents_are_normalised_rotated_and_stored(kind: str, interleaved: bool,
     heads, rank, rope_dim, nope_dim, tokens = 3, 24, 8, 10, 9
     kernels = kernels_of(kind, dtype)
     batch, blocks = ragged([1, 8], [20, 12], 4, seed=1)
+    batch = with_turns(batch, 32) if interleaved else batch
     torch.manual_seed(2)
     q, latents = (
         torch.randn(tokens, heads, nope_dim + rope_dim).to(dtype),
@@ -127,8 +128,10 @@ def test_latents_are_normalised_rotated_and_stored(kind: str, interleaved: bool,
     cache = KVCache.of_latents(torch.zeros(blocks, 4, 1, rank + rope_dim, dtype=dtype), rank)
     want_q, want = q.double(), latents.double()
     want[:, :rank] *= (want[:, :rank].square().mean(1, keepdim=True) + norm.eps).rsqrt() * norm.weight.double()
-    want[:, rank:] = rotate_pairs(want[:, rank:], angle[batch.positions].double(), interleaved)
-    want_q[..., nope_dim:] = rotate_pairs(want_q[..., nope_dim:], angle[batch.positions].double()[:, None], interleaved)
+    want[:, rank:] = rotate_pairs(want[:, rank:], angle[batch.angle_rows].double(), interleaved)
+    want_q[..., nope_dim:] = rotate_pairs(
+        want_q[..., nope_dim:], angle[batch.angle_rows].double()[:, None], interleaved
+    )
     kernels.latents.rotate_and_store(q, latents, rope, cache, batch, norm, interleaved=interleaved)
     torch.testing.assert_close(q.double(), want_q, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     stored = cache.keys.flatten(0, 2)

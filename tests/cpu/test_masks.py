@@ -17,6 +17,7 @@ from tests.cpu import checkpoints
 from tests.cpu.draws import sampling_of
 from tests.cpu.reference_sampler import EOS, Row, check_logprobs, expected, grid, mask_of, row_of, sampled
 from weft import LLM, SamplingParams
+from weft.engine.core.scheduled import ScheduledStep, StepLimits
 from weft.engine.core.scheduler import Scheduler
 from weft.engine.core.step import StepPlan
 from weft.errors import OutputError
@@ -144,16 +145,17 @@ def constrain(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Mapping[int
     schedule = Scheduler.schedule
 
     def install(allowed: Mapping[int, set[int]]) -> None:
-        def masked(scheduler: Scheduler) -> StepPlan | None:
-            plan = schedule(scheduler)
-            if plan is None:
+        def masked(scheduler: Scheduler, limits: StepLimits) -> ScheduledStep[StepPlan] | None:
+            scheduled = schedule(scheduler, limits)
+            if scheduled is None:
                 return None
-            running = {sequence.slot: sequence.prompt_length for sequence in scheduler._running.values()}
+            plan = scheduled.step
+            running = {sequence.slot: sequence.prompt_length for sequence in scheduler.table.running.values()}
             for slot, drafts in zip(plan.slots, plan.draft_counts, strict=True):
                 ids = allowed.get(running.get(slot, -1))
                 if ids is not None:
                     plan.masks[slot] = mask_of(ids, checkpoints.VOCAB) * (1 + drafts)
-            return plan
+            return scheduled
 
         monkeypatch.setattr(Scheduler, "schedule", masked)
 

@@ -21,6 +21,7 @@ from weft.machine.hardware.cluster import parse_gpus
 from weft.machine.hardware.cpu import CpuSpeed
 from weft.plan.layout import build_plan
 from weft.plan.memory import Capacity, kv_blocks
+from weft.plan.parallelism import Parallelism
 from weft.plan.plan import Plan
 from weft.planner.deployment import Workload, deploy
 from weft.planner.execution.execution import plan_to_run
@@ -127,13 +128,18 @@ def agree(path: str, cut: str, dtype: str, quantization: str, precision: str) ->
     kv = "fp32" if dtype == "float32" else "bf16"
     same = deploy(
         plan.shape,
-        tensor_weights=config.tensor_split or (1.0,) * plan.tensor_parallel,
-        stage_layers=[len(place.layers) for place in plan.places[: plan.output_rank + 1 : plan.tensor_parallel]],
-        gpus=range(len(plan.places)),
+        Parallelism(
+            plan.tensor_parallel,
+            expert_parallel=plan.expert_parallel,
+            deals_experts=plan.data_parallel > 1,
+            tensor_split=config.tensor_split or (),
+            pipeline_split=tuple(
+                len(place.layers) for place in plan.places[: plan.output_rank + 1 : plan.tensor_parallel]
+            ),
+            devices=tuple(range(len(plan.places))),
+        ),
         precision=precision,
         kv_dtype=kv,
-        expert_parallel=plan.expert_parallel,
-        shares_experts=plan.data_parallel > 1,
     )
     assert same.places == plan.places
     cluster, weft = parse_gpus(f"{len(plan.places)}xL4"), load_profile("weft")

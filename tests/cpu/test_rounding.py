@@ -235,9 +235,7 @@ def test_an_8b_is_rounded_on_a_card_in_few_launches(
         seen[type] = card.launches - before
     place = cut(shape, [0]).places[0]
     pieces = [
-        len([*row_bands(fill.rows, len(fill.cols), shape.head_dim, CUDA)])
-        for fill in rank_fills(shape, place)
-        if fill.cols
+        len([*row_bands(fill.rows, len(fill.cols), fill.unit, CUDA)]) for fill in rank_fills(shape, place) if fill.cols
     ]
     assert sum(pieces) > 32 * 7 and max(seen.values()) * sum(pieces) <= 2000
 

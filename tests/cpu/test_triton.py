@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.cpu.attention import ragged, spoil_behind
+from tests.cpu.attention import ragged, spoil_behind, with_turns
 from tests.cpu.kernels import triton_kernels
 from tests.cpu.test_kernels import CASES, TOLERANCE, attend_by_loop, joined_is_whole
 from weft.ranks.kernels.attention import HeadNorm, KVCache, apply_sinks
@@ -176,6 +176,7 @@ def test_norms_and_silu_agree_with_the_plain_ones(dtype: torch.dtype, tokens: in
 def test_rotation_writes_what_the_plain_one_writes(dtype: torch.dtype, normed: bool) -> None:
     q_heads, kv_heads, head_dim = 6, 2, 20
     batch, blocks = ragged([3, 1, 9], [40, 7, 9], 4, seed=3)
+    batch = with_turns(batch, 64) if normed else batch
     torch.manual_seed(4)
     qkv = torch.randn(13, (q_heads + 2 * kv_heads) * head_dim).to(dtype)
     rope = torch.randn(64, head_dim)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cpu.attention import ragged
+from tests.cpu.attention import ragged, with_turns
 from tests.cpu.kernels import triton_kernels
 from tests.cpu.latents import PUBLISHED, SMALL, attend_absorbed_by_loop, attend_as_published, random_latents
 from weft.ranks.kernels.attention import KVCache
@@ -150,6 +150,7 @@ def test_latents_are_stored_as_the_plain_kernels_store_them(interleaved: bool, d
     """A padding row of a captured batch, of slot -1, stores nothing."""
     heads, rank, rope_dim, nope_dim, tokens = 11, 24, 8, 10, 9
     batch, blocks = ragged([1, 8], [20, 12], 4, seed=1)
+    batch = with_turns(batch, 32) if interleaved else batch
     torch.manual_seed(2)
     norm, rope = LatentNorm(torch.rand(rank).to(dtype) + 0.5, 1e-6), torch.randn(32, rope_dim)
     q, latents = torch.randn(tokens, heads, nope_dim + rope_dim).to(dtype), torch.randn(tokens, rank + rope_dim)

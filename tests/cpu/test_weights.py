@@ -83,7 +83,7 @@ def plan_for(
 def loaded(plan: Plan, place: Place) -> dict[str, torch.Tensor]:
     targets = {
         # What is not filled stays NaN, which equals nothing.
-        name: torch.full(parameter_dims(plan.shape, place, parameter), torch.nan, dtype=getattr(torch, plan.dtype))
+        name: torch.full(parameter_dims(place, parameter), torch.nan, dtype=getattr(torch, plan.dtype))
         for name, parameter, _ in rank_parameters(plan.shape, place)
     }
     load_weights(plan, place, targets)
@@ -151,7 +151,8 @@ def test_quantised_in_an_uneven_layout(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(stored, "BAND", 4 * chunk)  # so that a matrix has several bands
     truth = {name: torch.from_numpy(values) for name, values in write_model(tmp_path / "m.gguf", SHAPE, type).items()}
     plan = plan_for(SHAPE, tmp_path / "m.gguf", "gguf")
-    borders = {place.q_heads.stop * SHAPE.head_dim for place in plan.places} | {p.ffn.stop for p in plan.places}
+    (mixer,) = SHAPE.mixers
+    borders = {place.q_heads.stop * mixer.head_dim for place in plan.places} | {p.ffn.stop for p in plan.places}
     assert any(border % ENCODINGS[type].elements for border in borders) == (ENCODINGS[type].elements == 256)
     agrees(plan, truth)
 

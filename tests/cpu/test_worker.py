@@ -59,9 +59,15 @@ def test_the_rotary_table_is_no_longer_than_a_text_can_be(tmp_path: Path) -> Non
     with alone(plan) as worker:
         worker.load()
         worker.allocate(3)
-        assert worker.runner.model.layers[0].mixer.rope.angles.shape == (3 * plan.block_size, plan.shape.head_dim)
+        assert worker.runner.model.layers[0].mixer.rope.angles.shape == (
+            3 * plan.block_size,
+            plan.shape.mixers[0].head_dim,
+        )
         worker.allocate(1000)
-        assert worker.runner.model.layers[0].mixer.rope.angles.shape == (plan.max_model_len, plan.shape.head_dim)
+        assert worker.runner.model.layers[0].mixer.rope.angles.shape == (
+            plan.max_model_len,
+            plan.shape.mixers[0].head_dim,
+        )
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs torch with oneDNN")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from weft.checkpoint.architectures.shape import ModelShape
 from weft.machine.hardware.cluster import Cluster, parse_gpus
+from weft.plan.parallelism import Parallelism
 from weft.planner.deployment import DeploymentLayout, Workload, deploy
 from weft.planner.profiles import load_profile
 from weft.planner.speed.cost import Prediction, predict
@@ -24,13 +25,15 @@ def cut(
     replicas = len(order) // (tensor * stages)
     return deploy(
         shape,
-        tensor_weights=[1.0] * tensor,
-        stage_layers=[each + (stage < rest) for stage in range(stages)],
-        gpus=order,
+        Parallelism(
+            tensor,
+            expert_parallel=tensor * replicas if experts else 1,
+            deals_experts=experts,
+            pipeline_split=tuple(each + (stage < rest) for stage in range(stages)),
+            devices=tuple(order),
+        ),
         precision=precision,
         kv_dtype="bf16",
-        expert_parallel=tensor * replicas if experts else 1,
-        shares_experts=experts and replicas > 1,
     )
 
 

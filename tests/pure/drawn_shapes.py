@@ -3,13 +3,14 @@ need no hypothesis: it takes half a second."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.pure.shapes import dense_shape
 from weft.checkpoint.architectures.registry import ARCHITECTURES, find_architecture
 from weft.checkpoint.architectures.shape import Attention, Dense, Experts, LatentAttention, LayerSpec, ModelShape
-from weft.plan.rules import ExpertCut
 
 DENSE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -37,9 +38,25 @@ def shapes(draw: st.DrawFn) -> ModelShape:
 
 
 @st.composite
+def with_other_heads(draw: st.DrawFn, shape: ModelShape) -> ModelShape:
+    """The shape with other numbers of heads, of another length, in every second layer."""
+    kv_heads = draw(st.integers(1, 6))
+    heads, head_dim = kv_heads * draw(st.integers(1, 5)), 2 * draw(st.integers(1, 6))
+    layers = tuple(
+        replace(layer, mixer=replace(layer.mixer, heads=heads, kv_heads=kv_heads, head_dim=head_dim))
+        if number % 2
+        else layer
+        for number, layer in enumerate(shape.layers)
+    )
+    return replace(shape, layers=layers)
+
+
+@st.composite
 def layouts(draw: st.DrawFn) -> tuple[ModelShape, tuple[float, ...], tuple[int, ...]]:
-    """A shape with tensor weights and layers per stage that it can have."""
+    """A shape with tensor weights and layers per stage that it can have. Every second layer may have other heads."""
     shape = draw(shapes())
+    if draw(st.booleans()):
+        shape = draw(with_other_heads(shape))
     ranks = draw(st.integers(1, min(8, shape.q_heads)))
     weights = draw(st.lists(st.floats(0.05, 20), min_size=ranks, max_size=ranks))
     borders = sorted(draw(st.sets(st.integers(1, len(shape.layers) - 1), max_size=3))) if len(shape.layers) > 1 else []
@@ -53,7 +70,7 @@ def planned_shapes(draw: st.DrawFn) -> ModelShape:
     shape = draw(shapes())
     architecture = draw(st.sampled_from(sorted(ARCHITECTURES)))
     known = find_architecture(architecture)
-    mixer, dense = shape.mixer, shape.layers[0].ffn
+    mixer, dense = shape.mixers[0], shape.layers[0].ffn
     assert isinstance(mixer, Attention) and isinstance(dense, Dense)
     mixer = replace(mixer, sinks=bool(known.names.sinks))
     dense = replace(dense, gated=known.names.gated)
@@ -101,6 +118,13 @@ def latent_attention(draw: st.DrawFn, heads: int) -> LatentAttention:
         v_dim=draw(st.integers(1, 6)),
         scale=1.0,
     )
+
+
+class ExpertCut(NamedTuple):
+    """Number of attention groups that share the experts, and number of parts into which whole experts are dealt."""
+
+    data_parallel: int = 1
+    expert_parallel: int = 1
 
 
 @st.composite

@@ -94,11 +94,11 @@ def metadata_of(shape: ModelShape) -> dict[str, Any]:
         "feed_forward_length": shape.ffn or (shape.experts.width if shape.experts else 0),
         "attention.head_count": shape.q_heads,
         "attention.head_count_kv": shape.kv_heads,
-        "attention.key_length": shape.head_dim,
-        "attention.value_length": shape.head_dim,
+        "attention.key_length": shape.mixers[0].head_dim,
+        "attention.value_length": shape.mixers[0].head_dim,
         "attention.layer_norm_rms_epsilon": shape.norm.eps,
-        "rope.freq_base": shape.mixer.rope.theta,
-        "rope.dimension_count": shape.mixer.rope.rotated_dims(shape.head_dim),
+        "rope.freq_base": shape.mixers[0].rope.theta,
+        "rope.dimension_count": shape.mixers[0].rope.rotated_dims(shape.mixers[0].head_dim),
     }
     if shape.experts:
         values |= {
@@ -108,12 +108,12 @@ def metadata_of(shape: ModelShape) -> dict[str, Any]:
         }
         if shape.experts.shared_gate:
             values["expert_shared_feed_forward_length"] = shape.experts.shared_width
-    if shape.latent:
-        values |= _latent_metadata(shape, shape.latent)
+    if isinstance(shape.mixers[0], LatentAttention):
+        values |= _latent_metadata(shape, shape.mixers[0])
     window = next((layer.window for layer in shape.layers if layer.window), None)
     if window:
         values["attention.sliding_window"] = window
-    rope = shape.mixer.rope
+    rope = shape.mixers[0].rope
     if rope.kind == "yarn":
         values |= {
             "rope.scaling.type": "yarn",
@@ -154,9 +154,13 @@ def _latent_metadata(shape: ModelShape, latent: LatentAttention) -> dict[str, An
     return values
 
 
-def is_interleaved(name: str, shape: ModelShape) -> bool:
-    """Return True for a matrix, by Hugging Face's name, whose rows are in ggml's rotary order in a file."""
-    return find_architecture(shape.architecture).gguf_interleaved and (".q_proj." in name or ".k_proj." in name)
+def interleaved_dim(name: str, shape: ModelShape) -> int:
+    """Length of the heads of a matrix, by Hugging Face's name, whose rows are in ggml's rotary order in a file; 0 for
+    other tensors."""
+    match = re.search(r"\.(\d+)\.self_attn\.[qk]_proj\.", name)
+    if match is None or not find_architecture(shape.architecture).gguf_interleaved:
+        return 0
+    return shape.layers[int(match[1])].mixer.head_dim
 
 
 def interleave(values: np.ndarray, head_dim: int) -> np.ndarray:
@@ -222,9 +226,9 @@ def write_model(
         others = others or {}
         type = others.get(name) or others.get(name.split(".")[-2], usual)
         ggml_type = gguf.GGMLQuantizationType[type]
-        moved = is_interleaved(name, shape)
+        moved = interleaved_dim(name, shape)
         values = rng.standard_normal(dims, dtype=np.float32) * np.float32(std or 1)
-        data: np.ndarray | Stored = interleave(values, shape.head_dim) if moved else values
+        data: np.ndarray | Stored = interleave(values, moved) if moved else values
         if len(dims) == 2 and type != "F32":
             quantised = type not in ("F16", "BF16")
             if quantised:
@@ -232,7 +236,7 @@ def write_model(
             else:
                 packed = gguf.quants.quantize(values, ggml_type)
             values = gguf.quants.dequantize(packed, ggml_type)
-            data = Stored(interleave(packed, shape.head_dim) if moved else packed, type)
+            data = Stored(interleave(packed, moved) if moved else packed, type)
         truth[name] = values
         stored.append((ggml_name(name, shape.architecture), data))
     write(path, GGML[shape.architecture], metadata_of(shape), stacked(stored))

@@ -12,7 +12,7 @@ from weft.config import EngineConfig
 from weft.machine.hardware.cpu import CpuSpeed
 from weft.machine.hardware.host import Host
 from weft.machine.hardware.topology import Gpu
-from weft.plan.layout import build_plan
+from weft.plan.layout import build_plan, check_config
 from weft.plan.plan import Plan
 from weft.planner.execution.forecast import Forecast, forecast_plan
 from weft.probes.stored_speeds import Speeds
@@ -50,7 +50,9 @@ def host(gpus: int | tuple[Gpu, ...] = (), **facts: Any) -> Host:
 
 def plan(where: Host | None = None, shape: ModelShape = SMOLLM2, kind: str = "safetensors", **flags: Any) -> Plan:
     checkpoint = Checkpoint(model="m", path="/models/m", format=kind, shape=shape, generation={})  # type: ignore[arg-type]
-    return build_plan(EngineConfig(model="m", **flags), checkpoint, where or host())
+    config = EngineConfig(model="m", **flags)
+    check_config(config)
+    return build_plan(config, checkpoint, where or host())
 
 
 def rig(*names: str, **facts: Any) -> Host:

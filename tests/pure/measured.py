@@ -15,6 +15,7 @@ from weft.checkpoint.architectures.shape import ModelShape
 from weft.checkpoint.names.catalogue import find
 from weft.checkpoint.quantised.precision import canonical
 from weft.machine.hardware.cluster import Cluster, parse_gpus
+from weft.plan.parallelism import Parallelism
 from weft.plan.split import split
 from weft.planner.deployment import DeploymentLayout, Workload, deploy
 from weft.planner.profiles import EngineProfile, load_profile
@@ -76,13 +77,15 @@ def case(row: Mapping[str, str]) -> Case:
     concurrency = None if row["concurrency"] == "max" else int(row["concurrency"])
     layout = deploy(
         model.shape,
-        tensor_weights=[1.0] * (1 if shared else tensor),
-        stage_layers=layers,
-        gpus=range(count),
+        Parallelism(
+            1 if shared else tensor,
+            expert_parallel=count // stages if shared else 1,
+            deals_experts=shared,
+            pipeline_split=tuple(layers),
+            devices=tuple(range(count)),
+        ),
         precision=precision,
         kv_dtype=load_profile(engine).kv_dtype(precision),
-        expert_parallel=count // stages if shared else 1,
-        shares_experts=shared and count > stages,
     )
     split_as = f"TP {tensor}" * (tensor > 1 and not shared) + f"PP {stages}" * (stages > 1) + "DEP" * shared
     return Case(

@@ -13,14 +13,15 @@ from tests.pure.ranks import Ranks
 from tests.pure.shapes import SMOLLM2
 from weft.checkpoint.architectures.kv import KVGroup, KVLayout, KVSpec
 from weft.engine.core.blocks import NumberedBlocks
-from weft.engine.core.fair import FairScheduler
 from weft.engine.core.identity import PLAIN, RequestIdentity
 from weft.engine.core.kv import KVManager
 from weft.engine.core.params import SamplingParams
 from weft.engine.core.request import Output, Request
+from weft.engine.core.scheduled import UNLIMITED, StepLimits
 from weft.engine.core.scheduler import Scheduler
 from weft.engine.core.step import Pooling, StepPlan
 from weft.engine.core.token_ids import TokenIds
+from weft.engine.core.view import SchedulerSettings
 from weft.plan.plan import DraftModel, Speculation
 
 LIMITS: dict[str, Any] = {
@@ -94,8 +95,7 @@ def create_scheduler(limits: dict[str, Any]) -> Scheduler:
     sizes = {"max_num_seqs": limits["max_num_seqs"], "caching": limits["prefix_caching"]}
     kv = KVManager(limits_layout(limits), limits["num_blocks"], **sizes)
     kv.growth = 1  # in caches this small nobody else would be let in
-    kind = FairScheduler if limits["policy"] == "fair" else Scheduler
-    return kind(kv=kv, **{name: limit for name, limit in limits.items() if name not in of_kv})
+    return Scheduler(SchedulerSettings(**{name: limit for name, limit in limits.items() if name not in of_kv}), kv)
 
 
 @dataclass
@@ -108,6 +108,9 @@ class Engine:
     flight: deque[StepPlan] = field(default_factory=deque)
     plans: list[bytes] = field(default_factory=list)
     outputs: dict[str, list[Output]] = field(default_factory=dict)
+    step_limits: StepLimits = UNLIMITED
+    prompt_tokens: int = 0  # of the last step
+    newcomer_tokens: int = 0
 
     def __post_init__(self) -> None:
         self.limits = LIMITS | self.limits
@@ -116,10 +119,12 @@ class Engine:
         self.ranks = Ranks(**{name: self.limits[name] for name in names})
 
     def schedule(self) -> StepPlan | None:
-        before = set(self.scheduler.running)
-        plan = self.scheduler.schedule()
+        before = set(self.scheduler.table.running)
+        scheduled = self.scheduler.schedule(self.step_limits)
         self.check_order(before)
-        if plan:
+        plan: StepPlan | None = None
+        if scheduled:
+            plan, _, self.prompt_tokens, self.newcomer_tokens = scheduled
             self.flight.append(plan)
             self.plans.append(msgspec.msgpack.encode(plan))
         self.check_blocks()
@@ -137,7 +142,7 @@ class Engine:
         for item in requests:
             self.scheduler.add(item)
         turns = 0
-        while self.scheduler._unfinished.keys() - self.scheduler._unprepared or self.flight:
+        while self.scheduler.table.unfinished.keys() - self.scheduler.table.unprepared or self.flight:
             while len(self.flight) < depth and self.schedule():
                 pass
             assert self.flight, "unfinished requests, and nothing to run"
@@ -157,11 +162,11 @@ class Engine:
         """A step admits no request before one that has waited longer, or that goes first, and is prepared; under the
         policy "fair", of the same owner."""
         scheduler, shared = self.scheduler, self.limits["policy"] == "fair"
-        new = [sequence for id, sequence in scheduler._running.items() if id not in before]
+        new = [sequence for id, sequence in scheduler.table.running.items() if id not in before]
         if not new:
             return
-        waiting = scheduler._unfinished.keys() - scheduler._running.keys() - scheduler._unprepared.keys()
-        left = [scheduler._unfinished[id] for id in waiting - scheduler._pooling]
+        waiting = scheduler.table.unfinished.keys() - scheduler.table.running.keys() - scheduler.table.unprepared.keys()
+        left = [scheduler.table.unfinished[id] for id in waiting - scheduler.table.pooling]
         for admitted in new:
             owner = admitted.request.owner
             others = [sequence for sequence in left if not shared or sequence.request.owner == owner]
@@ -169,7 +174,7 @@ class Engine:
 
     def check_blocks(self) -> None:
         """Each reference belongs to a running request's tables, and what is not referenced is free."""
-        kv, running = self.scheduler.kv, self.scheduler._running.values()
+        kv, running = self.scheduler.kv, self.scheduler.table.running.values()
         held = {id(group.pool): Counter[int]() for group in kv.groups}
         for group in kv.groups:
             for sequence in running:
@@ -196,5 +201,5 @@ class Engine:
         assert kv.reserved == sum(sequence.reserved for sequence in running) >= 0
         stats = self.scheduler.stats()
         assert stats.blocks_used == len(held[id(kv.pool)])
-        assert stats.running == len(running) + len(self.scheduler._pooling)
-        assert len(running) <= self.scheduler.max_num_seqs
+        assert stats.running == len(running) + len(self.scheduler.table.pooling)
+        assert len(running) <= self.scheduler.settings.max_num_seqs

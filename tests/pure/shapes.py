@@ -80,13 +80,13 @@ def windows(shape: ModelShape) -> tuple[int | None, ...]:
 
 def figures(shape: ModelShape) -> dict[str, Any]:
     """Figures that all layers of a shape share, by the names of the arguments of `dense_shape`."""
-    mixer, ffn = shape.mixer, shape.layers[-1].ffn
+    mixer, ffn = shape.mixers[0], shape.layers[-1].ffn
     attention = {} if isinstance(mixer, LatentAttention) else {"qkv_bias": mixer.bias, "out_bias": mixer.out_bias}
     return {
         "layers": len(shape.layers),
         "q_heads": shape.q_heads,
         "kv_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
+        "head_dim": shape.mixers[0].head_dim,
         "norm_eps": shape.norm.eps,
         "windows": windows(shape),
         "mlp_bias": ffn.bias,

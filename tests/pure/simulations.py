@@ -7,8 +7,10 @@ from typing import Any
 
 from weft.checkpoint.architectures.kv import kv_layout
 from weft.checkpoint.names.catalogue import find
+from weft.engine.core.view import SchedulerSettings
 from weft.fleet.upstreams.policy import LeastConnections
 from weft.machine.hardware.cluster import parse_gpus
+from weft.plan.parallelism import Parallelism
 from weft.planner.deployment import deploy
 from weft.planner.profiles import load_profile
 from weft.planner.speed.steps import StepPredictor
@@ -28,9 +30,11 @@ def steps(model: str = "Llama-3.1-8B", gpus: str = "1xH100", stages: int = 1, en
     each, rest = divmod(len(shape.layers), stages)
     layout = deploy(
         shape,
-        tensor_weights=[1.0] * (len(cluster.gpus) // stages),
-        stage_layers=[each + (stage < rest) for stage in range(stages)],
-        gpus=range(len(cluster.gpus)),
+        Parallelism(
+            len(cluster.gpus) // stages,
+            pipeline_split=tuple(each + (stage < rest) for stage in range(stages)),
+            devices=tuple(range(len(cluster.gpus))),
+        ),
         precision="bf16",
         kv_dtype="bf16",
     )
@@ -44,15 +48,17 @@ PROMPT, ANSWER = FixedLength(512), UniformLength(16, 240)
 def spec(costs: StepPredictor = STEPS, **limits: Any) -> ReplicaSpec:
     """A replica with room for much, unless it is said."""
     usual: dict[str, Any] = {
-        "num_blocks": 20_000,
-        "kv": kv_layout(find("Llama-3.1-8B").shape, block_size=16, chunk=2048),
         "max_num_seqs": 256,
         "max_num_batched_tokens": 2048,
         "max_num_queued": 1000,
         "max_model_len": 8192,
         "stages": 1,
+        "policy": "fcfs",
     }
-    return ReplicaSpec(predictors=(costs,), **{**usual, **limits})
+    blocks = limits.pop("num_blocks", 20_000)
+    kv = limits.pop("kv", kv_layout(find("Llama-3.1-8B").shape, block_size=16, chunk=2048))
+    settings = SchedulerSettings(**{**usual, **limits})
+    return ReplicaSpec(predictors=(costs,), kv=kv, num_blocks=blocks, scheduler=settings)
 
 
 def load(input_len: Lengths = PROMPT, output_len: Lengths = ANSWER, **said: Any) -> SimulatedLoad:

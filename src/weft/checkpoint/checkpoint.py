@@ -18,16 +18,18 @@ from weft.checkpoint.files.tensor import DENSE, ENCODINGS, TensorInfo
 from weft.checkpoint.gguf import shape as gguf_shape
 from weft.checkpoint.hub import demo, hub, model_names
 from weft.checkpoint.names import gguf_reference
-from weft.checkpoint.quantised import packed
+from weft.checkpoint.quantised.packed import Packed
+from weft.checkpoint.quantised.registry import find_packed_name
+from weft.checkpoint.quantised.stored_types import stored_types, with_stored_types
 from weft.checkpoint.tensor_index import (
     FileFormat,
     drafting_layers,
-    find_packed_name,
     locate_tensors,
     rename_gguf_tensors,
     rename_tensors,
     select_tensors,
 )
+from weft.checkpoint.unread import describe_names, unread_parts
 from weft.errors import ModelError, error_reason
 from weft.logs import event_fields
 from weft.regular_files import open_regular
@@ -82,13 +84,15 @@ def resolve(
     load_format: str = "auto",
     model_impl: str = "auto",
     task: pooling.PoolingTask = "auto",
+    strict: bool = False,
 ) -> Checkpoint:
     """Find the checkpoint that `model` names, and fetch it if it is not here yet.
 
     The name is `demo`, a directory, a GGUF file, a repository on the Hugging Face hub, a nickname of a repository, or a
     GGUF file there as `hf.co/OWNER/REPO:QUANT`. With `load_format` "dummy" a config.json is enough. Raises ModelError,
     in one line with the ways out, for a model that is missing, damaged, incomplete, or of an unknown architecture.
-    `model_impl` is EngineConfig's, `task` is as in `read_pooling`.
+    `model_impl` is EngineConfig's, `task` is as in `read_pooling`. Tensors that nothing reads are a warning; with
+    `strict` they are an error.
     """
     try:
         full = model_names.full_name(model, folder=download_dir)
@@ -103,9 +107,9 @@ def resolve(
     _check_shape(contents.shape, str(path))
     shape, pooled = _with_pooling(path, contents, task)
     if dummy:
-        format, quantised = "dummy", packed.stored_types(shape)
+        format, quantised = "dummy", stored_types(shape)
     else:
-        shape, quantised = _with_stored_tensors(shape, contents.tensors, path, format)
+        shape, quantised = _with_stored_tensors(shape, contents.tensors, path, format, strict=strict)
     return Checkpoint(
         model=model,
         path=str(path),
@@ -160,13 +164,20 @@ def _with_pooling(
 
 
 def _with_stored_tensors(
-    shape: ModelShape, index: Mapping[str, TensorInfo], path: Path, format: FileFormat
+    shape: ModelShape, index: Mapping[str, TensorInfo], path: Path, format: FileFormat, *, strict: bool
 ) -> tuple[ModelShape, dict[str, str]]:
     """The shape with the types that its tensors are stored in, and the types of the quantised tensors."""
     tensors = select_tensors(index, shape, str(path), format)
-    if find_architecture(shape.architecture).config.inner:
-        unread = len(index) - len(tensors)
-        logger.info("%s: its language model is read, %d tensors of its vision part are not", path, unread)
+    _report_unread(index, tensors, shape, path, strict=strict)
+    quantised = {name: info.type for name, info in tensors.items() if _is_quantised(info)}
+    return with_stored_types(shape, tensors), quantised
+
+
+def _report_unread(
+    index: Mapping[str, TensorInfo], tensors: Mapping[str, TensorInfo], shape: ModelShape, path: Path, *, strict: bool
+) -> None:
+    """Log which tensors of the files nothing reads. Raises ModelError for them if `strict`, unless they belong to parts
+    that are left out on purpose."""
     for layer in drafting_layers(index, len(shape.layers)):
         logger.info(
             "%s: layer %d, which predicts a further token (MTP), is not read",
@@ -174,8 +185,26 @@ def _with_stored_tensors(
             layer,
             extra=event_fields("layer-not-read", path=str(path), layer=layer),
         )
-    quantised = {name: info.type for name, info in tensors.items() if _is_quantised(info)}
-    return packed.with_stored_types(shape, tensors), quantised
+    left_out, others = unread_parts(index, tensors, shape)
+    for part, count in left_out.items():
+        logger.info("%s: %d tensors of %s are not read", path, count, part)
+    if not others:
+        return
+    names = describe_names(others)
+    if strict:
+        raise ModelError(
+            f"{path}: nothing reads {len(others)} of its tensors: {names}; give a checkpoint of a "
+            f"{shape.architecture} alone, or leave --strict-checkpoint out",
+            code="unread-tensors",
+        )
+    logger.warning(
+        "%s: nothing reads %d of its tensors: %s; if they belong to the model, it answers otherwise than it should "
+        "(--strict-checkpoint refuses such files)",
+        path,
+        len(others),
+        names,
+        extra=event_fields("unread-tensors", path=str(path), tensors=len(others)),
+    )
 
 
 def _without_head(
@@ -213,7 +242,7 @@ def _sharded_checkpoint(model: str, folder: Path, model_impl: str, task: pooling
 
 
 def _is_quantised(info: TensorInfo) -> bool:
-    return isinstance(info, packed.Packed) or ENCODINGS[info.type].elements > 1
+    return isinstance(info, Packed) or ENCODINGS[info.type].elements > 1
 
 
 def _locate(model: str, revision: str | None, token: str | None, folder: str | None, *, weights: bool) -> Path:
@@ -287,14 +316,17 @@ def main_dtype(index: Mapping[str, TensorInfo]) -> DType:
 
 
 def _check_shape(shape: ModelShape, where: str) -> None:
-    if shape.q_heads % shape.kv_heads:
-        raise ModelError(
-            f"{where}: {shape.q_heads} query heads are no multiple of {shape.kv_heads} KV heads", code="uneven-kv-heads"
-        )
-    if shape.head_dim % 2:
-        raise ModelError(
-            f"{where}: head_dim is {shape.head_dim}; rotary position embedding needs an even one", code="odd-head-dim"
-        )
+    for mixer in shape.mixers:
+        if mixer.heads % mixer.kv_heads:
+            raise ModelError(
+                f"{where}: {mixer.heads} query heads are no multiple of {mixer.kv_heads} KV heads",
+                code="uneven-kv-heads",
+            )
+        if mixer.head_dim % 2:
+            raise ModelError(
+                f"{where}: head_dim is {mixer.head_dim}; rotary position embedding needs an even one",
+                code="odd-head-dim",
+            )
     for token in (*shape.eos, *(() if shape.bos is None else (shape.bos,))):
         if token >= shape.vocab:
             raise ModelError(

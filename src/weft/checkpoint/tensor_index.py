@@ -11,16 +11,16 @@ from typing import Literal
 import msgspec
 
 from weft.checkpoint import stacks
-from weft.checkpoint.architectures.axes import axis_length
 from weft.checkpoint.architectures.parameters import Part, model_parameters
-from weft.checkpoint.architectures.published import PublishedQuantization
 from weft.checkpoint.architectures.registry import find_architecture
 from weft.checkpoint.architectures.shape import ModelShape
 from weft.checkpoint.files import gguf, safetensors
 from weft.checkpoint.files.tensor import ENCODINGS, TensorInfo
 from weft.checkpoint.gguf import names as gguf_names
 from weft.checkpoint.gguf import split_heads
-from weft.checkpoint.quantised import bitsandbytes, fp8, packed, signed
+from weft.checkpoint.quantised import registry
+from weft.checkpoint.quantised.packed import Packed
+from weft.checkpoint.quantised.stored_types import matrices, with_stored_types
 from weft.errors import ModelError
 
 FileFormat = Literal["safetensors", "gguf", "dummy", "sharded_state"]
@@ -31,7 +31,7 @@ _DRAFTING = re.compile(r"model\.layers\.(\d+)\.eh_proj\.weight")
 
 def with_file_types(shape: ModelShape, index: dict[str, TensorInfo]) -> ModelShape:
     """Correct the shape's published quantisation by the tensors of safetensors files, as far as they are there."""
-    return packed.with_stored_types(shape, rename_tensors(index, shape))
+    return with_stored_types(shape, rename_tensors(index, shape))
 
 
 def rename_tensors(index: dict[str, TensorInfo], shape: ModelShape) -> dict[str, TensorInfo]:
@@ -46,7 +46,7 @@ def rename_tensors(index: dict[str, TensorInfo], shape: ModelShape) -> dict[str,
     names = find_architecture(shape.architecture).names
     index = _with_prefix(index, names.embed)
     if shape.published is not None:
-        index = _join_matrices(index, shape.published)
+        index = registry.join_matrices(index, shape.published)
     if names.transposed:
         index = _turn_matrices(index, shape)
     return stacks.unstack(index, shape, dict(expected_tensors(shape))) if names.stacks else index
@@ -61,21 +61,12 @@ def _with_prefix(index: dict[str, TensorInfo], embed: str) -> dict[str, TensorIn
     return {f"{prefix}.{name}": info for name, info in index.items()}
 
 
-def _join_matrices(index: dict[str, TensorInfo], published: PublishedQuantization) -> dict[str, TensorInfo]:
-    """Join the tensors of each quantised matrix into one."""
-    if published.floating:
-        return fp8.join_fp8(index, published)
-    if published.wide == "signed":
-        return signed.join_signed(index, published)
-    return (bitsandbytes.join_tables if published.wide else packed.join_packed)(index, published)
-
-
 def _turn_matrices(index: dict[str, TensorInfo], shape: ModelShape) -> dict[str, TensorInfo]:
     """Give the matrices of the layers their dims [outputs, inputs]; packed ones have them already."""
     turned = {
         name: msgspec.structs.replace(index[name], dims=index[name].dims[::-1], transposed=True)
-        for name, parameter in packed.matrices(shape)
-        if parameter.role == "linear" and name in index and not isinstance(index[name], packed.Packed)
+        for name, parameter in matrices(shape)
+        if parameter.role == "linear" and name in index and not isinstance(index[name], Packed)
     }
     return index | turned
 
@@ -87,15 +78,15 @@ def expected_tensors(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]
         last = {part.source: part for part in parameter.parts}
         count = shape.experts.count if parameter.role == "expert" and shape.experts else None
         for source, part in last.items():
-            dims = _tensor_dims(shape, part)
+            dims = _tensor_dims(part)
             for expert in (None,) if count is None else range(count):
                 yield source.format(layer=layer, expert=expert), dims
 
 
-def _tensor_dims(shape: ModelShape, part: Part) -> tuple[int, ...]:
+def _tensor_dims(part: Part) -> tuple[int, ...]:
     """Dims of the tensor whose last part this is."""
-    rows = sum(axis_length(shape, axis) for axis in (*part.after, part.rows))
-    return (rows,) if part.cols is None else (rows, axis_length(shape, part.cols))
+    rows = sum(axis.length for axis in (*part.after, part.rows))
+    return (rows,) if part.cols is None else (rows, part.cols.length)
 
 
 def locate_tensors(path: str, format: FileFormat, shape: ModelShape) -> dict[str, TensorInfo]:
@@ -151,14 +142,14 @@ def _stored_name(
 
 def _check_tensor(info: TensorInfo, name: str, dims: Sequence[int]) -> None:
     stacks.check_dims(info, name, dims)
-    if info.type not in ENCODINGS and not isinstance(info, packed.Packed):
+    if info.type not in ENCODINGS and not isinstance(info, Packed):
         raise ModelError(
             f"{info.file}: tensor {name} is {info.type}; Weft reads {', '.join(ENCODINGS)}", code="tensor-type-not-read"
         )
 
 
 def _missing_tensor(index: Mapping[str, TensorInfo], name: str, dims: Sequence[int], path: str) -> ModelError:
-    packed_name = find_packed_name(index, name)
+    packed_name = registry.find_packed_name(index, name)
     if packed_name is None:
         return ModelError(
             f"{path} lacks tensor {name} of {list(dims)}; fetch it again, or give a whole model", code="missing-tensor"
@@ -168,14 +159,6 @@ def _missing_tensor(index: Mapping[str, TensorInfo], name: str, dims: Sequence[i
         "says (quantization_config); fetch it again",
         code="tensor-packed-differently",
     )
-
-
-def find_packed_name(index: Mapping[str, TensorInfo], name: str) -> str | None:
-    """Name of the tensor with the packed numbers of the matrix `name`; None if the index has none."""
-    layer = name.removesuffix("weight")
-    if name + packed.MXFP4_PARTS[0] in index:
-        return name + packed.MXFP4_PARTS[0]
-    return next((layer + names[0] for names in packed.PART_NAMES.values() if layer + names[0] in index), None)
 
 
 def rename_gguf_tensors(header: gguf.Gguf, shape: ModelShape) -> dict[str, TensorInfo]:
@@ -192,7 +175,9 @@ def rename_gguf_tensors(header: gguf.Gguf, shape: ModelShape) -> dict[str, Tenso
                 "model",
                 code="foreign-tensor",
             )
-        interleaved = shape.head_dim if known.gguf_interleaved and gguf_names.is_interleaved(ggml_name) else 0
+        interleaved = 0
+        if known.gguf_interleaved and (layer := gguf_names.interleaved_layer(ggml_name)) is not None:
+            interleaved = shape.layers[layer].mixer.head_dim
         if "{expert}" in name:
             count = shape.experts.count if shape.experts else 0
             index |= stacks.unstack_one(ggml_name, name, info, count, expected.get(name.format(expert=0), ()))
@@ -201,4 +186,4 @@ def rename_gguf_tensors(header: gguf.Gguf, shape: ModelShape) -> dict[str, Tenso
             index[name] = msgspec.structs.replace(info, dims=expected[name])
         else:
             index[name] = msgspec.structs.replace(info, interleaved=interleaved)
-    return split_heads.join_heads(index) if shape.latent else index
+    return split_heads.join_heads(index) if shape.has_latents else index

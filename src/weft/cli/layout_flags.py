@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from weft.checkpoint.architectures.model import Model
 from weft.cli.flags.plan_flags import Layout
@@ -13,9 +13,8 @@ from weft.cli.parser import UsageError
 from weft.errors import ConfigError, PlanError
 from weft.machine.hardware.cluster import Cluster
 from weft.plan import device_map, max_memory, placement
-from weft.plan.rules import check_expert_flags, check_expert_parallel_size, check_layout
+from weft.plan.parallelism import WHOLE_LAYERS, Parallelism, asked_parallelism
 from weft.planner.note import Note, create_note
-from weft.planner.question import LayoutConstraints
 from weft.planner.search.domains import usable_devices
 
 
@@ -46,7 +45,7 @@ def remarks(flags: Layout, cluster: Cluster) -> tuple[Note, ...]:
     return (create_note("max_memory_without_effect", device="disk", limit=limits["disk"]),)
 
 
-def parse_layout_flags(flags: Layout, cluster: Cluster, model: Model, precision: str) -> LayoutConstraints:
+def parse_layout_flags(flags: Layout, cluster: Cluster, model: Model, precision: str) -> Parallelism:
     """The part of the layout that the flags fix; `precision` gives the weights' size for --device-map.
 
     Raises UsageError for flags that contradict each other, the model or the hardware, and ConfigError for a device map
@@ -54,33 +53,27 @@ def parse_layout_flags(flags: Layout, cluster: Cluster, model: Model, precision:
     """
     if flags.device_map is not None:
         return parse_device_map(flags, cluster, model, precision)
-    tensor, stages = check_sizes(flags, model)
-    replicas = flags.data_parallel_size
-    sizes = [size for size in (tensor, stages, replicas) if size]
+    wanted = _checked(flags, model)
+    sizes = [size for size in (wanted.tensor_parallel, wanted.pipeline_parallel, wanted.data_parallel) if size]
     check_rank_count(sizes, cluster)
-    return LayoutConstraints(
-        tensor_parallel=tensor,
-        pipeline_parallel=stages,
-        data_parallel=replicas,
-        expert_parallel=expert_parallel(flags, model, sized=bool(sizes)),
-        expert_parts=expert_parts(flags, model, tensor, replicas),
-        tensor_split=flags.tensor_split,
-        pipeline_split=flags.pipeline_split,
-    )
+    # Sizes describe the whole layout.
+    closed = wanted.deals_experts is None and sizes
+    return replace(wanted, deals_experts=False) if closed else wanted
 
 
-def check_sizes(flags: Layout, model: Model) -> tuple[int | None, int | None]:
-    """Tensor-parallel ranks and pipeline stages of the flags, None for a size that they leave open."""
-    try:
-        return check_layout(
-            model.shape,
-            tensor_parallel_size=flags.tensor_parallel_size,
-            tensor_split=flags.tensor_split,
-            pipeline_parallel_size=flags.pipeline_parallel_size,
-            pipeline_split=flags.pipeline_split,
+def _checked(flags: Layout, model: Model) -> Parallelism:
+    """The parts of a layout that the flags fix. Raises UsageError if they contradict each other or the model."""
+    if flags.enable_expert_parallel and model.shape.experts is None:
+        raise UsageError(
+            f"--enable-expert-parallel deals experts out to ranks, and {model.name} has none: leave it out",
+            code="no-experts",
         )
+    try:
+        wanted = asked_parallelism(asdict(flags))
+        wanted.check(model.shape)
     except (ConfigError, PlanError) as error:
         raise UsageError(str(error), code=error.code) from None
+    return wanted
 
 
 def check_rank_count(sizes: Sequence[int], cluster: Cluster) -> None:
@@ -94,56 +87,14 @@ def check_rank_count(sizes: Sequence[int], cluster: Cluster) -> None:
     raise UsageError(f"{product} ranks need as many GPUs; {has} {available}", code="more-ranks-than-gpus")
 
 
-def expert_parallel(flags: Layout, model: Model, *, sized: bool) -> bool | None:
-    """The choice of --enable-expert-parallel; if it is not given, False if a size is, else None: the search decides."""
-    choice = flags.enable_expert_parallel
-    if choice and model.shape.experts is None:
-        raise UsageError(
-            f"--enable-expert-parallel deals experts out to ranks, and {model.name} has none: leave it out",
-            code="no-experts",
-        )
-    # Sizes describe the whole layout.
-    return False if choice is None and sized else choice
-
-
-def expert_parts(flags: Layout, model: Model, tensor: int | None, replicas: int | None) -> int | None:
-    """The parts of --expert-parallel-size, None if it is not given.
-
-    Raises UsageError without --enable-expert-parallel, and for parts that the model or the other sizes do not allow.
-    """
-    parts = flags.expert_parallel_size
-    if flags.enable_expert_parallel:
-        experts = model.shape.experts
-        assert experts is not None, "expert_parallel checks it"
-        _check_expert_parts(parts, experts.count, tensor, replicas)
-        return parts
-    try:
-        check_expert_flags(enable_expert_parallel=False, expert_parallel_size=parts)
-    except ConfigError as error:
-        raise UsageError(str(error), code=error.code) from None
-    return None
-
-
-def _check_expert_parts(parts: int | None, experts: int, tensor: int | None, replicas: int | None) -> None:
-    """Raise UsageError for parts that do not fit the ranks, or without a number of ranks the experts alone."""
-    try:
-        if tensor and replicas:
-            ranks = tensor * replicas
-            check_expert_parallel_size(parts or ranks, ranks, experts)
-        elif parts is not None and parts > experts:
-            check_expert_parallel_size(parts, parts * experts, experts)
-    except PlanError as error:
-        raise UsageError(str(error), code=error.code) from None
-
-
-def parse_device_map(flags: Layout, cluster: Cluster, model: Model, precision: str) -> LayoutConstraints:
+def parse_device_map(flags: Layout, cluster: Cluster, model: Model, precision: str) -> Parallelism:
     """The layout of --device-map: a pipeline, or whole layers spread by a strategy of Transformers."""
     mapping = flags.device_map
     assert mapping is not None
     placement.check_flags(mapping, asdict(flags))
     spread = placement.spread_word(mapping)
     if spread:
-        return LayoutConstraints(tensor_parallel=1, data_parallel=1, expert_parallel=False, device_map_strategy=spread)
+        return replace(WHOLE_LAYERS, device_map_strategy=spread)
     room = mapping_room(cluster, model, precision)
     stages = device_map.map_to_stages(model.shape, placement.module_devices(mapping), room)
     gpus = len(room.gpus) + len(room.left_out)
@@ -154,11 +105,8 @@ def parse_device_map(flags: Layout, cluster: Cluster, model: Model, precision: s
             code="device-map-on-cpu",
         )
     placement.check_stages(stages, asdict(flags))
-    return LayoutConstraints(
-        tensor_parallel=1,
-        pipeline_parallel=len(stages.layers),
-        data_parallel=1,
-        expert_parallel=False,
+    return replace(
+        WHOLE_LAYERS,
         pipeline_split=stages.layers,
         # The CPU comes behind the GPUs; without them it is the cluster's only device.
         devices=tuple(device if isinstance(device, int) else gpus for device in stages.devices),

@@ -143,12 +143,7 @@ def cache_bytes(history: History) -> tuple[int, int] | None:
 def describe_layout(history: History) -> dict[str, int]:
     """The sizes of the layout, as the flags of `weft serve` count them: replicas are data-parallel too."""
     plan = history.plans[0]
-    return {
-        "tensor_parallel": plan.tensor_parallel,
-        "pipeline_parallel": plan.stages,
-        "data_parallel": len(history.plans) * plan.data_parallel,
-        "expert_parallel": plan.expert_parallel,
-    }
+    return {**plan.parallelism.sizes, "data_parallel": len(history.plans) * plan.data_parallel}
 
 
 def describe_ranks(history: History, nodes: Mapping[int, str]) -> list[dict[str, Any]]:

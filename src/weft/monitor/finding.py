@@ -6,6 +6,8 @@ from enum import StrEnum
 
 import msgspec
 
+from weft.plan.parallelism import Parallelism
+
 
 class Code(StrEnum):
     """The faults that are diagnosed."""
@@ -71,17 +73,21 @@ LIMITS = RuleLimits()
 class Change(msgspec.Struct, frozen=True, kw_only=True):
     """A change of the deployment that a rule proposes; fields that stay as they are are empty.
 
+    `parallelism` has the parts of the cut that change.
     `speeds` are the measured speeds of the ranks for the same work, by local rank, the fastest 1. `requests` is the
     number of requests that run at once before and after.
     """
 
     replica: int = 0
-    tensor_split: tuple[int, ...] = ()
-    pipeline_split: tuple[int, ...] = ()
-    as_pipeline: bool = False
+    parallelism: Parallelism = Parallelism()
     speeds: tuple[float, ...] = ()
     requests: tuple[int, int] | None = None
     freed_bytes: int = 0
+
+    @property
+    def as_pipeline(self) -> bool:
+        """True if a pipeline of single ranks takes the place of tensor parallelism."""
+        return self.parallelism.tensor_parallel == 1
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):

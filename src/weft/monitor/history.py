@@ -6,14 +6,15 @@ from collections.abc import Sequence
 
 import msgspec
 
+from weft.engine.core.commands import TIMES, RankTimes
 from weft.engine.core.request import Stats, sum_stats
 from weft.machine.hardware.gpu_figures import GpuFigures
 from weft.machine.hardware.topology import Holder
 from weft.plan.plan import Plan
 
 
-class RankCounters(msgspec.Struct, frozen=True, kw_only=True):
-    """Steps and seconds of one rank since its start, see `engine.core.commands.RankReport`.
+class RankCounters(RankTimes, frozen=True, kw_only=True):
+    """Steps and times of one rank since its start.
 
     `rank` counts over all replicas, `local_rank` within the plan of `replica`.
     """
@@ -22,15 +23,6 @@ class RankCounters(msgspec.Struct, frozen=True, kw_only=True):
     replica: int
     local_rank: int
     node: str
-    steps: int
-    compute_s: float
-    communication_s: float | None
-    waiting_s: float
-    idle_s: float | None
-    delayed_s: float = 0.0
-
-
-TIMES = ("compute_s", "communication_s", "waiting_s", "idle_s", "delayed_s")
 
 
 class RankShares(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,15 +164,8 @@ def rank_shares(before: RankCounters, now: RankCounters) -> RankShares:
     """The parts of a rank's time between two moments. A rank that has started again counts from 0."""
     if now.steps < before.steps:
         before = msgspec.structs.replace(before, steps=0, **dict.fromkeys(TIMES, 0.0))
-    passed = msgspec.structs.replace(
-        now,
-        steps=now.steps - before.steps,
-        compute_s=max(0.0, now.compute_s - before.compute_s),
-        communication_s=_difference(now.communication_s, before.communication_s),
-        waiting_s=max(0.0, now.waiting_s - before.waiting_s),
-        idle_s=_difference(now.idle_s, before.idle_s),
-        delayed_s=max(0.0, now.delayed_s - before.delayed_s),
-    )
+    times = {name: _difference(getattr(now, name), getattr(before, name)) for name in TIMES}
+    passed = msgspec.structs.replace(now, steps=now.steps - before.steps, **times)
     waiting_s = max(0.0, passed.waiting_s - (passed.idle_s or 0.0))
     whole_s = passed.compute_s + (passed.communication_s or 0.0) + waiting_s
     if not passed.steps or whole_s <= 0:

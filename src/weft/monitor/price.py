@@ -12,10 +12,9 @@ import msgspec
 from weft.errors import WeftError
 from weft.monitor.finding import Change, Finding
 from weft.monitor.history import History
-from weft.plan.places import column_unit, cut_places
 from weft.plan.plan import Plan
 from weft.plan.split import split
-from weft.planner.deployment import Workload
+from weft.planner.deployment import Workload, deploy
 from weft.planner.execution.forecast import Forecast
 from weft.planner.memory.footprint import footprint
 from weft.planner.speed.cost import Prediction, predict
@@ -139,21 +138,11 @@ def with_speeds(expected: Forecast, speeds: tuple[float, ...]) -> Forecast:
 def with_cut(expected: Forecast, change: Change) -> Forecast:
     """The forecast of the same model on the same devices, cut as the change says."""
     layout, shape = expected.layout, expected.plan.shape
-    weights: tuple[float, ...] = change.tensor_split or layout.tensor_weights
-    stages = change.pipeline_split or layout.stage_layers
+    cut = layout.parallelism.changed(change.parallelism)
     if change.as_pipeline:
-        weights, count = (1.0,), layout.tensor_parallel * layout.pipeline_parallel
-        stages = tuple(map(len, split(len(shape.layers), [1.0] * count)))
-    places = cut_places(
-        shape,
-        weights,
-        stages,
-        data_parallel=expected.plan.data_parallel,
-        expert_parallel=expected.plan.expert_parallel if expected.plan.deals_experts else 1,
-        ffn_unit=column_unit(shape, layout.precision),
-    )
-    cut = msgspec.structs.replace(layout, tensor_weights=tuple(map(float, weights)), stage_layers=stages, places=places)
-    return _on(expected, layout=cut)
+        even = tuple(map(len, split(len(shape.layers), [1.0] * cut.pipeline_parallel)))
+        cut = msgspec.structs.replace(cut, pipeline_split=even)
+    return _on(expected, layout=deploy(shape, cut, precision=layout.precision, kv_dtype=layout.kv_dtype))
 
 
 def _on(expected: Forecast, **changes: object) -> Forecast:

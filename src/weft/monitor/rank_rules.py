@@ -8,6 +8,7 @@ from statistics import median
 from weft.monitor.finding import Change, Code, Finding, RuleLimits
 from weft.monitor.history import History, RankCounters, RankShares
 from weft.monitor.restart import restart_as_pipeline, restart_with_cut, small_ratio
+from weft.plan.parallelism import Parallelism
 from weft.plan.plan import Plan
 
 SLOW_AT_SAME_WORK = "it does the same work more slowly"
@@ -78,7 +79,7 @@ def allreduce_wait(history: History, limits: RuleLimits) -> Iterator[Finding]:
             limit=limits.exchange,
             remedy=restart_as_pipeline(history, stages) if possible else "restart with fewer tensor-parallel ranks",
             ranks=rank_numbers(ranks),
-            change=Change(replica=first.replica, as_pipeline=True) if possible else None,
+            change=Change(replica=first.replica, parallelism=Parallelism(1, stages)) if possible else None,
             alternative=f"free the devices of ranks {_names(ranks)} from other work",
         )
 
@@ -150,7 +151,8 @@ def straggler(history: History, limits: RuleLimits) -> Iterator[Finding]:
         cause = f"the split gives it {uneven:.1f} times the work" if uneven_split else SLOW_AT_SAME_WORK
         rank, device = slowest.counters, plan.devices[slowest.counters.local_rank].name
         feasible = len(split) == len(ranks) and split != small_ratio(work, units=plan.shape.kv_heads)
-        restart = restart_with_cut(history, plan, tensor_split=split) if feasible else ""
+        cut = Parallelism(tensor_split=split)
+        restart = restart_with_cut(history, plan, cut) if feasible else ""
         yield Finding(
             code=Code.STRAGGLER,
             text=f"rank {rank.rank} on {rank.node} ({device}) takes {ratio:.1f} times as long as the other ranks of "
@@ -159,7 +161,7 @@ def straggler(history: History, limits: RuleLimits) -> Iterator[Finding]:
             limit=limits.straggler,
             remedy=", or ".join(_straggler_remedies(rank, restart, uneven_split)),
             ranks=(rank.rank,),
-            change=Change(replica=rank.replica, tensor_split=split, speeds=all_speeds(plan, ranks, speeds))
+            change=Change(replica=rank.replica, parallelism=cut, speeds=all_speeds(plan, ranks, speeds))
             if feasible
             else None,
         )

@@ -6,23 +6,19 @@ from collections.abc import Iterator, Sequence
 
 from weft.formatting import join_commas
 from weft.monitor.history import History
+from weft.plan.parallelism import Parallelism
 from weft.plan.plan import Plan
 
 FINEST = 64  # largest sum of the numbers of a ratio
 
 
-def restart_with_cut(
-    history: History, plan: Plan, *, tensor_split: Sequence[int] = (), pipeline_split: Sequence[int] = ()
-) -> str:
+def restart_with_cut(history: History, plan: Plan, change: Parallelism) -> str:
     """The restart that changes a split of `plan`, with every flag that keeps the rest of the cut.
 
     All of them are needed: a flag for one part of the cut sets each part without a flag to one rank.
     """
-    flags = [
-        *_tensor_flags(plan, tensor_split),
-        *_stage_flags(pipeline_split or stage_layers(plan)),
-        *_group_flags(history, plan),
-    ]
+    cut = plan.parallelism.changed(change)
+    flags = [*_tensor_flags(plan, cut.tensor_split), *_stage_flags(cut.pipeline_split), *_group_flags(history, cut)]
     return f"restart with {' '.join(flags)}"
 
 
@@ -30,11 +26,6 @@ def restart_as_pipeline(history: History, stages: int) -> str:
     """The restart with a pipeline of `stages` single ranks in place of tensor parallelism."""
     flags = ["--tensor-parallel-size 1", f"--pipeline-parallel-size {stages}", *_replica_flags(len(history.plans))]
     return f"restart with {' '.join(flags)}"
-
-
-def stage_layers(plan: Plan) -> tuple[int, ...]:
-    """Number of layers of each stage."""
-    return tuple(len(plan.places[ranks[0]].layers) for ranks in plan.tensor_groups[: plan.stages])
 
 
 def tensor_weights(plan: Plan) -> tuple[int, ...]:
@@ -64,7 +55,7 @@ def small_ratio(weights: Sequence[float], *, units: int) -> tuple[int, ...]:
     return next((parts for parts in candidates if error(parts) <= best + 0.01), ())
 
 
-def _tensor_flags(plan: Plan, split: Sequence[int]) -> Iterator[str]:
+def _tensor_flags(plan: Plan, split: Sequence[float]) -> Iterator[str]:
     kept = tensor_weights(plan)
     if split or len(set(kept)) > 1:
         yield f"--tensor-split {join_commas(split or kept)}"
@@ -77,13 +68,13 @@ def _stage_flags(layers: Sequence[int]) -> Iterator[str]:
         yield f"--pipeline-split {join_commas(layers)}"
 
 
-def _group_flags(history: History, plan: Plan) -> Iterator[str]:
+def _group_flags(history: History, cut: Parallelism) -> Iterator[str]:
     """Flags of replicas, or of attention groups, and of experts."""
-    yield from _replica_flags(len(history.plans) * plan.data_parallel)
-    if plan.deals_experts:
+    yield from _replica_flags(len(history.plans) * cut.data_parallel)
+    if cut.deals_experts:
         yield "--enable-expert-parallel"
-        if plan.expert_parallel != plan.tensor_parallel * plan.data_parallel:
-            yield f"--expert-parallel-size {plan.expert_parallel}"
+    if cut.expert_size:
+        yield f"--expert-parallel-size {cut.expert_size}"
 
 
 def _replica_flags(count: int) -> Iterator[str]:

@@ -15,8 +15,9 @@ import msgspec
 from weft.monitor.finding import Change, Code, Finding, RuleLimits
 from weft.monitor.history import History, RankShares
 from weft.monitor.rank_rules import rank_numbers, stage_ranks
-from weft.monitor.restart import restart_with_cut, stage_layers
+from weft.monitor.restart import restart_with_cut
 from weft.plan.fills import rank_weight_bytes
+from weft.plan.parallelism import Parallelism
 from weft.plan.plan import Plan
 
 Split = tuple[int, ...]
@@ -52,10 +53,10 @@ def stage_imbalance(history: History, limits: RuleLimits) -> Iterator[Finding]:
     """A pipeline whose slowest stage another split of the layers would relieve."""
     for replica, plan, ranks in _worked_pipelines(history, limits):
         times = [max(rank.counters.compute_s for rank in stage) for stage in ranks]
-        layers = stage_layers(plan)
+        layers = plan.parallelism.pipeline_split
         stages = describe_stages(layers, times, head_range(history, plan, replica, limits))
-        split = stages.best_split()
-        gain = stages.gain(split, stages.head)
+        change = Parallelism(pipeline_split=stages.best_split())
+        gain = stages.gain(change.pipeline_split, stages.head)
         if gain <= limits.imbalance:
             continue
         slowest = times.index(max(times))
@@ -66,12 +67,12 @@ def stage_imbalance(history: History, limits: RuleLimits) -> Iterator[Finding]:
             f"off a step (alarm above {limits.imbalance:.0%})",
             value=gain,
             limit=limits.imbalance,
-            remedy=restart_with_cut(history, plan, pipeline_split=split),
+            remedy=restart_with_cut(history, plan, change),
             ranks=rank_numbers(ranks[slowest]),
             stage=slowest,
             change=Change(
                 replica=replica,
-                pipeline_split=split,
+                parallelism=change,
                 speeds=tuple(min(stages.units) / stages.units[place.stage] for place in plan.places),
             ),
         )

@@ -6,18 +6,18 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from weft.checkpoint.architectures.shape import Experts, ModelShape
-from weft.config import EngineConfig
-from weft.errors import ConfigError
+from weft.errors import ConfigError, PlanError
 from weft.formatting import extra_hint, format_version
 from weft.logs import event_fields
 from weft.machine.hardware.gpus import FP8_CAPABILITY
 from weft.machine.hardware.host import Host
 from weft.machine.native.library import CPP_TYPES
 from weft.machine.native.structures import WIDEST_GROUP, WIDEST_HEAD, WIDEST_LATENT
+from weft.plan.decision import Decision
 
 logger = logging.getLogger("weft")
 
@@ -41,9 +41,15 @@ class AttentionSpec:
 
     @classmethod
     def from_shape(cls, shape: ModelShape, dtype: str, *, fp8_cache: bool = False) -> AttentionSpec:
-        """The attention of a model that computes in `dtype`."""
-        latent = shape.latent.kv_lora_rank + shape.latent.rope_dim if shape.latent else 0
-        return cls(head_dim=shape.head_dim, group=shape.group, dtype=dtype, fp8_cache=fp8_cache, latent_dim=latent)
+        """The attention of a model that computes in `dtype`: of the layers with the longest heads, the largest groups
+        and the longest cached vectors."""
+        return cls(
+            head_dim=max(mixer.head_dim for mixer in shape.mixers),
+            group=max(mixer.group for mixer in shape.mixers),
+            dtype=dtype,
+            fp8_cache=fp8_cache,
+            latent_dim=max(mixer.latent_dim for mixer in shape.mixers),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,47 +266,67 @@ def refusal(backend: str, reason: str) -> str:
     return f"{kernels} cannot be used: {reason}; leave --attention-backend out for the fastest that can"
 
 
-def with_attention_backend(
-    config: EngineConfig, spec: AttentionSpec, host: Host, devices: Sequence[str]
-) -> EngineConfig:
-    """Set the config's attention backend under Weft's name; VLLM_ATTENTION_BACKEND counts if the config says auto.
-
-    Raises ConfigError for a configured backend that cannot run this model on these devices, before any weight is read.
-    """
-    device = KernelDevice(
+def kernel_device(host: Host, devices: Sequence[str]) -> KernelDevice:
+    """The devices of a plan as kernels see them."""
+    return KernelDevice(
         cards=[(gpu.name, gpu.capability) for gpu in host.gpus_of(devices)],
         packages=host.packages,
         interpreted=host.environment.get("TRITON_INTERPRET") == "1",
     )
-    backend = weft_backend(config.attention_backend)
+
+
+def choose_attention_backend(
+    wanted: str, environment: Mapping[str, str], spec: AttentionSpec, device: KernelDevice
+) -> Decision[str]:
+    """The attention backend under Weft's name; VLLM_ATTENTION_BACKEND counts if the user says auto.
+
+    Raises ConfigError for a backend of the user's that cannot run this model on these devices, before any weight is
+    read.
+    """
+    backend = weft_backend(wanted)
     if backend == "auto":
-        backend = _vllm_choice(host.environment.get("VLLM_ATTENTION_BACKEND", ""), spec, device)
-    elif reason := ATTENTION_BACKENDS[backend].supports(spec, device):
+        return _vllm_choice(environment.get("VLLM_ATTENTION_BACKEND", ""), spec, device)
+    if reason := ATTENTION_BACKENDS[backend].supports(spec, device):
         raise ConfigError(refusal(backend, reason), code="attention-backend-not-usable")
-    return replace(config, attention_backend=backend)
+    return Decision(backend, "--attention-backend")
 
 
-def _vllm_choice(wanted: str, spec: AttentionSpec, device: KernelDevice) -> str:
+def _vllm_choice(wanted: str, spec: AttentionSpec, device: KernelDevice) -> Decision[str]:
     """The backend that VLLM_ATTENTION_BACKEND names, or "auto" if it is not set or cannot be used.
 
     The variable is set for vLLM, which may well run on the same machine: no reason to stop.
     """
     name = weft_backend(wanted)
     if name in ATTENTION_BACKENDS and ATTENTION_BACKENDS[name].supports(spec, device) is None:
-        return name
+        return Decision(name, "VLLM_ATTENTION_BACKEND")
     if wanted and name != "auto":
         logger.warning(
             "VLLM_ATTENTION_BACKEND is %s, which Weft does not have here: it takes its own choice",
             wanted.upper(),
             extra=event_fields("attention-variable-ignored", value=wanted.upper()),
         )
-    return "auto"
+    return Decision("auto", "the fastest on each device")
+
+
+def check_equal_attention(shape: ModelShape) -> None:
+    """Raise PlanError for a model whose layers differ in what a rank's attention kernels are made for."""
+    kinds = {
+        (mixer.head_counts, mixer.head_dim, mixer.scale, mixer.latent_dim, getattr(mixer, "sinks", False))
+        for mixer in shape.mixers
+    }
+    if len(kinds) > 1:
+        each = ", ".join(f"{q} query and {kv} KV heads of {dim}" for (q, kv), dim, *_ in sorted(kinds))
+        raise PlanError(
+            f"layers of {shape.architecture} differ in their attention ({each}), and Weft's kernels run one kind of it "
+            "in a model: serve this model with another engine",
+            code="several-kinds-of-attention",
+        )
 
 
 def no_narrow_cache(dtype: str, cards: Sequence[Card], shape: ModelShape) -> str | None:
     """Reason that Weft's engine has no 8-bit KV cache of a model on these GPUs (none given: on a CPU); None if it
     has."""
-    if shape.latent:
+    if shape.has_latents:
         return (
             f"weft keeps the latent vectors of {shape.architecture} in the dtype that it computes in, not in {dtype}: "
             "leave --kv-cache-dtype out"
@@ -316,12 +342,11 @@ def no_narrow_cache(dtype: str, cards: Sequence[Card], shape: ModelShape) -> str
     return None
 
 
-def kv_cache_dtype(config: EngineConfig, shape: ModelShape, host: Host, devices: Sequence[str]) -> str:
-    """KV cache dtype of the plan: "auto" or "fp8". Raises ConfigError if the model or the GPUs have no FP8 cache."""
-    requested = config.kv_cache_dtype
+def kv_cache_dtype(requested: str, shape: ModelShape, cards: Sequence[Card]) -> str:
+    """KV cache dtype of the plan: "auto" or "fp8". Raises ConfigError if the model or the GPUs (none given: a CPU) have
+    no FP8 cache."""
     if requested == "auto":
         return "auto"
-    cards = () if "cpu" in devices else [(gpu.name, gpu.capability) for gpu in host.gpus_of(devices)]
     if reason := no_narrow_cache(requested, cards, shape):
         raise ConfigError(reason, code="kv-cache-dtype-not-supported")
     return "fp8"

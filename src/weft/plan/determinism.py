@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from weft.checkpoint.architectures.fused import is_fused
 from weft.checkpoint.architectures.library import PREFIX
-from weft.checkpoint.architectures.shape import ModelShape
+from weft.checkpoint.architectures.shape import Attention, ModelShape
 from weft.config import EngineConfig
 from weft.errors import ConfigError
 from weft.machine.hardware.host import Host
 from weft.plan.backends import ATTENTION_BACKENDS, AttentionSpec, KernelDevice, weft_backend
+from weft.plan.decision import Decision
 
 VARIABLE = "VLLM_BATCH_INVARIANT"
 FEATURES = ("avx2", "fma")  # features of the CPU
@@ -27,24 +27,24 @@ ON_GPUS = "kernels for GPUs choose the order of sums by the batch; run on the CP
 logger = logging.getLogger("weft")
 
 
-def with_fixed_order(
+def fixed_order_backend(
     config: EngineConfig, shape: ModelShape, spec: AttentionSpec, host: Host, devices: Sequence[str]
-) -> EngineConfig:
-    """Set what a deterministic engine needs, if the config asks for it, or if VLLM_BATCH_INVARIANT=1 does and it is
-    possible.
+) -> Decision[str] | None:
+    """The attention backend of a deterministic engine, if the config asks for one, or if VLLM_BATCH_INVARIANT=1 does
+    and it is possible; None for an engine that is not deterministic.
 
     Raises ConfigError if the config asks for it and it is not possible.
     """
     if not config.deterministic and host.environment.get(VARIABLE) != "1":
-        return config
-    reason = next(obstacles(config, shape, spec, host, devices), None)
-    if reason is None:
-        return replace(config, deterministic=True, attention_backend=BACKEND, product_backend="own")
+        return None
+    obstacle = next(obstacles(config, shape, spec, host, devices), None)
+    if obstacle is None:
+        return Decision(BACKEND, "--deterministic" if config.deterministic else VARIABLE)
     if config.deterministic:
-        raise not_deterministic(reason)
+        raise not_deterministic(obstacle)
     # The variable is set for vLLM, which may well run on the same machine: no reason to stop.
-    logger.warning("%s is 1, but answers depend on what else runs: %s", VARIABLE, reason)
-    return config
+    logger.warning("%s is 1, but answers depend on what else runs: %s", VARIABLE, obstacle)
+    return None
 
 
 def obstacles(
@@ -82,8 +82,9 @@ def against_model(shape: ModelShape) -> Iterator[str]:
         yield f"{shape.architecture.removeprefix(PREFIX)} runs through Transformers' class, which is not"
     elif not is_fused(shape):
         yield f"layers of {shape.architecture} are computed with torch in part, which is not"
-    if shape.latent is None and shape.head_dim % HEAD_UNIT:
-        yield f"heads have {shape.head_dim} dims, which is no multiple of {HEAD_UNIT}"
+    for mixer in shape.mixers:
+        if isinstance(mixer, Attention) and mixer.head_dim % HEAD_UNIT:
+            yield f"heads have {mixer.head_dim} dims, which is no multiple of {HEAD_UNIT}"
 
 
 def not_deterministic(reason: str) -> ConfigError:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.machine.hardware.host import Host
+from weft.plan.max_memory import device_caps
+from weft.plan.parallelism import Parallelism
 from weft.plan.split import split
 
 
@@ -24,13 +27,32 @@ def device_kind(config: EngineConfig, host: Host) -> str:
     return config.device
 
 
-def rank_devices(config: EngineConfig, host: Host, device: str, ranks: int, caps: Mapping[str, int]) -> tuple[str, ...]:
-    """Device of each rank, "cpu" or "cuda:N"; with `caps` (from --max-memory) only capped devices are used.
+class RankDevices(NamedTuple):
+    """The kind of a plan's devices, the device of each rank ("cpu" or "cuda:N"), and the cap of each device in bytes.
+
+    Only capped devices are used if --max-memory gives caps.
+    """
+
+    kind: str
+    names: tuple[str, ...]
+    caps: dict[str, int]
+
+
+def choose_devices(config: EngineConfig, host: Host, cut: Parallelism) -> RankDevices:
+    """The devices of the ranks of an engine.
 
     `device_ids` may name a GPU twice: the ranks on it then share its memory. Besides GPUs it may name the CPU for whole
     stages of a pipeline. Raises ConfigError for wrong device_ids, PlanError for too few GPUs.
     """
-    if device == "cpu":
+    kind = device_kind(config, host)
+    caps = device_caps(config.max_memory, len(host.gpus), on_cpu=kind == "cpu", ids=config.device_ids)
+    names = _device_names(config, host, kind, cut.engine_ranks, caps)
+    _check_beside_cpu(names, cut.pipeline_parallel)
+    return RankDevices(kind, names, caps)
+
+
+def _device_names(config: EngineConfig, host: Host, kind: str, ranks: int, caps: Mapping[str, int]) -> tuple[str, ...]:
+    if kind == "cpu":
         if config.device_ids is not None:
             raise ConfigError(
                 f"device_ids {','.join(map(str, config.device_ids))} names GPUs, but the ranks run on the CPU; leave "
@@ -54,7 +76,7 @@ def rank_devices(config: EngineConfig, host: Host, device: str, ranks: int, caps
     return tuple("cpu" if number == "cpu" else f"cuda:{number}" for number in ids)
 
 
-def check_beside_cpu(devices: Sequence[str], stages: int) -> None:
+def _check_beside_cpu(devices: Sequence[str], stages: int) -> None:
     """Raise ConfigError unless a CPU that is used with GPUs has whole stages of one pipeline."""
     if len(set(devices)) > 1 and "cpu" in devices and len(devices) != stages:
         raise ConfigError(
@@ -111,9 +133,9 @@ def rank_uuids(host: Host, devices: Sequence[str]) -> tuple[str, ...]:
     return tuple(uuids.get(name, "") for name in devices) if set(devices) != {"cpu"} else ()
 
 
-def utilization(config: EngineConfig, host: Host, devices: Sequence[str], caps: Mapping[str, int]) -> tuple[float, ...]:
-    """Share of its GPU's memory that each rank may use, at most the GPU's cap in bytes (`caps`, by device)."""
-    shares, ranks = config.gpu_memory_utilization, len(devices)
+def utilization(shares: tuple[float, ...], host: Host, devices: RankDevices) -> tuple[float, ...]:
+    """Share of its GPU's memory that each rank may use, at most the GPU's cap; `shares` are the user's."""
+    ranks = len(devices.names)
     if len(shares) not in (1, ranks):
         raise ConfigError(
             f"gpu_memory_utilization has {len(shares)} values for {ranks} {'rank' if ranks == 1 else 'ranks'}; give "
@@ -122,5 +144,5 @@ def utilization(config: EngineConfig, host: Host, devices: Sequence[str], caps: 
         )
     per_rank = shares * ranks if len(shares) == 1 else shares
     totals = {f"cuda:{gpu.index}": gpu.total_bytes for gpu in host.gpus}
-    capped = {name: size / totals[name] for name, size in caps.items() if name in totals}
-    return tuple(min(share, capped.get(name, 1.0)) for share, name in zip(per_rank, devices, strict=True))
+    capped = {name: size / totals[name] for name, size in devices.caps.items() if name in totals}
+    return tuple(min(share, capped.get(name, 1.0)) for share, name in zip(per_rank, devices.names, strict=True))

@@ -7,7 +7,6 @@ from math import prod
 
 import msgspec
 
-from weft.checkpoint.architectures.axes import axis_length, owned
 from weft.checkpoint.architectures.parameters import Parameter, Part, parameter_dims, rank_parameters
 from weft.checkpoint.architectures.place import Place, Span
 from weft.checkpoint.architectures.shape import DTYPE_BYTES, ModelShape
@@ -17,7 +16,8 @@ from weft.checkpoint.quantised.schemes import ALL_SCHEMES
 class Fill(msgspec.Struct, frozen=True):
     """One copy: source[rows, cols] to parameter `param`, from its row `at` on; cols None: one-dimensional.
 
-    `expert` is the block to copy to of a parameter with several experts.
+    `expert` is the block to copy to of a parameter with several experts. `unit` is the number of rows that are read
+    together: of a head, whose rows a file may interleave.
     """
 
     param: str
@@ -26,6 +26,7 @@ class Fill(msgspec.Struct, frozen=True):
     cols: Span | None
     at: int
     expert: int | None = None
+    unit: int = 1
 
     @property
     def weight(self) -> str:
@@ -40,9 +41,9 @@ def rank_fills(shape: ModelShape, place: Place) -> Iterator[Fill]:
         for expert in experts:
             at = 0
             for part in parameter.parts:
-                rows = owned(shape, place, part.rows)
-                fill = _part_fill(shape, place, name, part, layer, expert, rows, at)
-                yield from rotated_fills(fill, shape.head_dim, part.rotated)
+                rows = part.rows.owned(place)
+                fill = _part_fill(place, name, part, layer, expert, rows, at)
+                yield from rotated_fills(fill, part.rows.size, part.rotated)
                 at += len(rows)
 
 
@@ -70,17 +71,16 @@ def rotated_fills(fill: Fill, head_dim: int, rotated: float) -> Iterator[Fill]:
             yield msgspec.structs.replace(fill, rows=Span(first, first + count), at=fill.at + head + into)
 
 
-def _part_fill(
-    shape: ModelShape, place: Place, name: str, part: Part, layer: int | None, expert: int | None, rows: Span, at: int
-) -> Fill:
-    before = sum(axis_length(shape, axis) for axis in part.after)
+def _part_fill(place: Place, name: str, part: Part, layer: int | None, expert: int | None, rows: Span, at: int) -> Fill:
+    before = sum(axis.length for axis in part.after)
     return Fill(
         name,
         part.source.format(layer=layer, expert=expert),
         rows.shifted(before),
-        None if part.cols is None else owned(shape, place, part.cols),
+        None if part.cols is None else part.cols.owned(place),
         at,
         expert=None if expert is None else expert - place.experts.start,
+        unit=part.rows.size,
     )
 
 
@@ -96,11 +96,11 @@ def rank_weight_bytes(shape: ModelShape, place: Place, dtype: str, schemes: Mapp
     """Bytes of a rank's parameters: tensors that `schemes` names in that scheme, all others in `dtype`."""
     total = 0
     for _, parameter, layer in rank_parameters(shape, place):
-        dims, scheme, cols = parameter_dims(shape, place, parameter), None, parameter.parts[0].cols
+        dims, scheme, cols = parameter_dims(place, parameter), None, parameter.parts[0].cols
         if schemes and cols is not None:
             scheme = checkpoint_scheme(parameter, layer, schemes)
         if scheme is None or cols is None:
             total += DTYPE_BYTES[parameter.dtype or dtype] * prod(dims)
         else:
-            total += ALL_SCHEMES[scheme].nbytes(prod(dims[:-1]), owned(shape, place, cols))
+            total += ALL_SCHEMES[scheme].nbytes(prod(dims[:-1]), cols.owned(place))
     return total

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from weft.checkpoint.architectures.library import PREFIX
 from weft.checkpoint.architectures.parameters import model_parameters, parameter_dims
@@ -19,22 +18,29 @@ from weft.formatting import format_bytes, format_version
 from weft.machine.hardware.gpus import BF16_CAPABILITY
 from weft.machine.hardware.host import Host
 from weft.machine.hardware.topology import Gpu
-from weft.plan.backends import AttentionSpec, check_backend_name, kv_cache_dtype, with_attention_backend
-from weft.plan.determinism import with_fixed_order
-from weft.plan.devices import check_beside_cpu, device_kind, rank_cores, rank_devices, rank_uuids, utilization
-from weft.plan.max_memory import device_caps, parse_max_memory
-from weft.plan.placement import check_flags
-from weft.plan.places import column_unit, cut_places
-from weft.plan.plan import Plan, RankDevice, named_devices
-from weft.plan.products import repacking_bytes, with_product_backend
-from weft.plan.quantization import (
-    check_cuts,
-    cut_precision,
-    log_dequantised,
-    quantization_name,
-    tensor_schemes,
+from weft.plan.backends import (
+    AttentionSpec,
+    check_backend_name,
+    check_equal_attention,
+    choose_attention_backend,
+    kernel_device,
+    kv_cache_dtype,
 )
-from weft.plan.rules import ExpertCut, check_expert_flags, check_layout, check_tensor_split, cut_of_experts
+from weft.plan.decision import Decision
+from weft.plan.determinism import fixed_order_backend
+from weft.plan.devices import RankDevices, choose_devices, rank_cores, rank_uuids, utilization
+from weft.plan.max_memory import parse_max_memory
+from weft.plan.parallelism import Parallelism, asked_parallelism
+from weft.plan.placement import check_flags
+from weft.plan.places import engine_places
+from weft.plan.plan import Plan, RankDevice, named_devices
+from weft.plan.products import choose_product_backend, repacking_bytes
+from weft.plan.quantization import (
+    HeldWeights,
+    check_cuts,
+    held_weights,
+    log_dequantised,
+)
 from weft.plan.shards import check_shards
 from weft.plan.speculation import draft_plan
 from weft.plan.split import split
@@ -58,9 +64,21 @@ DTYPES: dict[str, DType] = {
 BATCHED_TOKENS = {"cuda": 512, "cpu": 2048}
 
 
-def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan:
-    """Build the plan for `checkpoint` on `host` under `config`. Pure: the same values give the same plan.
+class ChosenKernels(NamedTuple):
+    """The numbers that an engine computes with, and the backends that do."""
 
+    dtype: Decision[DType]
+    cache_dtype: str
+    attention: Decision[str]
+    held: HeldWeights
+    products: Decision[str]
+    deterministic: bool
+
+
+def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan:
+    """Build the plan for `checkpoint` on `host` under `config`, which `check_config` has checked.
+
+    Pure: the same values give the same plan. Every decision is made once, and later ones are made from its value.
     Defaults for what the config leaves open:
 
     - ranks: one;
@@ -71,61 +89,40 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
     Raises ConfigError for a value out of its range and PlanError for a layout that this model or this machine cannot
     have. Both name what is possible.
     """
-    check_config(config)
     shape = checkpoint.shape
-    config = with_partition(config, host)
-    weights, stages = rank_cut(config, shape)
-    experts = expert_cut(config, shape, len(weights))
-    device = device_kind(config, host)
-    ranks = len(weights) * len(stages) * experts.data_parallel
-    caps = device_caps(config.max_memory, len(host.gpus), on_cpu=device == "cpu", ids=config.device_ids)
-    devices = rank_devices(config, host, device, ranks, caps)
-    check_beside_cpu(devices, len(stages))
-    dtype = compute_dtype(config, checkpoint, host, devices)
-    cache_dtype = kv_cache_dtype(config, shape, host, devices)
-    spec = AttentionSpec.from_shape(shape, dtype, fp8_cache=cache_dtype == "fp8")
-    config = with_fixed_order(config, shape, spec, host, devices)
-    config = with_attention_backend(config, spec, host, devices)
-    schemes = tensor_schemes(config, checkpoint, dtype, devices)
-    config = with_product_backend(config, dtype, set(schemes.values()), host, devices)
-    log_dequantised(config, checkpoint, dtype, schemes)
-    unit = column_unit(shape, cut_precision(config, shape, schemes))
-    places = cut_places(
-        shape,
-        weights,
-        stages,
-        data_parallel=experts.data_parallel,
-        expert_parallel=experts.expert_parallel,
-        ffn_unit=unit,
-    )
+    cut = engine_parallelism(config, shape, host.environment)
+    devices = choose_devices(config, host, cut)
+    kernels = choose_kernels(config, checkpoint, host, devices)
+    schemes = kernels.held.schemes
+    places = engine_places(shape, cut, kernels.held.precision)
     check_cuts(shape, places, schemes)
     plan = Plan(
         model=config.model,
         checkpoint=str(checkpoint.path),
         load_format=checkpoint.format,
         shape=shape,
-        dtype=dtype,
-        kv_cache_dtype=cache_dtype,
-        quantization=quantization_name(config, shape, schemes),
+        dtype=kernels.dtype.value,
+        kv_cache_dtype=kernels.cache_dtype,
+        quantization=kernels.held.quantization,
         schemes=schemes,
         places=places,
-        devices=named_devices(*devices),
-        uuids=rank_uuids(host, devices),
-        cores=rank_cores(host, devices),
+        devices=named_devices(*devices.names),
+        uuids=rank_uuids(host, devices.names),
+        cores=rank_cores(host, devices.names),
         max_threads=host.threads,
         max_model_len=model_length(config, shape),
         max_model_len_given=config.max_model_len is not None,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens or BATCHED_TOKENS[device],
+        max_num_batched_tokens=config.max_num_batched_tokens or BATCHED_TOKENS[devices.kind],
         block_size=config.block_size,
         kv_cache_bytes=config.kv_cache_memory_bytes,
-        gpu_memory_utilization=utilization(config, host, devices, caps),
-        max_memory=caps,
-        attention_backend=config.attention_backend,
-        product_backend=config.product_backend,
-        deterministic=config.deterministic,
-        graphs=device == "cuda" and not config.enforce_eager and shape.library is None,
-        lookahead=lookahead(config, device, len(stages)),
+        gpu_memory_utilization=utilization(config.gpu_memory_utilization, host, devices),
+        max_memory=devices.caps,
+        attention_backend=kernels.attention.value,
+        product_backend=kernels.products.value,
+        deterministic=kernels.deterministic,
+        graphs=devices.kind == "cuda" and not config.enforce_eager and shape.library is None,
+        lookahead=lookahead(config, devices.kind, cut.pipeline_parallel),
         seed=config.seed,
     )
     if checkpoint.sharded is not None:
@@ -138,6 +135,29 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
             shape.architecture.removeprefix(PREFIX),
         )
     return plan
+
+
+def choose_kernels(config: EngineConfig, checkpoint: Checkpoint, host: Host, devices: RankDevices) -> ChosenKernels:
+    """The numbers and the kernels of an engine on these devices, each with what decided it.
+
+    Raises ConfigError for a choice of the user's that these devices or this model cannot have.
+    """
+    shape, device = checkpoint.shape, kernel_device(host, devices.names)
+    dtype = compute_dtype(config.dtype, checkpoint, host, devices.names)
+    cache_dtype = kv_cache_dtype(config.kv_cache_dtype, shape, () if "cpu" in devices.names else device.cards)
+    spec = AttentionSpec.from_shape(shape, dtype.value, fp8_cache=cache_dtype == "fp8")
+    check_equal_attention(shape)
+    fixed = fixed_order_backend(config, shape, spec, host, devices.names)
+    attention = fixed or choose_attention_backend(config.attention_backend, host.environment, spec, device)
+    held = held_weights(config.quantization, attention.value, checkpoint, dtype.value, devices.names)
+    schemes = set(held.schemes.values())
+    if fixed:
+        products = Decision("own", fixed.reason)
+    else:
+        products = choose_product_backend(config.product_backend, attention.value, dtype.value, schemes, device)
+    log_dequantised(config, attention.value, checkpoint, dtype.value, held.schemes)
+    logger.debug("dtype %s (%s), attention %s (%s), products %s (%s)", *dtype, *attention, *products)
+    return ChosenKernels(dtype, cache_dtype, attention, held, products, deterministic=fixed is not None)
 
 
 def lookahead(config: EngineConfig, device: str, stages: int) -> bool:
@@ -162,10 +182,7 @@ def check_config(config: EngineConfig) -> None:
                 f"gpu_memory_utilization is {share}; it is a share of each GPU's memory, above 0 up to 1",
                 code="bad-utilization",
             )
-    check_expert_flags(
-        enable_expert_parallel=config.enable_expert_parallel,
-        expert_parallel_size=config.expert_parallel_size,
-    )
+    asked_parallelism(vars(config))
     if config.device_map is not None:
         if config.plan is not None:
             raise ConfigError(
@@ -175,57 +192,19 @@ def check_config(config: EngineConfig) -> None:
         check_flags(config.device_map, vars(config))
     if config.max_memory is not None:
         parse_max_memory(config.max_memory)  # raises ConfigError
-    if config.tensor_split is not None:
-        check_tensor_split(config.tensor_split)
 
 
-def with_partition(config: EngineConfig, host: Host) -> EngineConfig:
-    """Take the layers per stage from VLLM_PP_LAYER_PARTITION if the config leaves them open.
+def engine_parallelism(
+    config: EngineConfig, shape: ModelShape, environment: Mapping[str, str] | None = None
+) -> Parallelism:
+    """The cut of one engine: the config's, and the default for each part that it leaves open.
 
-    Raises ConfigError if the variable is malformed or contradicts pipeline_parallel_size.
+    Raises as `asked_parallelism` and `Parallelism.check`.
     """
-    partition = host.environment.get("VLLM_PP_LAYER_PARTITION")
-    if not partition or config.pipeline_split is not None:
-        return config
-    try:
-        stages = tuple(int(part) for part in partition.split(","))
-    except ValueError:
-        raise ConfigError(
-            f"VLLM_PP_LAYER_PARTITION is {partition!r}; it must be layers per stage, as in 20,12",
-            code="bad-layer-partition",
-        ) from None
-    if config.pipeline_parallel_size not in (None, len(stages)):
-        raise ConfigError(
-            f"VLLM_PP_LAYER_PARTITION={partition} has {len(stages)} stages and --pipeline-parallel-size is "
-            f"{config.pipeline_parallel_size}; make them agree or unset the variable",
-            code="layer-partition-of-other-size",
-        )
-    return replace(config, pipeline_split=stages)
-
-
-def rank_cut(config: EngineConfig, shape: ModelShape) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Each tensor-parallel rank's weight, and the number of layers of each stage. Raises as `check_layout`."""
-    tensor, stages = check_layout(
-        shape,
-        tensor_parallel_size=config.tensor_parallel_size,
-        tensor_split=config.tensor_split,
-        pipeline_parallel_size=config.pipeline_parallel_size,
-        pipeline_split=config.pipeline_split,
-    )
-    weights = config.tensor_split or (1.0,) * (tensor or 1)
-    return weights, config.pipeline_split or tuple(layers_by_weight(shape, stages or 1))
-
-
-def expert_cut(config: EngineConfig, shape: ModelShape, tensor_parallel: int) -> ExpertCut:
-    """The way that the ranks of a stage share the experts. Raises as `cut_of_experts`."""
-    if not config.enable_expert_parallel:
-        return ExpertCut()
-    return cut_of_experts(
-        shape,
-        tensor_parallel=tensor_parallel,
-        data_parallel=config.data_parallel_size or 1,
-        expert_parallel=config.expert_parallel_size,
-    )
+    cut = asked_parallelism(vars(config), environment).of_one_engine()
+    cut.check(shape)
+    layers = cut.pipeline_split or tuple(layers_by_weight(shape, cut.pipeline_parallel))
+    return cut.changed(Parallelism(pipeline_split=layers))
 
 
 def layers_by_weight(shape: ModelShape, stages: int) -> list[int]:
@@ -240,7 +219,7 @@ def layers_by_weight(shape: ModelShape, stages: int) -> list[int]:
     place = whole(shape)
     layers_size = head_size = 0
     for parameter, layer in model_parameters(shape):
-        size = prod(parameter_dims(shape, place, parameter))
+        size = prod(parameter_dims(place, parameter))
         layers_size += size * (layer is not None)
         head_size += size * (parameter.where == "head")
     layer_size = layers_size / len(shape.layers)
@@ -268,15 +247,15 @@ def _check_float16_on_cpu(checkpoint: Checkpoint, old: Gpu) -> None:
         )
 
 
-def _dtype_beside_old_gpus(checkpoint: Checkpoint, old: Sequence[Gpu], *, on_cpu: bool) -> DType:
+def _dtype_beside_old_gpus(checkpoint: Checkpoint, old: Sequence[Gpu], *, on_cpu: bool) -> Decision[DType]:
     """The dtype for "auto", where the GPUs `old` do not compute in bfloat16."""
     dtype = _auto_dtype(checkpoint, on_cpu=on_cpu)
     if old and on_cpu:
         _check_float16_on_cpu(checkpoint, old[0])
-    return "float16" if old and dtype == "bfloat16" else dtype
+    return Decision("float16", old[0].name) if old and dtype.value == "bfloat16" else dtype
 
 
-def compute_dtype(config: EngineConfig, checkpoint: Checkpoint, host: Host, devices: Sequence[str]) -> DType:
+def compute_dtype(wanted: str, checkpoint: Checkpoint, host: Host, devices: Sequence[str]) -> Decision[DType]:
     """The dtype that the model computes in. Raises ConfigError for bfloat16 on a GPU that is too old.
 
     "auto" is the checkpoint's own dtype, with these exceptions:
@@ -288,26 +267,25 @@ def compute_dtype(config: EngineConfig, checkpoint: Checkpoint, host: Host, devi
     - float16 in place of bfloat16 on GPUs that are too old to compute in bfloat16.
     """
     old = [gpu for gpu in host.gpus_of(devices) if gpu.capability < BF16_CAPABILITY]
-    if config.dtype == "auto":
-        on_cpu = "cpu" in devices or device_kind(config, host) == "cpu"
-        return _dtype_beside_old_gpus(checkpoint, old, on_cpu=on_cpu)
-    dtype = DTYPES[config.dtype]
+    if wanted == "auto":
+        return _dtype_beside_old_gpus(checkpoint, old, on_cpu="cpu" in devices)
+    dtype = DTYPES[wanted]
     if old and dtype == "bfloat16":
         raise ConfigError(
             f"{old[0].name} (compute capability {format_version(old[0].capability)}) does not compute in "
             "bfloat16; use --dtype float16",
             code="gpu-without-bfloat16",
         )
-    return dtype
+    return Decision(dtype, "--dtype")
 
 
-def _auto_dtype(checkpoint: Checkpoint, *, on_cpu: bool) -> DType:
+def _auto_dtype(checkpoint: Checkpoint, *, on_cpu: bool) -> Decision[DType]:
     """The dtype of "auto" on devices that compute in every dtype. `on_cpu`: a CPU is one of them."""
     if checkpoint.format == "gguf" or checkpoint.shape.dtype == "float32":
-        return "bfloat16"
+        return Decision("bfloat16", "the default for a checkpoint in another format")
     if checkpoint.shape.published is not None and on_cpu:
-        return "bfloat16"
-    return checkpoint.shape.dtype
+        return Decision("bfloat16", "the kernels of the CPU")
+    return Decision(checkpoint.shape.dtype, "the checkpoint")
 
 
 def model_length(config: EngineConfig, shape: ModelShape) -> int:

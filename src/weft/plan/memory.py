@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from weft.checkpoint.architectures.place import Place
-from weft.checkpoint.architectures.shape import ModelShape
+from weft.checkpoint.architectures.shape import LatentAttention, Mixer, ModelShape
 from weft.errors import PlanError
 from weft.plan.plan import Plan
 from weft.plan.speculation import draft_plan
@@ -62,7 +62,7 @@ def step_bytes(
     once. These are one row for each of `sequences` and each of its `draft_tokens`, or SCORED_POSITIONS rows of a
     prompt. With latent attention, so is the `context` of a prompt that is expanded.
     """
-    attention = _attention_width(shape, place)
+    attention = max(_mixer_width(mixer, place) for mixer in shape.mixers)
     feed_forward = FFN_COPIES * len(place.ffn)
     if shape.experts:
         # Each token is copied to its experts, and their results are copied back into the order of the tokens.
@@ -82,22 +82,25 @@ def expanded_bytes(shape: ModelShape, place: Place, context: int, number_bytes: 
     EXPANDED_BYTES, or one, have their keys and values projected from them. Except in Triton both are copied to whole
     keys, and values are padded to the keys' length.
     """
-    latent = shape.latent
-    if latent is None:
-        return 0
+    latents = (mixer for mixer in shape.mixers if isinstance(mixer, LatentAttention))
+    return max((_expanded_bytes(latent, place, context, number_bytes) for latent in latents), default=0)
+
+
+def _expanded_bytes(latent: LatentAttention, place: Place, context: int, number_bytes: int) -> int:
     head = context * (latent.head_dim + latent.v_dim) * number_bytes
-    heads = max(1, min(len(place.q_heads), EXPANDED_BYTES // max(1, head)))
+    heads = max(1, min(len(place.heads_of(latent.head_counts).q), EXPANDED_BYTES // max(1, head)))
     projected = latent.nope_dim + latent.v_dim
     copied = 2 * max(latent.head_dim, latent.v_dim)
     return context * number_bytes * (2 * latent.latent_dim + heads * (projected + copied))
 
 
-def _attention_width(shape: ModelShape, place: Place) -> int:
-    """Numbers of a token at the widest point of attention."""
-    if latent := shape.latent:
+def _mixer_width(mixer: Mixer, place: Place) -> int:
+    """Numbers of a token at the widest point of a mixer."""
+    q_heads, kv_heads = map(len, place.heads_of(mixer.head_counts))
+    if isinstance(mixer, LatentAttention):
         # Queries, queries in the space of latents, and mixed latents.
-        return len(place.q_heads) * (latent.head_dim + latent.latent_dim + latent.kv_lora_rank) + latent.latent_dim
-    return (len(place.q_heads) * 2 + len(place.kv_heads) * 2) * shape.head_dim
+        return q_heads * (mixer.head_dim + mixer.latent_dim + mixer.kv_lora_rank) + mixer.latent_dim
+    return (q_heads * 2 + kv_heads * 2) * mixer.head_dim
 
 
 def kv_blocks(plan: Plan, capacities: Sequence[Capacity]) -> int:

@@ -16,6 +16,7 @@ from weft.errors import ConfigError, PlanError
 from weft.formatting import format_bytes
 from weft.machine.hardware.host import Host
 from weft.plan.devices import device_kind, rank_cores
+from weft.plan.parallelism import asked_parallelism
 from weft.plan.plan import Plan, RankDevice
 from weft.plan.split import split
 
@@ -138,8 +139,8 @@ def config_over_nodes(config: EngineConfig, shape: ModelShape, hosts: Sequence[H
             "--distributed-executor-backend inline runs all ranks in one process; leave it out with --nnodes",
             code="inline-over-nodes",
         )
-    cut = (config.tensor_parallel_size, config.tensor_split, config.pipeline_parallel_size, config.pipeline_split)
-    if any(part is not None for part in cut) or config.plan is not None:
+    cut = asked_parallelism(vars(config))
+    if cut.tensor_parallel or cut.pipeline_parallel or config.plan is not None:
         return config
     gpus = min(len(host.gpus) for host in hosts) if device_kind(config, joined_host(hosts)) == "cuda" else 1
     tensor = max(size for size in range(1, max(1, gpus) + 1) if shape.kv_heads % size == 0)

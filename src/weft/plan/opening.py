@@ -32,6 +32,7 @@ def resolve_checkpoint(config: EngineConfig) -> Checkpoint:
         load_format=config.load_format,
         model_impl=config.model_impl,
         task=pooling_task(config),
+        strict=config.strict_checkpoint,
     )
     if config.runner == "pooling" and checkpoint.pooling is not None:
         return replace(checkpoint, pooling=replace(checkpoint.pooling, generates=False))

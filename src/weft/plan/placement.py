@@ -18,6 +18,7 @@ from weft.formatting import join_commas
 from weft.machine.hardware.host import Host
 from weft.plan import max_memory
 from weft.plan.device_map import SPREADS, AvailableDevices, Spread, Stages, map_to_stages
+from weft.plan.parallelism import asked_parallelism
 
 
 def spread_word(device_map: DeviceMap) -> Spread | None:
@@ -58,17 +59,16 @@ def check_flags(device_map: DeviceMap, flags: Mapping[str, Any]) -> None:
 
 def _check_tensor_flags(flags: Mapping[str, Any]) -> None:
     """Raise ConfigError for a flag that cuts layers, deals out experts or copies the model."""
-    tensor, replicas = flags.get("tensor_parallel_size") or 1, flags.get("data_parallel_size") or 1
-    other = None
-    if flags.get("tensor_split") and len(flags["tensor_split"]) > 1:
-        other = f"--tensor-split {join_commas(flags['tensor_split'])} cuts each layer among several"
-    elif tensor > 1:
-        other = f"--tensor-parallel-size {tensor} cuts each layer among several"
-    elif flags.get("enable_expert_parallel"):
-        sharing = f" of {replicas} attention groups (--data-parallel-size)" if replicas > 1 else ""
+    cut, other = asked_parallelism(flags), None
+    if len(cut.tensor_split) > 1:
+        other = f"--tensor-split {join_commas(cut.tensor_split)} cuts each layer among several"
+    elif cut.tensor_parallel > 1:
+        other = f"--tensor-parallel-size {cut.tensor_parallel} cuts each layer among several"
+    elif cut.deals_experts:
+        sharing = f" of {cut.groups} attention groups (--data-parallel-size)" if cut.shares_experts else ""
         other = f"--enable-expert-parallel deals the experts of each layer out to all ranks{sharing}"
-    elif replicas > 1:
-        other = f"--data-parallel-size {replicas} makes copies of the whole model"
+    elif cut.data_parallel > 1:
+        other = f"--data-parallel-size {cut.data_parallel} makes copies of the whole model"
     if other is not None:
         raise ConfigError(
             f"--device-map puts whole layers on one device each, once; {other}: leave one of them out",
@@ -78,18 +78,18 @@ def _check_tensor_flags(flags: Mapping[str, Any]) -> None:
 
 def check_stages(stages: Stages, flags: Mapping[str, Any]) -> None:
     """Raise ConfigError if `flags` (by field name) divide the layers otherwise than the device map does."""
-    layers, count = flags.get("pipeline_split"), flags.get("pipeline_parallel_size")
-    if layers is not None and tuple(layers) != stages.layers:
+    cut = asked_parallelism(flags)
+    if cut.pipeline_split and cut.pipeline_split != stages.layers:
         raise ConfigError(
-            f"--pipeline-split {join_commas(layers)} contradicts --device-map, which makes it "
+            f"--pipeline-split {join_commas(cut.pipeline_split)} contradicts --device-map, which makes it "
             f"{join_commas(stages.layers)}: leave one of them out",
             code="device-map-contradicts-split",
         )
-    if count is not None and count != len(stages.layers):
+    if cut.pipeline_parallel not in (0, len(stages.layers)):
         raise ConfigError(
-            f"--pipeline-parallel-size {count} contradicts --device-map, which makes {len(stages.layers)} "
-            f"{'stage' if len(stages.layers) == 1 else 'stages'} ({join_commas(stages.layers)} layers): leave one "
-            "of them out",
+            f"--pipeline-parallel-size {cut.pipeline_parallel} contradicts --device-map, which makes "
+            f"{len(stages.layers)} {'stage' if len(stages.layers) == 1 else 'stages'} "
+            f"({join_commas(stages.layers)} layers): leave one of them out",
             code="device-map-contradicts-stages",
         )
 

@@ -7,9 +7,10 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from weft.checkpoint.architectures.place import Place, Span
-from weft.checkpoint.architectures.shape import Experts, ModelShape
+from weft.checkpoint.architectures.place import HeadSpans, Place, Span
+from weft.checkpoint.architectures.shape import Experts, HeadCounts, ModelShape
 from weft.checkpoint.quantised.precision import scale_columns
+from weft.plan.parallelism import Parallelism
 from weft.plan.rules import (
     check_expert_parallel_size,
     check_library_cut,
@@ -37,7 +38,7 @@ def column_unit(shape: ModelShape, precision: str) -> int:
     return max(FFN_UNIT, scale_columns(shape, precision))
 
 
-def cut_heads(q_heads: int, kv_heads: int, weights: Sequence[float]) -> list[tuple[Span, Span]]:
+def cut_heads(counts: HeadCounts, weights: Sequence[float]) -> list[HeadSpans]:
     """Cut attention into each rank's query heads and KV heads, in whole KV groups while there are enough of them.
 
     With more ranks than KV heads, each KV group goes to one or more ranks. The ranks of one group divide its query
@@ -45,16 +46,17 @@ def cut_heads(q_heads: int, kv_heads: int, weights: Sequence[float]) -> list[tup
 
     Raises PlanError for more ranks than query heads.
     """
+    q_heads, kv_heads = counts
     ranks, group = len(weights), q_heads // kv_heads
     check_tensor_parallel_size(ranks, q_heads)
     if ranks <= kv_heads:
         kv = [Span(part.start, part.stop) for part in split(kv_heads, weights, minimum=1)]
-        return [(span.scaled(group), span) for span in kv]
+        return [HeadSpans(span.scaled(group), span) for span in kv]
     heads = []
     for head, sharers in enumerate(split(ranks, [1.0] * kv_heads, minimum=1)):
         for part in split(group, [weights[rank] for rank in sharers], minimum=1):
             q = Span(head * group + part.start, head * group + part.stop)
-            heads.append((q, Span(head, head + 1)))
+            heads.append(HeadSpans(q, Span(head, head + 1)))
     return heads
 
 
@@ -71,11 +73,12 @@ def cut_columns(total: int, weights: Sequence[float], unit: int = FFN_UNIT) -> l
 
 @lru_cache(maxsize=256)
 def _cut_layer(
-    q_heads: int, kv_heads: int, ffn: int, vocab: int, weights: tuple[float, ...], unit: int
-) -> tuple[list[tuple[Span, Span]], list[Span], list[Span]]:
-    """Each rank's heads, MLP columns and vocabulary rows."""
+    counts: tuple[HeadCounts, ...], ffn: int, vocab: int, weights: tuple[float, ...], unit: int
+) -> tuple[list[tuple[tuple[HeadCounts, HeadSpans], ...]], list[Span], list[Span]]:
+    """Each rank's heads of each of the `counts`, MLP columns and vocabulary rows."""
+    heads = [[(of, spans) for spans in cut_heads(of, weights)] for of in counts]
     # The head is a matrix product for every token that is sampled: cut like the MLP, never in whole heads.
-    return cut_heads(q_heads, kv_heads, weights), cut_columns(ffn, weights, unit), cut_columns(vocab, weights)
+    return list(zip(*heads, strict=True)), cut_columns(ffn, weights, unit), cut_columns(vocab, weights)
 
 
 def cut_experts(
@@ -132,7 +135,7 @@ def cut_places(
     check_pipeline_split(stage_layers, len(shape.layers))
     check_library_cut(shape, tensor_weights, len(stage_layers))
     weights, tp = tuple(tensor_weights), len(tensor_weights)
-    heads, ffn, vocab = _cut_layer(shape.q_heads, shape.kv_heads, shape.ffn, shape.vocab, weights, ffn_unit)
+    heads, ffn, vocab = _cut_layer(shape.head_counts, shape.ffn, shape.vocab, weights, ffn_unit)
     experts = _cut_mixture(shape.experts, weights, data_parallel, expert_parallel, ffn_unit)
     first_layers = list(accumulate(stage_layers, initial=0))
     return tuple(
@@ -145,8 +148,7 @@ def cut_places(
             dp_rank=group,
             dp_size=data_parallel,
             layers=Span(first_layers[stage], first_layers[stage + 1]),
-            q_heads=heads[t][0],
-            kv_heads=heads[t][1],
+            heads=heads[t],
             ffn=ffn[t],
             vocab=vocab[t],
             experts=experts[group * tp + t].experts,
@@ -157,3 +159,13 @@ def cut_places(
         for stage in range(len(stage_layers))
         for t in range(tp)
     )
+
+
+def engine_places(shape: ModelShape, cut: Parallelism, precision: str) -> tuple[Place, ...]:
+    """The places of all ranks of one engine, with weights in this precision. Raises as `cut_places`."""
+    experts = {"data_parallel": cut.groups, "expert_parallel": cut.expert_parallel}
+    return _places(shape, cut.weights, cut.pipeline_split, ffn_unit=column_unit(shape, precision), **experts)
+
+
+# A search tries the same cuts many times.
+_places = lru_cache(maxsize=1024)(cut_places)

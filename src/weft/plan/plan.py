@@ -12,6 +12,7 @@ from weft.checkpoint.architectures.place import Place
 from weft.checkpoint.architectures.shape import DType, ModelShape
 from weft.plan.backends import runs_on_gpus
 from weft.plan.fills import rank_weight_bytes
+from weft.plan.parallelism import Parallelism
 
 Exchange = Literal["gather", "dispatch"]
 
@@ -148,9 +149,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return max(1, len({place.experts for place in self.places}))
 
     @property
-    def deals_experts(self) -> bool:
-        """True if experts are dealt out to ranks, or shared by attention groups (--enable-expert-parallel)."""
-        return self.expert_parallel > 1 or self.data_parallel > 1
+    def parallelism(self) -> Parallelism:
+        """The cut that the places show. The weights of a tensor split are not kept."""
+        return Parallelism(
+            self.tensor_parallel,
+            self.stages,
+            self.data_parallel,
+            self.expert_parallel,
+            self.expert_parallel > 1 or self.data_parallel > 1,
+            pipeline_split=tuple(len(self.places[ranks[0]].layers) for ranks in self.tensor_groups[: self.stages]),
+        )
 
     @property
     def output_rank(self) -> int:

@@ -4,21 +4,19 @@ which schemes the library multiplies, and why not the others; the plan and the r
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from weft.checkpoint.architectures.axes import owned
 from weft.checkpoint.architectures.parameters import parameter_dims, rank_parameters
 from weft.checkpoint.architectures.place import Span
 from weft.checkpoint.architectures.published import ROW
 from weft.checkpoint.quantised.schemes import ALL_SCHEMES, Scheme
-from weft.config import EngineConfig
 from weft.errors import ConfigError
 from weft.formatting import extra_hint, format_version
-from weft.machine.hardware.host import Host
 from weft.plan.backends import KernelDevice, Version, against_version, kernel_family
+from weft.plan.decision import Decision
 from weft.plan.fills import checkpoint_scheme
 from weft.plan.plan import Plan
 
@@ -137,33 +135,29 @@ def refusal(reason: str) -> str:
     return f"--product-backend humming: humming's kernels cannot be used: {reason}; {WAY_OUT}"
 
 
-def with_product_backend(
-    config: EngineConfig, dtype: str, schemes: Collection[str], host: Host, devices: Sequence[str]
-) -> EngineConfig:
-    """Set the config's backend of products to what the ranks do: "own", "humming", or "auto" if they race both.
+def choose_product_backend(
+    wanted: str,
+    attention: str,
+    dtype: str,
+    schemes: Collection[str],
+    device: KernelDevice,
+) -> Decision[str]:
+    """The backend of products, by what the ranks do: "own", "humming", or "auto" if they race both.
 
-    `schemes` are the names of the model's weights' schemes. Raises ConfigError for products that were asked for and
-    cannot be had on these devices or for this model, before any weight is read.
+    `attention` is the attention backend, `schemes` are the names of the schemes of the model's weights. Raises
+    ConfigError for products that were asked for and cannot be had on these devices or for this model, before any weight
+    is read.
     """
-    backend = config.product_backend
-    if backend == "own" or config.deterministic or (backend == "auto" and AUTO == "own"):
-        return replace(config, product_backend="own")
-    device = KernelDevice(
-        cards=[(gpu.name, gpu.capability) for gpu in host.gpus_of(devices)],
-        packages=host.packages,
-        interpreted=host.environment.get("TRITON_INTERPRET") == "1",
-    )
+    if wanted == "own" or (wanted == "auto" and AUTO == "own"):
+        return Decision("own", "--product-backend" if wanted == "own" else "the default")
     reason = against_device(device, dtype) or against_schemes(schemes, dtype)
-    family = kernel_family(config.attention_backend, on_cpu=False)
-    if reason is None and family != "triton":
-        reason = (
-            f"they replace products of the Triton kernels, and --attention-backend {config.attention_backend} has none"
-        )
+    if reason is None and kernel_family(attention, on_cpu=False) != "triton":
+        reason = f"they replace products of the Triton kernels, and --attention-backend {attention} has none"
     if reason is None:
-        return replace(config, product_backend=backend)
-    if backend == "humming":
+        return Decision(wanted, "--product-backend")
+    if wanted == "humming":
         raise ConfigError(refusal(reason), code="product-backend-not-usable")
-    return replace(config, product_backend="own")
+    return Decision("own", reason)
 
 
 def against_schemes(schemes: Collection[str], dtype: str) -> str | None:
@@ -187,11 +181,11 @@ def repacking_bytes(plan: Plan, rank: int) -> int:
     padding = most = 0
     place = plan.places[rank]
     for _, parameter, layer in rank_parameters(plan.shape, place):
-        axis, dims = parameter.parts[0].cols, parameter_dims(plan.shape, place, parameter)
+        axis, dims = parameter.parts[0].cols, parameter_dims(place, parameter)
         name = checkpoint_scheme(parameter, layer, plan.schemes) if axis else None
         if name is None or axis is None:
             continue
-        scheme, span, count = ALL_SCHEMES[name], owned(plan.shape, place, axis), prod(dims[:-2])
+        scheme, span, count = ALL_SCHEMES[name], axis.owned(place), prod(dims[:-2])
         spec = ProductSpec(scheme=scheme, dtype=plan.dtype, rows=dims[-2], cols=len(span))
         if against_weight(spec):
             continue

@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from weft.checkpoint.architectures.axes import Axis, Extent, axis_length, owned
+from weft.checkpoint.architectures.axes import Axis
 from weft.checkpoint.architectures.parameters import Parameter, model_parameters
 from weft.checkpoint.architectures.place import Place, Span
 from weft.checkpoint.architectures.published import ORDERED
 from weft.checkpoint.architectures.shape import DTYPE_BYTES, DType, ModelShape
 from weft.checkpoint.files.gguf_types import MIXES, gguf_type
 from weft.checkpoint.quantised.precision import BF16, OF_DTYPE, held_precision, part_format
+from weft.checkpoint.quantised.registry import METHODS
 from weft.checkpoint.quantised.schemes import (
     FLOAT_SCHEMES,
-    METHODS,
     ONLINE_QUANTIZATIONS,
     UNIT,
     scheme_for_parameter,
@@ -54,8 +54,34 @@ class Matrix(NamedTuple):
     layer: int
 
 
+class HeldWeights(NamedTuple):
+    """The weights as an engine holds them.
+
+    `schemes`: scheme of each tensor that is held quantised, by its name in the checkpoint. `quantization`: "none", the
+    user's choice, or the origin of the quantised weights ("gguf", "gptq"). `precision`: a precision whose scales cover
+    as many columns as the scales of these weights, for `places.column_unit`.
+    """
+
+    schemes: dict[str, str]
+    quantization: str
+    precision: str
+
+
+def held_weights(
+    quantization: str, backend: str, checkpoint: Checkpoint, dtype: DType, devices: Sequence[str]
+) -> HeldWeights:
+    """The weights as an engine with this attention backend holds them. Raises as `tensor_schemes`."""
+    published = checkpoint.shape.published
+    schemes = tensor_schemes(quantization, backend, checkpoint, dtype, devices)
+    if quantises_online(quantization, checkpoint.shape):
+        return HeldWeights(schemes, quantization if schemes else "none", ONLINE_QUANTIZATIONS[quantization])
+    if not schemes:
+        return HeldWeights(schemes, "none", "bf16")
+    return HeldWeights(schemes, *((published.method, published.precision) if published else ("gguf", "bf16")))
+
+
 def tensor_schemes(
-    config: EngineConfig, checkpoint: Checkpoint, dtype: DType, devices: Sequence[str]
+    quantization: str, backend: str, checkpoint: Checkpoint, dtype: DType, devices: Sequence[str]
 ) -> dict[str, str]:
     """Scheme of each tensor that the engine holds quantised, by the tensor's name in the checkpoint.
 
@@ -64,8 +90,7 @@ def tensor_schemes(
     devices have kernels for quantised weights in `dtype` and `dtype` has 16 bits. Raises ConfigError for a quantization
     that this checkpoint or device cannot have.
     """
-    quantization = config.quantization
-    dtypes = quantised_dtypes(config.attention_backend, devices)
+    dtypes = quantised_dtypes(backend, devices)
     _check_method(quantization, checkpoint.shape)
     if quantization in ONLINE_QUANTIZATIONS:
         _check_online(quantization, dtype, dtypes)
@@ -101,24 +126,20 @@ def quantises_online(quantization: str, shape: ModelShape) -> bool:
     return shape.published is None or shape.published.precision != ONLINE_QUANTIZATIONS[quantization]
 
 
-def cut_precision(config: EngineConfig, shape: ModelShape, schemes: Mapping[str, str]) -> str:
-    """A precision whose scales cover as many columns as the held weights' scales, for `places.column_unit`."""
-    if quantises_online(config.quantization, shape):
-        return ONLINE_QUANTIZATIONS[config.quantization]
-    return shape.published.precision if shape.published and schemes else "bf16"
-
-
-def log_dequantised(config: EngineConfig, checkpoint: Checkpoint, dtype: DType, schemes: Mapping[str, str]) -> None:
+def log_dequantised(
+    config: EngineConfig, backend: str, checkpoint: Checkpoint, dtype: DType, schemes: Mapping[str, str]
+) -> None:
     """Log the file's quantised tensors that are held in another scheme or in `dtype`, unless the user chose that."""
     if config.quantization == "none" or quantises_online(config.quantization, checkpoint.shape):
         return
-    _log_dtype(config, checkpoint.shape, dtype, schemes)
+    if config.dtype == "auto":
+        _log_dtype(checkpoint.shape, dtype, schemes)
     _log_changed(checkpoint.quantised, schemes)
-    _log_lost(config, checkpoint, dtype, schemes)
+    _log_lost(backend, checkpoint, dtype, schemes)
 
 
-def _log_dtype(config: EngineConfig, shape: ModelShape, dtype: DType, schemes: Mapping[str, str]) -> None:
-    if schemes and shape.published and config.dtype == "auto" and dtype != shape.dtype:
+def _log_dtype(shape: ModelShape, dtype: DType, schemes: Mapping[str, str]) -> None:
+    if schemes and shape.published and dtype != shape.dtype:
         logger.info(
             "Computing in %s: the kernels for %s weights on this device do not compute in the checkpoint's %s",
             dtype,
@@ -142,12 +163,12 @@ def _matrix_types(checkpoint: Checkpoint) -> dict[str, str]:
     return {name: type for name, type in checkpoint.quantised.items() if name in sources}
 
 
-def _log_lost(config: EngineConfig, checkpoint: Checkpoint, dtype: DType, schemes: Mapping[str, str]) -> None:
+def _log_lost(backend: str, checkpoint: Checkpoint, dtype: DType, schemes: Mapping[str, str]) -> None:
     """Log the tensors that are held in `dtype`; the first expert stands for all."""
     shape = checkpoint.shape
     types = _matrix_types(checkpoint)
     lost = {name: type for name, type in types.items() if name not in schemes}
-    on_torch = config.attention_backend == "torch"
+    on_torch = backend == "torch"
     if not on_torch and (schemes or not held_tensors(shape, lost)):
         _warn_dequantised(shape, lost, len(types), dtype)
     elif lost:
@@ -162,9 +183,7 @@ def _log_lost(config: EngineConfig, checkpoint: Checkpoint, dtype: DType, scheme
 
 def _warn_dequantised(shape: ModelShape, lost: Mapping[str, str], total: int, dtype: DType) -> None:
     """Warn of the tensors in `lost` (name -> type) that no scheme can hold, reason by reason."""
-    uneven = {
-        name for matrix in _matrices(shape) if not _has_whole_units(shape, matrix.parameter) for name in matrix.sources
-    }
+    uneven = {name for matrix in _matrices(shape) if not _has_whole_units(matrix.parameter) for name in matrix.sources}
     by_reason: dict[str, Counter[str]] = {}
     for name, type in lost.items():
         types = by_reason.setdefault(_dequantised_reason(type, name in uneven), Counter())
@@ -187,15 +206,6 @@ def _dequantised_reason(type: str, uneven: bool) -> str:
     return "for lack of kernels"
 
 
-def quantization_name(config: EngineConfig, shape: ModelShape, schemes: Mapping[str, str]) -> str:
-    """The plan's `quantization`: "none", the user's choice, or the origin of the quantised weights ("gguf", "gptq")."""
-    if not schemes:
-        return "none"
-    if quantises_online(config.quantization, shape):
-        return config.quantization
-    return shape.published.method if shape.published else "gguf"
-
-
 def precision_of(shape: ModelShape, quantization: str, schemes: Mapping[str, str], dtype: DType) -> str:
     """The planner's name for the precision of a plan's weights; for a GGUF file, the mix whose tensors, as the
     engine holds them, agree with most of the file's."""
@@ -211,11 +221,10 @@ def precision_of(shape: ModelShape, quantization: str, schemes: Mapping[str, str
 def checkpoint_precision(config: EngineConfig, checkpoint: Checkpoint, dtype: DType, devices: Sequence[str]) -> str:
     """The planner's name for the precision in which an engine would hold a checkpoint; for a GGUF file, the mix
     nearest to the types stored in it."""
-    shape, schemes = checkpoint.shape, tensor_schemes(config, checkpoint, dtype, devices)
-    quantization = quantization_name(config, shape, schemes)
-    if quantization == "gguf":
-        return _nearest_mix(shape, checkpoint.quantised, _last_part_type)
-    return precision_of(shape, quantization, schemes, dtype)
+    held = held_weights(config.quantization, config.attention_backend, checkpoint, dtype, devices)
+    if held.quantization == "gguf":
+        return _nearest_mix(checkpoint.shape, checkpoint.quantised, _last_part_type)
+    return precision_of(checkpoint.shape, held.quantization, held.schemes, dtype)
 
 
 def _last_part_type(shape: ModelShape, mix: str, parameter: Parameter, layer: int) -> str:
@@ -238,7 +247,7 @@ def _nearest_mix(
 
 def check_cuts(shape: ModelShape, places: Sequence[Place], schemes: Mapping[str, str]) -> None:
     """Raise PlanError if a rank's columns of a quantised matrix are not whole units of UNIT columns."""
-    off_grid = cache(partial(_off_grid_cut, shape, places))
+    off_grid = cache(partial(_off_grid_cut, places))
     for matrix in _matrices(shape):
         name = matrix.sources[0]
         if name not in schemes:
@@ -258,7 +267,7 @@ def check_planned_cuts(shape: ModelShape, places: Sequence[Place], precision: st
     def is_quantised(parameter: Parameter, layer: int) -> bool:
         return part_format(shape, held, parameter, parameter.parts[0], layer).bits < BF16.bits
 
-    off_grid = cache(partial(_off_grid_cut, shape, places))
+    off_grid = cache(partial(_off_grid_cut, places))
     for parameter, layer in model_parameters(shape):
         uneven = off_grid(parameter.parts[0].cols)
         if uneven is not None and is_quantised(parameter, layer or 0):
@@ -267,13 +276,13 @@ def check_planned_cuts(shape: ModelShape, places: Sequence[Place], precision: st
             raise _cut_error(shape, quantised, *uneven, name, precision, "--precision bf16")
 
 
-def _off_grid_cut(shape: ModelShape, places: Sequence[Place], axis: Axis | Extent | None) -> tuple[Place, Span] | None:
+def _off_grid_cut(places: Sequence[Place], axis: Axis | None) -> tuple[Place, Span] | None:
     """The first rank whose columns of a matrix are not whole units, and these columns; None if all are. `axis` is the
     axis of the columns, None for a vector."""
     if axis is None:
         return None
     for place in places:
-        cols = owned(shape, place, axis)
+        cols = axis.owned(place)
         if cols.start % UNIT or cols.stop % UNIT:
             return place, cols
     return None
@@ -297,7 +306,7 @@ def _working_sizes(shape: ModelShape, quantised: Sequence[Parameter]) -> list[in
     axes = {parameter.parts[0].cols for parameter in quantised}
     for size in range(1, min(shape.q_heads, MAX_SIZES) + 1):
         places = cut_places(shape, [1.0] * size, [len(shape.layers)], ffn_unit=unit)
-        if all(_off_grid_cut(shape, places, axis) is None for axis in axes):
+        if all(_off_grid_cut(places, axis) is None for axis in axes):
             sizes.append(size)
     return sizes
 
@@ -346,7 +355,7 @@ def held_tensors(shape: ModelShape, stored: Mapping[str, str]) -> dict[str, str]
     """
     schemes: dict[str, str] = {}
     for matrix in _matrices(shape):
-        if matrix.parameter.role == "expansion" or not _has_whole_units(shape, matrix.parameter):
+        if matrix.parameter.role == "expansion" or not _has_whole_units(matrix.parameter):
             continue
         scheme = scheme_for_types(stored.get(name, "") for name in matrix.sources)
         if scheme is not None and (scheme not in FLOAT_SCHEMES or matrix.parameter.role == "expert"):
@@ -354,10 +363,10 @@ def held_tensors(shape: ModelShape, stored: Mapping[str, str]) -> dict[str, str]
     return schemes
 
 
-def _has_whole_units(shape: ModelShape, parameter: Parameter) -> bool:
+def _has_whole_units(parameter: Parameter) -> bool:
     """Return True if a matrix has a multiple of UNIT columns, as kernels need them."""
     cols = parameter.parts[0].cols
-    return cols is not None and axis_length(shape, cols) % UNIT == 0
+    return cols is not None and cols.length % UNIT == 0
 
 
 def _matrices(shape: ModelShape) -> Iterator[Matrix]:

@@ -1,92 +1,15 @@
-"""The rules for a layout's sizes and splits. The engine and `weft plan` both check a user's layout here."""
+"""The rules for a layout's sizes and splits, of which `Parallelism.check` makes use."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
 from math import isfinite
-from typing import NamedTuple
 
 from weft.checkpoint.architectures.library import PREFIX
 from weft.checkpoint.architectures.shape import ModelShape
 from weft.errors import ConfigError, PlanError
 from weft.formatting import join_commas
-
-
-def check_layout(
-    shape: ModelShape,
-    *,
-    tensor_parallel_size: int | None,
-    tensor_split: Sequence[float] | None,
-    pipeline_parallel_size: int | None,
-    pipeline_split: Sequence[int] | None,
-) -> tuple[int | None, int | None]:
-    """Check a layout against its own fields and the model. Arguments are named as the fields of EngineConfig.
-
-    Returns the tensor-parallel size and the number of pipeline stages, None for a size that the arguments leave open.
-    Raises ConfigError for arguments that contradict each other, PlanError for a layout that the model cannot have.
-    """
-    if tensor_split is not None:
-        check_tensor_split(tensor_split)
-        if tensor_parallel_size not in (None, len(tensor_split)):
-            raise ConfigError(
-                f"tensor_split has {len(tensor_split)} weights and tensor_parallel_size is {tensor_parallel_size}; "
-                "give one weight per rank, or only tensor_split",
-                code="tensor-split-of-other-size",
-            )
-        tensor_parallel_size = len(tensor_split)
-    if pipeline_split is not None:
-        if pipeline_parallel_size not in (None, len(pipeline_split)):
-            raise ConfigError(
-                f"pipeline_split has {len(pipeline_split)} stages and pipeline_parallel_size is "
-                f"{pipeline_parallel_size}; give one number of layers per stage, or only pipeline_split",
-                code="pipeline-split-of-other-size",
-            )
-        pipeline_parallel_size = len(pipeline_split)
-    if pipeline_parallel_size is not None:
-        check_stage_count(pipeline_parallel_size, len(shape.layers))
-    if pipeline_split is not None:
-        check_pipeline_split(pipeline_split, len(shape.layers))
-    if tensor_parallel_size is not None:
-        check_tensor_parallel_size(tensor_parallel_size, shape.q_heads)
-    return tensor_parallel_size, pipeline_parallel_size
-
-
-class ExpertCut(NamedTuple):
-    """Number of attention groups that share the experts, and number of parts into which whole experts are dealt."""
-
-    data_parallel: int = 1
-    expert_parallel: int = 1
-
-
-def check_expert_flags(*, enable_expert_parallel: bool, expert_parallel_size: int | None) -> None:
-    """Raise ConfigError for flags that contradict each other for every model. Arguments are fields of EngineConfig."""
-    if enable_expert_parallel:
-        return
-    if expert_parallel_size is not None:
-        raise ConfigError(
-            f"expert_parallel_size {expert_parallel_size} deals experts out to ranks, which takes "
-            "--enable-expert-parallel as well: add it, or leave --expert-parallel-size out",
-            code="expert-size-without-expert-parallel",
-        )
-
-
-def cut_of_experts(
-    shape: ModelShape, *, tensor_parallel: int, data_parallel: int, expert_parallel: int | None
-) -> ExpertCut:
-    """The cut of a model's experts over the ranks of an engine; `expert_parallel` None deals them out to all ranks.
-
-    Raises PlanError for a cut that the model cannot have.
-    """
-    if shape.experts is None:
-        raise PlanError(
-            "--enable-expert-parallel deals experts out to ranks, and this model has no experts: leave it out",
-            code="no-experts",
-        )
-    ranks = tensor_parallel * data_parallel
-    parts = ranks if expert_parallel is None else expert_parallel
-    check_expert_parallel_size(parts, ranks, shape.experts.count)
-    return ExpertCut(data_parallel, parts)
 
 
 def check_expert_parallel_size(parts: int, ranks: int, experts: int) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Iterator
 
 import msgspec
 
@@ -11,7 +10,8 @@ from weft.checkpoint.architectures.place import Place
 from weft.checkpoint.architectures.shape import ModelShape
 from weft.errors import ConfigError, PlanError
 from weft.machine.hardware.cluster import Cluster
-from weft.plan.places import column_unit, cut_places
+from weft.plan.parallelism import Parallelism
+from weft.plan.places import engine_places
 
 DEFAULT_LENGTH = 1024  # tokens of a prompt, and of an answer, if the user gives neither
 
@@ -71,81 +71,38 @@ def default_lengths(input_len: int | None, output_len: int | None, most: int) ->
 
 
 class DeploymentLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """`data_parallel` replicas of `pipeline_parallel` stages of `tensor_parallel` ranks, with the GPU of each rank.
+    """A model cut over the GPUs of a cluster.
 
     `places` and `gpus` have one entry per rank of the deployment, ordered by replica, then by stage:
     rank = (replica * pipeline_parallel + stage) * tensor_parallel + tp_rank. `gpus[rank]` is the number of its
     GPU in `Cluster` order (node by node). Replicas differ only in the experts that they hold; `place.rank`
     counts within an engine: a replica, or all replicas if they share their experts. `precision` and `kv_dtype` are
     names of `checkpoint.quantised.precision`.
-
-    `expert_parallel` is the number of parts into which the routed experts of a layer are dealt whole; the ranks of a
-    part divide the columns of its experts. It is 1 if every rank holds a slice of each expert. If the replicas share
-    one set of experts (they are the attention groups of one engine), these are parts of the ranks of all replicas.
     """
 
-    tensor_weights: tuple[float, ...]
-    stage_layers: tuple[int, ...]
-    data_parallel: int
-    expert_parallel: int
+    parallelism: Parallelism
     precision: str
     kv_dtype: str
     places: tuple[Place, ...]
-    gpus: tuple[int, ...]
 
     @property
-    def tensor_parallel(self) -> int:
-        return len(self.tensor_weights)
-
-    @property
-    def pipeline_parallel(self) -> int:
-        return len(self.stage_layers)
-
-    @property
-    def replica_size(self) -> int:
-        """Number of ranks of one replica."""
-        return self.tensor_parallel * self.pipeline_parallel
+    def gpus(self) -> tuple[int, ...]:
+        return self.parallelism.devices
 
     def gpu_count(self, cluster: Cluster) -> int:
         """Number of GPUs of the cluster that it uses; without GPUs, of the CPU's parts."""
         return len({number for number in self.gpus if number < len(cluster.gpus)})
 
-    @property
-    def shares_experts(self) -> bool:
-        """True if the replicas share one set of experts, and take every step together."""
-        return self.places[0].dp_size > 1
-
     def replica_slices(self) -> Iterator[slice]:
         """The ranks of each replica, as slices of `places` and `gpus`."""
-        size = self.replica_size
+        size = self.parallelism.replica_size
         yield from (slice(start, start + size) for start in range(0, len(self.gpus), size))
-
-    @property
-    def deals_experts(self) -> bool:
-        """True if the layout takes --enable-expert-parallel."""
-        return self.expert_parallel > 1 or self.shares_experts
-
-    @property
-    def expert_parts(self) -> int | None:
-        """The --expert-parallel-size of the layout; None for its default, all ranks that share a layer's experts."""
-        ranks = self.tensor_parallel * self.places[0].dp_size
-        return self.expert_parallel if self.deals_experts and self.expert_parallel != ranks else None
-
-    @property
-    def engine_ranks(self) -> int:
-        """Number of ranks of one engine: a replica, or all replicas if they share their experts."""
-        return len(self.gpus) if self.shares_experts else self.replica_size
-
-    @property
-    def engines(self) -> int:
-        """Number of engines."""
-        return len(self.gpus) // self.engine_ranks
 
     def rank_signatures(self, cluster: Cluster) -> list[tuple[int, int, int]]:
         """(number of experts, columns of each, identity of the GPU's spec) per rank: all that replicas may differ
         in."""
         gpus = cluster.devices
-        if not self.shares_experts:
+        if not self.parallelism.shares_experts:
             return [(0, 0, id(gpus[index])) for index in self.gpus]
         return [
             (len(place.experts), len(place.expert_ffn), id(gpus[index]))
@@ -154,56 +111,27 @@ class DeploymentLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     def replica(self, number: int) -> tuple[tuple[Place, int], ...]:
         """(place, GPU number) of each rank of one replica."""
-        ranks = slice(number * self.replica_size, (number + 1) * self.replica_size)
+        ranks = slice(number * self.parallelism.replica_size, (number + 1) * self.parallelism.replica_size)
         return tuple(zip(self.places[ranks], self.gpus[ranks], strict=True))
 
 
-def deploy(
-    shape: ModelShape,
-    *,
-    tensor_weights: Sequence[float],
-    stage_layers: Sequence[int],
-    gpus: Sequence[int],
-    precision: str,
-    kv_dtype: str,
-    expert_parallel: int = 1,
-    shares_experts: bool = False,
-) -> DeploymentLayout:
-    """Lay out as many replicas as there are `gpus` for.
-
-    `expert_parallel` is the number of parts into which the experts are dealt over the ranks of a replica's stage, or
-    over the ranks of all replicas if these share their experts.
+def deploy(shape: ModelShape, parallelism: Parallelism, *, precision: str, kv_dtype: str) -> DeploymentLayout:
+    """Lay out as many replicas as the parallelism has devices for; experts that it leaves open are cut like all else.
 
     Raises PlanError for a cut that the model does not allow.
     """
-    weights, layers = tuple(tensor_weights), tuple(stage_layers)
-    size = len(weights) * len(layers)
+    size, gpus = parallelism.replica_size, parallelism.devices
     replicas, left_over = divmod(len(gpus), size)
     if left_over or not replicas:
         raise PlanError(
             f"{len(gpus)} GPUs are no multiple of the {size} ranks of a replica", code="gpus-not-multiple-of-replica"
         )
-    unit = column_unit(shape, precision)
-    engines = 1 if shares_experts else replicas
-    ranked = _places(
-        shape,
-        weights,
-        layers,
-        data_parallel=replicas // engines,
-        expert_parallel=expert_parallel,
-        ffn_unit=unit,
-    )
-    return DeploymentLayout(
-        tensor_weights=weights,
-        stage_layers=layers,
+    parts = parallelism.expert_parallel or 1
+    cut = msgspec.structs.replace(
+        parallelism,
         data_parallel=replicas,
-        expert_parallel=expert_parallel,
-        precision=precision,
-        kv_dtype=kv_dtype,
-        places=ranked * engines,
-        gpus=tuple(gpus),
+        expert_parallel=parts,
+        deals_experts=parallelism.deals_experts is True and max(parts, replicas) > 1,
     )
-
-
-# A search tries the same cuts many times.
-_places = lru_cache(maxsize=1024)(cut_places)
+    places = engine_places(shape, cut, precision)
+    return DeploymentLayout(parallelism=cut, precision=precision, kv_dtype=kv_dtype, places=places * cut.engines)

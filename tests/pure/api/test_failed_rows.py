@@ -21,7 +21,7 @@ PROMPT = list(range(17))  # four blocks, and one token
 
 def fail(engine: Engine, *ids: str, failure: SlotFailure = NAN) -> list[str]:
     """Execute the oldest step in flight, in which these requests fail; return the ids of those that are told."""
-    rows = engine.scheduler._in_flight[0].rows
+    rows = engine.scheduler.table.in_flight[0].rows
     slots = engine.flight[0].slots
     result = engine.ranks.execute(engine.flight.popleft())
     result.failed = {slot: failure for slot, row in zip(slots, rows, strict=True) if row.request.id in ids}
@@ -89,9 +89,10 @@ def test_a_preempted_request_that_fails_leaves_cache_and_queue() -> None:
     engine = Engine(LIMITS)
     engine.scheduler.add(request("a", PROMPT, max_tokens=4))
     engine.schedule()
-    engine.scheduler._preempt(engine.scheduler._running["a"])
+    engine.scheduler._preempt(engine.scheduler.table.running["a"])
     assert fail(engine, "a") == ["a"]
-    assert len(engine.scheduler._queue) == 0 and engine.scheduler.waiting == 0
+    table = engine.scheduler.table
+    assert not any(len(owner.queue) for owner in table.owners.values()) and table.waiting == 0
     assert starts(engine, "b") == [0]
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.pure.shapes import figures, windows
 from tests.refusals import has_values, refuses
-from weft.checkpoint.architectures.kv import kv_bytes, kv_bytes_per_token, layer_bytes_per_token
+from weft.checkpoint.architectures.kv import kv_bytes, kv_bytes_per_token, kv_specs
 from weft.checkpoint.architectures.parameters import parameter_count
 from weft.checkpoint.architectures.shape import Experts, ModelShape
 from weft.checkpoint.names import catalogue
@@ -50,8 +50,9 @@ def test_models_are_reproduced_exactly(row: dict[str, str]) -> None:
     assert kv_bytes_per_token(shape) == int(row["kv_bytes_per_token_bf16"])
     assert shape.architecture == row["architecture"]
     assert not row["layers"] or len(shape.layers) == int(row["layers"])
-    for key in ("hidden", "q_heads", "kv_heads", "vocab", "head_dim"):
+    for key in ("hidden", "q_heads", "kv_heads", "vocab"):
         assert not row[key] or getattr(shape, key) == int(row[key])
+    assert not row["head_dim"] or {mixer.head_dim for mixer in shape.mixers} == {int(row["head_dim"])}
     assert not row["ffn"] or int(row["ffn"]) in (shape.ffn, shape.experts.width if shape.experts else 0)
 
 
@@ -65,7 +66,7 @@ def test_kv_bytes_per_rank(row: dict[str, str], ranks: int) -> None:
         kv_bytes_per_token(shape, "bf16", place) for place in cut_places(shape, [1.0] * ranks, [len(shape.layers)])
     ]
     per_token = int(row["kv_bytes_per_token_bf16"])
-    if shape.latent:
+    if shape.has_latents:
         assert per_rank == [per_token] * ranks
     else:
         assert min(per_rank) >= per_token // shape.kv_heads
@@ -83,8 +84,9 @@ def test_shapes_are_reproduced_exactly(row: dict[str, str]) -> None:
     assert model.name == row["model"] and shape.architecture == row["architecture"]
     assert not row["params"] or model.params == parameter_count(shape) == int(row["params"])
     assert len(shape.layers) == int(row["layers"])
-    for key in ("hidden", "q_heads", "kv_heads", "vocab", "head_dim"):
+    for key in ("hidden", "q_heads", "kv_heads", "vocab"):
         assert getattr(shape, key) == int(row[key])
+    assert {mixer.head_dim for mixer in shape.mixers} == {int(row["head_dim"])}
     assert int(row["ffn"]) == (shape.experts.width if shape.experts else shape.ffn)
     assert figures(shape)["qk_norm"] == ("qk-norm" in row["note"] or "MiniMax" in row["model"])
 
@@ -151,7 +153,7 @@ def test_unknown_names_get_the_nearest(name: str, hint: str) -> None:
 def test_windows_cap_what_a_sequence_keeps() -> None:
     shape = catalogue.find("gpt-oss-120b").shape
     assert windows(shape)[:4] == (128, None, 128, None)
-    each = layer_bytes_per_token(shape)
+    each = kv_specs(shape)[0].bytes_per_token
     assert each == 2 * 8 * 64 * 2
     assert kv_bytes(shape, 100) == 100 * kv_bytes_per_token(shape)
     assert kv_bytes(shape, 10_000) == 18 * each * (128 + 10_000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from huggingface_hub import errors
 from safetensors.numpy import save_file
 
+from tests.log_events import logged
 from tests.pure.gguf_files import write_model
 from tests.pure.shapes import dense_shape
 from tests.refusals import refusal_line, refuses
@@ -110,6 +112,43 @@ def test_home_is_where_the_tilde_is(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_tensors_that_nobody_asks_for_are_left_out(tmp_path: Path) -> None:
     more = weights() | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(2, dtype=np.float64)}
     assert resolve(str(write(tmp_path, tensors=more))).tensors().keys() == weights().keys()
+
+
+LORA = [f"model.layers.{layer}.self_attn.q_proj.lora_{part}.weight" for layer in range(2) for part in "AB"]
+
+
+def test_tensors_that_nothing_reads_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They may be what makes the model: an adapter that was never merged, or modules of a newer architecture."""
+    more = {name: np.zeros((2, 2), dtype=np.float16) for name in [*LORA, "model.gate.bias"]}
+    folder = write(tmp_path / "model", tensors=weights() | more)
+    assert resolve(str(folder)).tensors().keys() == weights().keys()
+    assert logged(caplog, "unread-tensors") == [{"path": str(folder), "tensors": 5}]
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    for name in ("model.layers.*.self_attn.q_proj.lora_A.weight (2)", "model.gate.bias", "--strict-checkpoint"):
+        assert name in line
+    line = fails(folder, "unread-tensors", 5, "model.gate.bias", "Qwen3ForCausalLM", strict=True)
+    assert "lora_B.weight (2)" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("visual.blocks.0.attn.qkv.weight", "vision"),
+        ("model.vision_tower.encoder.norm.weight", "vision"),
+        ("multi_modal_projector.linear.weight", "vision"),
+        ("mtp.layers.0.mlp.up_proj.weight", "MTP"),
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", "buffers"),
+        ("model.layers.0.self_attn.q_proj.input_scale", "activations"),
+    ],
+)
+def test_parts_that_are_left_out_on_purpose_are_named_as_such(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, part: str
+) -> None:
+    folder = write(tmp_path, tensors=weights() | {name: np.zeros(2, dtype=np.float16)})
+    with caplog.at_level(logging.INFO, "weft"):
+        resolve(str(folder), strict=True)
+    assert logged(caplog, "unread-tensors") == []
+    assert [part in record.getMessage() and " 1 " in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_a_dummy_needs_a_config_only(tmp_path: Path) -> None:

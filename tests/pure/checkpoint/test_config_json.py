@@ -109,13 +109,13 @@ def test_rope_as_versions_4_and_5_write_it(kind: str, values: dict[str, Any], ro
     five = {"rope_parameters": {"rope_type": kind, "rope_theta": 500000.0, **values}}
     per_type = {"rope_parameters": {"full_attention": five["rope_parameters"]}}
     for words in (old, newer, five, per_type):
-        assert shape(LLAMA | words).mixer.rope == rope
+        assert shape(LLAMA | words).mixers[0].rope == rope
 
 
 def test_the_rotated_share_of_heads() -> None:
     five = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.75}}
     for words in ({"partial_rotary_factor": 0.75}, five):
-        rope = shape(PHI3 | words).mixer.rope
+        rope = shape(PHI3 | words).mixers[0].rope
         assert (rope.rotated, rope.rotated_dims(8)) == (0.75, 6)
     for share in (0.4, 1.5):
         fails(PHI3 | {"partial_rotary_factor": share}, "wrong-field-value", "partial_rotary_factor", str(share))
@@ -127,7 +127,7 @@ def test_yarn_reaches_further_than_the_model_was_trained() -> None:
     after = QWEN2 | {"max_position_embeddings": 1024, "rope_scaling": {"type": "yarn", **YARN}}
     assert shape(before).max_positions == shape(after).max_positions == 1024
     untold = {"type": "yarn", "factor": 2.0}
-    assert shape(QWEN2 | {"rope_scaling": untold}).mixer.rope.original_max_positions == 512
+    assert shape(QWEN2 | {"rope_scaling": untold}).mixers[0].rope.original_max_positions == 512
 
 
 def test_dtype() -> None:

@@ -73,7 +73,7 @@ def fails(path: Path, change: dict[str, Any], code: str, *values: str, **more: A
 def test_defaults(tmp_path: Path) -> None:
     absent = ["attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count"]
     shape = gguf_shape.shape_from_gguf(header(tmp_path, dict.fromkeys([*absent, "rope.freq_base"])))
-    assert (shape.kv_heads, shape.head_dim, shape.mixer.rope.theta) == (6, 2, 10000.0)
+    assert (shape.kv_heads, shape.mixers[0].head_dim, shape.mixers[0].rope.theta) == (6, 2, 10000.0)
 
 
 def test_tokens(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ SCALED = {"rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16
 )
 def test_rope_scaling(tmp_path: Path, change: dict[str, Any], rope: Rope) -> None:
     shape = gguf_shape.shape_from_gguf(header(tmp_path, change))
-    assert shape.mixer.rope == rope
+    assert shape.mixers[0].rope == rope
     assert shape.max_positions == 64
 
 
@@ -177,7 +177,7 @@ def test_yarn_reaches_further_than_the_model_was_trained(tmp_path: Path) -> None
 def test_llama3s_divisors(tmp_path: Path) -> None:
     divisors = np.array([1, 1.5, 4, 8], dtype=np.float32)
     shape = gguf_shape.shape_from_gguf(header(tmp_path, {}, {"rope_freqs.weight": divisors}))
-    assert shape.mixer.rope == Rope(theta=5e5, kind="llama3", factors=(1.0, 1.5, 4.0, 8.0))
+    assert shape.mixers[0].rope == Rope(theta=5e5, kind="llama3", factors=(1.0, 1.5, 4.0, 8.0))
     fails(
         tmp_path,
         {},
@@ -204,7 +204,7 @@ def test_longropes_divisors(tmp_path: Path) -> None:
     both = {"rope_factors_short.weight": short, "rope_factors_long.weight": long}
     change = {"rope.scaling.original_context_length": 16, "rope.scaling.attn_factor": 1.25}
     shape = gguf_shape.shape_from_gguf(header(tmp_path, change, both))
-    assert shape.mixer.rope == Rope(
+    assert shape.mixers[0].rope == Rope(
         theta=5e5,
         kind="longrope",
         original_max_positions=16,
@@ -336,10 +336,10 @@ def test_shapes_for_the_planner(
 def test_latent_attention_in_files_old_and_new(tmp_path: Path, lengths: dict[str, Any]) -> None:
     found = planned(tmp_path, "deepseek2", LATENT | lengths, [])
     assert found.architecture == "DeepseekV2ForCausalLM"
-    assert found.mixer == LatentAttention(
+    assert found.mixers[0] == LatentAttention(
         heads=8, kv_lora_rank=16, q_lora_rank=12, nope_dim=6, rope_dim=4, v_dim=6, scale=10**-0.5
     )
-    assert (found.head_dim, found.kv_heads) == (10, 8)
+    assert (found.mixers[0].head_dim, found.kv_heads) == (10, 8)
     assert found.experts == Experts(count=4, top_k=2, width=24, shared=2, shared_width=48, normalised=False)
     assert [layer.has_experts for layer in found.layers] == [False, True, True]
     third = planned(tmp_path, "deepseek2", LATENT | lengths, ["blk.1.exp_probs_b.bias"])

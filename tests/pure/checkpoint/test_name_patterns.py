@@ -12,7 +12,7 @@ from tests.refusals import refuses
 from weft.checkpoint.files.fields import Fields
 from weft.checkpoint.quantised import name_patterns
 from weft.checkpoint.quantised.name_patterns import ModuleList
-from weft.checkpoint.quantised.quantization_config import quantised_layer_predicate
+from weft.checkpoint.quantised.registry import quantised_layer_predicate
 from weft.errors import ModelError
 
 NAMES = [

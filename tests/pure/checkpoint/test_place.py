@@ -11,7 +11,7 @@ from tests.pure.drawn_shapes import layouts
 from tests.pure.shapes import SMOLLM2, with_ffn
 from tests.refusals import refuses
 from weft.checkpoint.architectures.place import Place, Span
-from weft.checkpoint.architectures.shape import ModelShape
+from weft.checkpoint.architectures.shape import HeadCounts, ModelShape
 from weft.checkpoint.names.catalogue import find
 from weft.errors import PlanError
 from weft.plan.places import column_unit, cut_heads, cut_places
@@ -44,7 +44,8 @@ def test_each_stage_covers_the_model_once(layout: Layout) -> None:
     ranked = cut_places(shape, weights, stages)
     for stage in range(len(stages)):
         mine = [p for p in ranked if p.stage == stage]
-        assert covers([p.q_heads for p in mine], shape.q_heads)
+        for counts in shape.head_counts:
+            assert covers([p.heads_of(counts).q for p in mine], counts.q)
         assert covers([p.ffn for p in mine], shape.ffn)
         assert covers([p.vocab for p in mine], shape.vocab)
 
@@ -52,13 +53,15 @@ def test_each_stage_covers_the_model_once(layout: Layout) -> None:
 @given(layouts())
 def test_every_query_head_lies_beside_its_kv_head(layout: Layout) -> None:
     shape, weights, stages = layout
-    for place in cut_places(shape, weights, stages):
-        queries, keys = place.q_heads, place.kv_heads
-        needed = {q // shape.group for q in range(queries.start, queries.stop)}
+    cuts = [cut for place in cut_places(shape, weights, stages) for cut in place.heads]
+    assert {counts for counts, _ in cuts} == {*shape.head_counts}
+    for (q_heads, kv_heads), (queries, keys) in cuts:
+        group = q_heads // kv_heads
+        needed = {q // group for q in range(queries.start, queries.stop)}
         # Exactly those: a KV head that no query of the rank reads would be memory for nothing.
         assert needed == set(range(keys.start, keys.stop))
-        if len(weights) <= shape.kv_heads:
-            assert queries == keys.scaled(shape.group)
+        if len(weights) <= kv_heads:
+            assert queries == keys.scaled(group)
         else:
             assert len(keys) == 1
 
@@ -67,7 +70,7 @@ def test_every_query_head_lies_beside_its_kv_head(layout: Layout) -> None:
 def test_any_number_of_ranks_up_to_the_query_heads(kv_heads: int, group: int, data: st.DataObject) -> None:
     ranks = data.draw(st.integers(1, kv_heads * group))
     weights = data.draw(st.lists(st.floats(1e-3, 1e3), min_size=ranks, max_size=ranks))
-    heads = cut_heads(kv_heads * group, kv_heads, weights)
+    heads = cut_heads(HeadCounts(kv_heads * group, kv_heads), weights)
     assert covers([q for q, _ in heads], kv_heads * group)
 
 
@@ -75,7 +78,7 @@ def test_any_number_of_ranks_up_to_the_query_heads(kv_heads: int, group: int, da
 def test_more_ranks_than_the_model_can_feed(kv_heads: int, group: int, more: int) -> None:
     q_heads = kv_heads * group
     with refuses(PlanError, "more-ranks-than-heads", q_heads + more, f"1 to {q_heads}"):
-        cut_heads(q_heads, kv_heads, [1.0] * (q_heads + more))
+        cut_heads(HeadCounts(q_heads, kv_heads), [1.0] * (q_heads + more))
 
 
 @pytest.mark.parametrize(

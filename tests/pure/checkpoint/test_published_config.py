@@ -17,9 +17,10 @@ from weft.checkpoint.checkpoint import Checkpoint
 from weft.checkpoint.config import config_json
 from weft.checkpoint.files.fields import Fields
 from weft.checkpoint.files.tensor import TensorInfo
-from weft.checkpoint.quantised import packed
 from weft.checkpoint.quantised.precision import held_precision, sum_by_kind, weight_bytes
+from weft.checkpoint.quantised.registry import join_matrices
 from weft.checkpoint.quantised.schemes import PUBLISHED_SCHEMES
+from weft.checkpoint.quantised.stored_types import stored_types
 from weft.config import EngineConfig
 from weft.errors import ConfigError, ModelError
 from weft.plan.layout import build_plan
@@ -60,9 +61,7 @@ def published(**quantization: Any) -> PublishedQuantization:
 
 def plan(of: ModelShape, gpus: int = 0, **flags: Any) -> Plan:
     """Plan for a checkpoint with the quantisation that its config declares."""
-    there = Checkpoint(
-        model="m", path="/m", format="safetensors", shape=of, generation={}, quantised=packed.stored_types(of)
-    )
+    there = Checkpoint(model="m", path="/m", format="safetensors", shape=of, generation={}, quantised=stored_types(of))
     return build_plan(EngineConfig(model="m", **flags), there, host(gpus))
 
 
@@ -259,7 +258,7 @@ def test_parts_that_do_not_fit_together(change: dict[str, Any], code: str, value
     there = {"qweight": info("I32", 80, 96), "scales": info("F16", 5, 96), "qzeros": info("I32", 5, 12)}
     index = {f"a.b.{name}": it for name, it in (there | change).items() if it is not None}
     with refuses(ModelError, code, "/m/model.safetensors: a.b", *values):
-        packed.join_packed(index, PublishedQuantization(method="gptq", bits=4, group=128, symmetric=False))
+        join_matrices(index, PublishedQuantization(method="gptq", bits=4, group=128, symmetric=False))
 
 
 def test_the_dtype_of_the_computation_is_told(

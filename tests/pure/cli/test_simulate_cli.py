@@ -10,9 +10,7 @@ import pytest
 
 from tests.pure.commands import refused_line, weft, weft_json
 from weft.cli import plot
-from weft.cli.flags import simulate_flags
 from weft.cli.simulate import study
-from weft.fleet.upstreams.policy import POLICIES
 
 HERE = "Llama-3.1-8B --gpus 2xH100 --engine vllm --output-len 64 --duration 40s"
 
@@ -219,10 +217,6 @@ def test_without_matplotlib_it_says_so_at_once(monkeypatch: pytest.MonkeyPatch) 
 def test_a_plot_that_cannot_be_written_is_refused_before_the_run(path: str, code: str, value: str) -> None:
     pytest.importorskip("matplotlib")
     refused_line(f"simulate {HERE} --rates 2,4 --plot {path}", 2, code, value)
-
-
-def test_policies_are_those_of_the_gateway() -> None:
-    assert tuple(POLICIES) == simulate_flags.POLICIES
 
 
 # Bad input

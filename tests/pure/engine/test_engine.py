@@ -38,6 +38,7 @@ from weft.engine.core.request import Output, Request
 from weft.engine.core.scheduler import Scheduler
 from weft.engine.core.step import StepPlan, StepResult
 from weft.engine.core.token_ids import TokenIds
+from weft.engine.core.view import SchedulerSettings
 from weft.errors import CORE, Cause, EngineError, QueueFullError, RequestError
 from weft.plan.places import cut_places
 from weft.plan.plan import Plan, named_devices
@@ -84,7 +85,8 @@ def core(*, stages: int = 1, depth: int | None = None, **change: Any) -> tuple[E
     limits = {**SIZES, "max_num_queued": 8, "max_model_len": 64, "policy": "fcfs", **change}
     kv = KVManager(layout(), limits.pop("num_blocks"), max_num_seqs=limits["max_num_seqs"], caching=True)
     assert limits.pop("block_size") == kv.block_size
-    scheduler = Scheduler(kv=kv, **limits, stages=stages)
+    grammars = limits.pop("grammars", None)
+    scheduler = Scheduler(SchedulerSettings(**limits, stages=stages), kv, grammars)
     return EngineCore(scheduler, executor, depth=depth or stages), executor
 
 
@@ -302,8 +304,8 @@ def test_limits_come_from_the_plan_and_the_config() -> None:
     )
     config = EngineConfig(model="m", max_num_queued_reqs=3, scheduling_policy="priority", enable_prefix_caching=False)
     engine = EngineCore.from_plan(plan, 20, Rehearsal(), config)
-    assert engine.depth == engine.scheduler.stages == 2
-    assert (engine.scheduler.max_model_len, engine.scheduler.max_num_queued) == (48, 3)
+    assert engine.depth == engine.scheduler.settings.stages == 2
+    assert (engine.scheduler.settings.max_model_len, engine.scheduler.settings.max_num_queued) == (48, 3)
     assert engine.stats().blocks_total == 20 and not engine.scheduler.kv.caching
     outputs: list[Output] = []
     engine.add(request("a", [1] * 40, max_tokens=None))

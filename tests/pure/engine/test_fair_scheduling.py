@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.pure.scheduling import LIMITS, Engine, request
 from tests.refusals import refuses
-from weft.engine.core.fair import FairScheduler
 from weft.engine.core.request import Request
+from weft.engine.core.scheduled import StepLimits
 from weft.errors import QueueFullError
 
 ROOMY = LIMITS | {
@@ -68,19 +68,19 @@ def test_a_first_token_comes_as_if_nobody_else_were_there(big: dict[str, Any], l
 def test_a_short_prompt_in_chunks_takes_no_turns(big: dict[str, Any]) -> None:
     """Two clients that always wait take turns. One that was quiet has a part in every step until its first token."""
     engine = busy({"max_num_batched_tokens": 256}, **big)
-    engine.scheduler.step_limit = 20
+    engine.step_limits = StepLimits(step_tokens=20)
     engine.scheduler.add(request("small", [9] * 50, owner=2, max_tokens=4))
     computed = 0
     while not engine.tokens("small"):
         assert step(engine) <= 20
-        sequence = engine.scheduler._running["small"]
+        sequence = engine.scheduler.table.running["small"]
         assert sequence.computed > computed
         computed = sequence.computed
 
 
 def test_a_newcomer_does_not_wait_for_a_slot_and_its_answer_goes_on() -> None:
     engine = busy({}, 200)
-    assert len(engine.scheduler.running) == 32
+    assert len(engine.scheduler.table.running) == 32
     engine.scheduler.add(request("small", [9] * 4, owner=2, max_tokens=20))
     for _ in range(22):
         step(engine)
@@ -90,7 +90,7 @@ def test_a_newcomer_does_not_wait_for_a_slot_and_its_answer_goes_on() -> None:
 
 def test_blocks_are_given_up_too() -> None:
     engine = busy({"num_blocks": 64, "max_model_len": 120}, 30, prompt=40)
-    assert engine.scheduler.stats().waiting and engine.scheduler._slots
+    assert engine.scheduler.stats().waiting and engine.scheduler.table.slots
     engine.scheduler.add(request("small", [9] * 60, owner=2, max_tokens=4))
     assert tokens_until_first(engine, "small") <= 2 * 60
     # A request above its owner's share waits for its turn, and gets it.
@@ -105,8 +105,8 @@ def test_owners_with_enough_to_do_are_served_by_their_weights(weight: float) -> 
     for number in range(100):
         item = request(f"other-{number}", [number % 5, number % 13], owner=2, weight=weight, max_tokens=100)
         engine.scheduler.add(item)
-    engine.scheduler.step_limit = 32
-    owners = engine.scheduler._queue.owners  # type: ignore[attr-defined]
+    engine.step_limits = StepLimits(step_tokens=32)
+    owners = engine.scheduler.table.owners
     before = [owners[number].served * owners[number].weight for number in (1, 2)]
     for _ in range(150):
         step(engine)
@@ -124,10 +124,10 @@ def test_time_without_requests_is_no_credit() -> None:
         step(engine)
     for number in range(32):
         engine.scheduler.add(request(f"back-{number}", [3, number % 9], owner=2, max_tokens=50))
-    served = engine.scheduler._queue.owners[1].served  # type: ignore[attr-defined]
+    served = engine.scheduler.table.owners[1].served
     for _ in range(20):
         step(engine)
-    assert engine.scheduler._queue.owners[1].served > served + 20 * 8  # type: ignore[attr-defined]
+    assert engine.scheduler.table.owners[1].served > served + 20 * 8
 
 
 @pytest.mark.parametrize("who", [2, 3])
@@ -154,7 +154,7 @@ def test_two_long_prompts_share_the_steps() -> None:
         engine.scheduler.add(request(f"long-{owner}", [owner] * 240, owner=owner, max_tokens=1))
     for _ in range(5):
         step(engine)
-    first, second = (engine.scheduler._running[f"long-{number}"].computed for number in (1, 2))
+    first, second = (engine.scheduler.table.running[f"long-{number}"].computed for number in (1, 2))
     assert abs(first - second) <= 32
 
 
@@ -166,7 +166,7 @@ def tokens_of(engine: Engine, name: str) -> int:
 def test_rows_take_turns_within_the_limit_of_a_step() -> None:
     engine = busy({}, 32)
     before = [len(engine.tokens(f"big1-{number}")) for number in range(32)]
-    engine.scheduler.busy_limit = 20
+    engine.step_limits = StepLimits(busy_tokens=20)
     assert [step(engine) for _ in range(16)] == [20] * 16
     assert [len(engine.tokens(f"big1-{number}")) - before[number] for number in range(32)] == [10] * 32
     engine.scheduler.add(request("other", [9], owner=2, max_tokens=20))
@@ -177,18 +177,18 @@ def test_rows_take_turns_within_the_limit_of_a_step() -> None:
 
 def test_only_the_prompts_of_newcomers_have_longer_steps() -> None:
     engine = busy({"max_num_batched_tokens": 256}, 40, prompt=120)
-    engine.scheduler.step_limit, engine.scheduler.busy_limit = 60, 20
+    engine.step_limits = StepLimits(step_tokens=60, busy_tokens=20)
     assert [step(engine) for _ in range(3)] == [20] * 3
-    assert engine.scheduler.newcomer_tokens == 0
+    assert engine.newcomer_tokens == 0
     engine.scheduler.add(request("small", [9] * 100, owner=2, max_tokens=4))
-    assert step(engine) == 60 and engine.scheduler.newcomer_tokens == 100
-    assert tokens_until_first(engine, "small") <= 60 and engine.scheduler.newcomer_tokens == 0
+    assert step(engine) == 60 and engine.newcomer_tokens == 100
+    assert tokens_until_first(engine, "small") <= 60 and engine.newcomer_tokens == 0
     engine.scheduler.add(request("large", [8] * 200, owner=3, max_tokens=4))
     # It is new for a quarter of 256 tokens: then it is as busy as the others.
     assert [step(engine) for _ in range(2)] == [60, 60] and max(step(engine) for _ in range(10)) <= 20
     drain(engine)
     engine.scheduler.add(request("alone", [7] * 50, owner=2, max_tokens=1))
-    assert step(engine) == 50 and engine.scheduler.newcomer_tokens == 0, "nobody else had work"
+    assert step(engine) == 50 and engine.newcomer_tokens == 0, "nobody else had work"
 
 
 def test_a_newcomer_s_tokens_are_those_that_no_cache_has() -> None:
@@ -196,7 +196,7 @@ def test_a_newcomer_s_tokens_are_those_that_no_cache_has() -> None:
     for id in ("first", "again"):
         engine.scheduler.add(request(id, [9] * 22, owner=2, max_tokens=1))
         assert step(engine)
-        assert engine.scheduler.newcomer_tokens == {"first": 22, "again": 2}[id]
+        assert engine.newcomer_tokens == {"first": 22, "again": 2}[id]
         tokens_until_first(engine, id)
 
 
@@ -225,7 +225,7 @@ def test_two_large_requests_do_not_take_turns_without_end() -> None:
 def drain(engine: Engine) -> int:
     """Number of steps until all requests have ended."""
     steps = 0
-    while engine.scheduler._unfinished:
+    while engine.scheduler.table.unfinished:
         step(engine)
         steps += 1
     assert engine.scheduler.stats().blocks_used == 0
@@ -264,8 +264,8 @@ def test_requests_for_which_there_is_no_room_do_not_empty_the_steps() -> None:
         engine.scheduler.add(request(f"long-{number}", [number] * 2400, owner=2, max_tokens=300))
     for _ in range(40):
         step(engine)
-    assert engine.scheduler.stats().waiting and "long-0" in engine.scheduler.running
-    rows = len(engine.scheduler.running)
+    assert engine.scheduler.stats().waiting and "long-0" in engine.scheduler.table.running
+    rows = len(engine.scheduler.table.running)
     assert sum(step(engine) for _ in range(50)) >= 0.9 * 50 * rows
 
 
@@ -294,7 +294,7 @@ def test_the_owner_that_outgrows_its_share_gives_up_its_blocks() -> None:
     tokens_until_first(engine, "small")
     preemptions = engine.scheduler.stats().preemptions
     while not any(output.finish_reason for output in engine.outputs["small"]):
-        assert "small" in engine.scheduler.running
+        assert "small" in engine.scheduler.table.running
         step(engine)
     assert engine.scheduler.stats().preemptions > preemptions, "or there was no want of blocks"
     engine.run()
@@ -305,7 +305,7 @@ def test_blocks_that_are_only_promised_are_given_up_too() -> None:
     engine = Engine(ROOMY | {"num_blocks": 256, "max_num_seqs": 9, "max_num_batched_tokens": 115, "max_model_len": 240})
     for number in range(10):
         engine.scheduler.add(request(f"large-{number}", [number, *[5] * 116], owner=1, max_tokens=20))
-    engine.scheduler.step_limit = 2
+    engine.step_limits = StepLimits(step_tokens=2)
     for _ in range(17):
         step(engine)
     assert engine.scheduler.stats().blocks_used < 128
@@ -319,7 +319,7 @@ def test_a_request_goes_on_if_the_one_before_it_has_to_give_up_its_blocks() -> N
     engine = Engine(ROOMY | {"num_blocks": 5, "stages": 2, "prefix_caching": False})
     for owner, length in ((1, 8), (2, 4)):
         engine.scheduler.add(request(f"of-{owner}", [owner] * length, owner=owner, max_tokens=10))
-    while engine.scheduler._unfinished:
+    while engine.scheduler.table.unfinished:
         while len(engine.flight) < 2 and engine.schedule():
             pass
         assert engine.flight, "unfinished requests, and nothing to run"
@@ -363,8 +363,8 @@ def play(limits: dict[str, Any], came: list[tuple[int, Request]]) -> int:
     """Number of steps until all requests have ended."""
     engine, left, turns = Engine(limits), deque(came), 0
     lead = limits["stages"] + limits["lookahead"]
-    while left or engine.scheduler._unfinished:
-        while left and (left[0][0] <= turns or not engine.scheduler._unfinished):
+    while left or engine.scheduler.table.unfinished:
+        while left and (left[0][0] <= turns or not engine.scheduler.table.unfinished):
             engine.scheduler.add(left.popleft()[1])
         while len(engine.flight) < lead and schedule_in_turn(engine):
             pass
@@ -379,13 +379,13 @@ def schedule_in_turn(engine: Engine) -> bool:
     """Schedule a step. It admits no request of an owner that was served more than one that still waits will have been
     after its next request: so that one's turn comes once the running requests have ended."""
     scheduler = engine.scheduler
-    if not isinstance(scheduler, FairScheduler):
+    if engine.limits["policy"] != "fair":
         return engine.schedule() is not None
-    owners, running = dict(scheduler._owners), set(scheduler.running)
+    owners, running = dict(scheduler.table.owners), set(scheduler.table.running)
     served = {number: owner.served for number, owner in owners.items()}
     heads = {number: owner.queue.first() for number, owner in owners.items()}
     plan = engine.schedule()
-    admitted = {scheduler._unfinished[id].request.owner for id in scheduler.running - running}
+    admitted = {scheduler.table.unfinished[id].request.owner for id in scheduler.table.running.keys() - running}
     for number, head in heads.items():
         if head is not None and head is owners[number].queue.first():
             most = served[number] + len(head.tokens or head.request.prompt) / owners[number].weight
@@ -421,11 +421,11 @@ def test_a_newcomer_s_first_token_comes_within_twice_its_time_alone(
     for number in range(count):
         body = [number % 7, number // 7, *([5] * prompt)]
         engine.scheduler.add(request(f"big-{number}", body, owner=1, max_tokens=answer))
-    alone.scheduler.step_limit = engine.scheduler.step_limit = 2 * limit
+    alone.step_limits = engine.step_limits = StepLimits(step_tokens=2 * limit)
     for _ in range(warm):
-        assume(len(engine.scheduler._unfinished) > 1)
+        assume(len(engine.scheduler.table.unfinished) > 1)
         step(engine)
-    assume(len(engine.scheduler._unfinished) > 1)
+    assume(len(engine.scheduler.table.unfinished) > 1)
     engine.scheduler.add(small)
     most = min(budget, 2 * limit)
     more = most if length + slots > most else 0  # if it does not fit into a step: they take turns
@@ -437,9 +437,8 @@ def test_a_preempted_request_that_its_step_in_flight_ends_does_not_wait() -> Non
     for id in "ab":
         engine.scheduler.add(request(id, [1] * 9, max_tokens=1, owner=1))
     engine.schedule()
-    for sequence in list(engine.scheduler._running.values()):
+    for sequence in list(engine.scheduler.table.running.values()):
         engine.scheduler._preempt(sequence)
     engine.apply()
     scheduler = engine.scheduler
-    assert isinstance(scheduler, FairScheduler)
-    assert len(scheduler._owners[1].queue) == scheduler._owners[1].unfinished == scheduler.waiting == 0
+    assert len(scheduler.table.owners[1].queue) == scheduler.table.owners[1].unfinished == scheduler.table.waiting == 0

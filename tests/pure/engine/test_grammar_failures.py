@@ -19,7 +19,7 @@ from weft.engine.core.params import SamplingParams, StructuredOutputsParams
 from weft.engine.core.request import Output
 from weft.engine.core.scheduler import Scheduler
 from weft.engine.core.sequence import Sample
-from weft.engine.core.step import SlotFailure, StepPlan, StepResult
+from weft.engine.core.step import SlotFailure, StepResult
 from weft.engine.structured.grammar import body_of, grammar_text
 from weft.errors import ModelError, OutputError, RequestError, WeftError
 
@@ -69,9 +69,9 @@ def run(matcher: FragileMatcher, samples: list[int], **params: Any) -> list[Outp
 
 
 def apply(scheduler: Scheduler, sample: Sample) -> list[Output]:
-    plan = scheduler.schedule()
-    assert isinstance(plan, StepPlan)
-    return scheduler.apply(StepResult(plan.id, [sample[0]], [sample[1]], {}))
+    scheduled = scheduler.schedule()
+    assert scheduled
+    return scheduler.apply(StepResult(scheduled.step.id, [sample[0]], [sample[1]], {}))
 
 
 @pytest.mark.parametrize("sampled", [5, 7], ids=["an end token", "another token"])

@@ -19,6 +19,7 @@ from weft.engine.core.commands import Command, Done, Replies, Sleep, Wake
 from weft.engine.core.engine import EngineCore
 from weft.engine.core.groups import GroupedScheduler
 from weft.engine.core.request import Output, Request
+from weft.engine.core.scheduled import UNLIMITED, StepLimits
 from weft.engine.core.step import LockStep, LockStepResult, StepPlan, StepResult
 from weft.errors import QueueFullError, RequestError
 
@@ -39,6 +40,9 @@ class Groups:
     flight: deque[LockStep] = field(default_factory=deque)
     outputs: dict[str, list[Output]] = field(default_factory=dict)
     steps: int = 0
+    step_limits: StepLimits = UNLIMITED
+    prompt_tokens: int = 0  # of the last step
+    newcomer_tokens: int = 0
 
     def __post_init__(self) -> None:
         self.limits = LIMITS | self.limits
@@ -46,9 +50,10 @@ class Groups:
         self.ranks = [create_ranks(self.limits) for _ in range(self.count)]
 
     def schedule(self) -> LockStep | None:
-        step = self.scheduler.schedule()
-        if step is None:
+        scheduled = self.scheduler.schedule(self.step_limits)
+        if scheduled is None:
             return None
+        step, _, self.prompt_tokens, self.newcomer_tokens = scheduled
         self.steps += 1
         tokens = [len(plan.tokens) for plan in step.plans]
         assert any(tokens) and all(plan.group_tokens == tokens for plan in step.plans)
@@ -214,21 +219,21 @@ def test_a_pace_limits_the_prompts_of_each_group() -> None:
     for id in ("a", "b"):
         groups.scheduler.add(request(id, [1] * 4, max_tokens=9))
     groups.schedule()
-    assert groups.scheduler.prompt_tokens == 4
+    assert groups.prompt_tokens == 4
     groups.apply()
     for id in ("c", "d"):
         groups.scheduler.add(request(id, [2] * 8, max_tokens=9))
-    groups.scheduler.prompt_limit = 3
+    groups.step_limits = StepLimits(prompt_tokens=3)
     step = groups.schedule()
     assert step and [plan.counts for plan in step.plans] == [[1, 3], [1, 3]]
-    assert groups.scheduler.prompt_tokens == 3
+    assert groups.prompt_tokens == 3
     assert isinstance(step.plans[0], StepPlan)
 
 
 def test_a_pace_limits_prompts_beside_the_decodes_of_another_group() -> None:
     """All groups take the step: one that only prefills delays the tokens of the others."""
     groups = Groups({"prefix_caching": False}, 2)
-    groups.scheduler.prompt_limit = 3
+    groups.step_limits = StepLimits(prompt_tokens=3)
     groups.scheduler.add(request("decodes", [1] * 4, max_tokens=9))
     groups.schedule()
     groups.apply()
@@ -248,14 +253,14 @@ def test_a_fair_pace_hears_of_newcomers_and_limits_the_steps_of_each_group() -> 
     for _ in range(3):
         groups.schedule()
         groups.apply()
-    groups.scheduler.step_limit = groups.scheduler.busy_limit = 4
+    groups.step_limits = StepLimits(step_tokens=4, busy_tokens=4)
     step = groups.schedule()
-    assert step and groups.scheduler.busy_limit == 4 and groups.scheduler.newcomer_tokens == 0
+    assert step and groups.newcomer_tokens == 0
     assert max(len(plan.tokens) for plan in step.plans) <= 4
     groups.apply()
     for owner, length in ((2, 9), (3, 5)):
         groups.scheduler.add(request(f"small-{owner}", [owner] * length, owner=owner, max_tokens=1))
-    told = [groups.schedule() and groups.scheduler.newcomer_tokens]
+    told = [groups.schedule() and groups.newcomer_tokens]
     groups.apply()
     assert told == [5]
     groups.run()

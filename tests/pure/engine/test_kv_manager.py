@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 from tests.pure.scheduling import LIMITS, Engine, layout, request
 from weft.engine.core.kv import KVManager
 from weft.engine.core.sequence import Sequence
+from weft.engine.core.waiting import Owner
 
 WINDOWS = st.lists(st.sampled_from([None, 1, 2, 5, 9, 16]), min_size=1, max_size=3)
 
 
 def sequence(prompt: list[int]) -> Sequence:
-    made = Sequence(request("a", prompt), (0, 0), 1000)
+    made = Sequence(request("a", prompt), Owner(), (0, 0), 1000)
     made.unpack_prompt()
     return made
 
@@ -57,9 +58,9 @@ def test_a_window_frees_what_no_later_token_reads() -> None:
     engine = Engine(LIMITS | {"windows": (6, None), "max_num_batched_tokens": 8, "prefix_caching": False})
     engine.scheduler.add(request("a", list(range(20)), max_tokens=30))
     held = []
-    while engine.scheduler._unfinished:
+    while engine.scheduler.table.unfinished:
         engine.schedule()
-        (running,) = engine.scheduler._running.values()
+        (running,) = engine.scheduler.table.running.values()
         held.append([len(table) - freed for table, freed in zip(running.blocks, running.freed, strict=True)])
         engine.apply()
     # A window of 6 lies in 2 or 3 blocks of 4; a chunk of 8 fills 2 more.

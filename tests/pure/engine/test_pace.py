@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 
 from tests.pure.scheduling import LIMITS, Engine, request
@@ -18,6 +16,7 @@ from weft.engine.core.pace import (
     FairPace,
     Pace,
 )
+from weft.engine.core.scheduled import StepLimits
 
 
 class Machine:
@@ -102,13 +101,13 @@ class FairMachine:
         self.pace = FairPace(lambda: self.now_s, 2048)
         self._token_s, self._fixed_s = token_s, fixed_s
 
-    def step(self, prompt_tokens: int, rows: int) -> float:
+    def step(self, prompt_tokens: int, rows: int, newcomer_tokens: int = 0) -> float:
         """Seconds of a step of as many of these as may be, of the rows up to half."""
         most = self.pace.tokens
         rows = min(rows, most // 2)
         prompt_tokens = min(prompt_tokens, most - rows)
         took_s = self._fixed_s + (prompt_tokens + rows) * self._token_s
-        self.pace.step_started(prompt_tokens, rows)
+        self.pace.step_started(prompt_tokens, rows, newcomer_tokens)
         self.now_s += took_s
         self.pace.step_finished()
         return took_s
@@ -137,55 +136,42 @@ def test_fair_steps_of_a_large_model_take_twice_its_smallest_ones() -> None:
     assert 0.7 <= took_s[-1] <= machine.pace.limit_s == pytest.approx(0.816, rel=0.05)
 
 
-@dataclass
-class Newcomers:
-    """The scheduler's side of the limits."""
-
-    newcomer_tokens: int = 0
-    prompt_limit: int = 0
-    step_limit: int = 0
-    busy_limit: int = 0
-
-
 @pytest.mark.parametrize("tokens", [2, 60, 400])
 def test_after_a_newcomer_steps_take_no_longer_than_its_prompt(tokens: int) -> None:
-    machine, newcomers = FairMachine(0.0005, fixed_s=0.01), Newcomers()
+    machine = FairMachine(0.0005, fixed_s=0.01)
     for _ in range(12):
         machine.step(0, 4)
         machine.step(1000, 0)
     assert machine.pace.busy_limit_s == FAIR_S, "nobody came"
-    newcomers.newcomer_tokens = tokens
-    machine.pace.set_limits(newcomers)
-    newcomers.newcomer_tokens = 0
-    machine.step(400, 0)
+    machine.step(400, 0, tokens)
     for _ in range(20):
-        machine.pace.set_limits(newcomers)
-        took_s = machine.step(newcomers.busy_limit, 0)
+        limits = machine.pace.limits()
+        took_s = machine.step(limits.busy_tokens, 0)
     # A smallest step takes 12 ms, and a prompt as long as its tokens in a full step.
-    prompt_s = tokens * FAIR_S / newcomers.step_limit
+    prompt_s = tokens * FAIR_S / limits.step_tokens
     assert took_s <= min(FAIR_S, max(2 * 0.012, prompt_s))
-    assert newcomers.step_limit * 0.0005 > 0.85 * (FAIR_S - 0.01), "its own prompt needs no more steps than before"
+    assert limits.step_tokens * 0.0005 > 0.85 * (FAIR_S - 0.01), "its own prompt needs no more steps than before"
     machine.now_s += NEWCOMER_S + 1
-    machine.pace.set_limits(newcomers)
+    machine.pace.limits()
     for _ in range(5):
         machine.step(1000, 0)
-    machine.pace.set_limits(newcomers)
-    assert newcomers.busy_limit == newcomers.step_limit
+    limits = machine.pace.limits()
+    assert limits.busy_tokens == limits.step_tokens
 
 
 def test_only_who_runs_alone_has_steps_full_of_its_prompt() -> None:
     engine = Engine({**LIMITS, "prefix_caching": False})
-    engine.scheduler.prompt_limit = 8
+    limits = StepLimits(prompt_tokens=8)
     engine.scheduler.add(request("long", [1] * 40, max_tokens=4))
-    step = engine.scheduler.schedule()
-    assert step is not None and step.counts == [40] and engine.scheduler.prompt_tokens == 40
+    scheduled = engine.scheduler.schedule(limits)
+    assert scheduled and scheduled.step.counts == [40] and scheduled.prompt_tokens == 40
 
     engine = Engine({**LIMITS, "prefix_caching": False, "lookahead": True})
-    engine.scheduler.prompt_limit = 8
     engine.scheduler.add(request("running", [1], max_tokens=20))
-    assert engine.scheduler.schedule() is not None
+    assert engine.scheduler.schedule(limits) is not None
     engine.scheduler.add(request("long", [2] * 20, max_tokens=1))
-    counts = [(step.counts, engine.scheduler.prompt_tokens) for _ in range(3) if (step := engine.scheduler.schedule())]
+    steps = [step for _ in range(3) if (step := engine.scheduler.schedule(limits))]
+    counts = [(step.step.counts, step.prompt_tokens) for step in steps]
     assert counts[0] == ([1, 8], 8)
 
 
@@ -193,7 +179,7 @@ def test_cached_prompts_are_bounded_beside_decodes() -> None:
     """A row that finds its prompt in the cache computes one token, and attention still reads all of it."""
     sizes = {"num_blocks": 40, "block_size": 512, "max_model_len": 4096, "max_num_batched_tokens": 4096}
     engine = Engine({**LIMITS, **sizes})
-    engine.scheduler.prompt_limit = 8
+    engine.step_limits = StepLimits(prompt_tokens=8)
     prompt = [7] * (2 * CACHED_TOKENS + 1)
     engine.scheduler.add(request("first", prompt, max_tokens=20))
     assert engine.schedule() and engine.apply()
@@ -203,4 +189,4 @@ def test_cached_prompts_are_bounded_beside_decodes() -> None:
     # The decode, and rows that count as 1 + 2 tokens each while less than 8 are taken.
     assert step is not None and step.counts == [1, 1, 1, 1]
     # The pace is told what they count as: else steps full of such rows would never let it grow.
-    assert engine.scheduler.prompt_tokens == 3 * (1 + 2)
+    assert engine.prompt_tokens == 3 * (1 + 2)

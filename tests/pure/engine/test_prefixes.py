@@ -11,6 +11,7 @@ from weft.engine.core.blocks import block_digest
 from weft.engine.core.identity import PLAIN, RequestIdentity
 from weft.engine.core.request import Request
 from weft.engine.core.sequence import Sequence
+from weft.engine.core.waiting import Owner
 
 
 def test_a_prompt_that_was_seen_is_not_computed_again() -> None:
@@ -106,7 +107,7 @@ def test_within_a_step_only_one_identity_shares() -> None:
 
 def test_digests_begin_from_the_identity() -> None:
     def first_digest(asked: Request) -> bytes:
-        sequence = Sequence(asked, (0, 0), 100)
+        sequence = Sequence(asked, Owner(), (0, 0), 100)
         sequence.unpack_prompt()
         return sequence.digests(2, 4)[0]
 

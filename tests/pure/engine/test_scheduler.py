@@ -46,7 +46,7 @@ def test_a_small_budget_goes_round() -> None:
         engine.scheduler.add(request(id, [7], max_tokens=20))
     engine.schedule()
     engine.apply()
-    engine.scheduler.max_num_batched_tokens = 2
+    msgspec.structs.force_setattr(engine.scheduler.settings, "max_num_batched_tokens", 2)
     for _ in range(20):
         engine.schedule()
         engine.apply()
@@ -125,7 +125,7 @@ def test_an_aborted_request_has_no_more_outputs() -> None:
         engine.scheduler.add(request(id, [1, 2, 3, 4, 5], max_tokens=5))
     engine.schedule()
     engine.scheduler.abort(["a", "c"])
-    assert list(engine.scheduler._unfinished) == ["b"] and engine.scheduler.waiting == 0
+    assert list(engine.scheduler.table.unfinished) == ["b"] and engine.scheduler.table.waiting == 0
     assert [output.id for output in engine.apply()] == ["b"]
     # The slot is released with the next step, before another takes it.
     engine.scheduler.add(request("d", [1, 2, 3, 4, 5], max_tokens=5))
@@ -142,7 +142,7 @@ def test_aborted_ones_do_not_pile_up() -> None:
     for i in range(1000):
         engine.scheduler.add(request(f"r{i}", [1], priority=9))
         engine.scheduler.abort([f"r{i}"])
-    assert len(engine.scheduler._queue) == 0
+    assert not any(len(owner.queue) for owner in engine.scheduler.table.owners.values())
 
 
 # Who waits, who goes
@@ -160,7 +160,7 @@ def test_the_queue_is_bounded() -> None:
     assert "3" in str(refused.value) and "--max-num-queued-reqs" in str(refused.value)
     engine.scheduler.abort(["r4"])
     engine.scheduler.add(request("more", [1]))
-    assert engine.scheduler.waiting == 3
+    assert engine.scheduler.table.waiting == 3
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_a_request_that_can_never_run_is_refused(
         engine.scheduler.add(request("a", prompt))
     assert refused.value.param == "prompt"
     assert all(f" {value}" in str(refused.value) for value in values)
-    assert not engine.scheduler._unfinished
+    assert not engine.scheduler.table.unfinished
 
 
 def test_ids_differ() -> None:
@@ -218,9 +218,9 @@ def test_a_request_that_is_not_prepared_keeps_its_place_and_holds_nobody_up(poli
     priorities = {"a": 5, "b": 0, "c": 7, "d": 9}
     for id, priority in priorities.items():
         scheduler.add(request(id, [1], priority=priority, max_tokens=2), prepared=id not in "ab")
-    assert (scheduler.waiting, scheduler.stats().waiting, scheduler.active) == (4, 4, 1)
+    assert (scheduler.table.waiting, scheduler.stats().waiting, scheduler.active) == (4, 4, 1)
     engine.schedule()
-    assert list(scheduler.running) == ["c"]
+    assert list(scheduler.table.running) == ["c"]
     # Before d, which was there when they were not prepared.
     for id in ("b", "a", "d", "nobody"):
         scheduler.mark_prepared(id)
@@ -239,7 +239,7 @@ def test_what_is_not_prepared_counts_in_the_queue_and_can_be_aborted() -> None:
     engine.scheduler.mark_prepared("a")
     engine.scheduler.add(request("c", [1], max_tokens=1))
     engine.run()
-    assert engine.outputs.keys() == {"c"} and engine.scheduler.waiting == 1
+    assert engine.outputs.keys() == {"c"} and engine.scheduler.table.waiting == 1
 
 
 @pytest.mark.parametrize(("policy", "victim"), [("fcfs", "b"), ("priority", "a")])
@@ -252,9 +252,9 @@ def test_the_order_of_preemption(policy: str, victim: str) -> None:
     while not engine.scheduler.stats().preemptions:
         engine.schedule()
         engine.apply()
-    assert engine.scheduler.waiting == 1
+    assert engine.scheduler.table.waiting == 1
     survivor = "b" if victim == "a" else "a"
-    assert list(engine.scheduler._running) == [survivor]
+    assert list(engine.scheduler.table.running) == [survivor]
     engine.run()
     for item in requests:
         assert engine.tokens(item.id) == expected(item, 64)[0]
@@ -284,7 +284,7 @@ def test_a_token_on_its_way_survives_preemption() -> None:
         engine.apply()
         engine.schedule()
     before = len(engine.tokens("b"))
-    assert list(engine.scheduler._running) == ["a"] and len(engine.flight) == 2
+    assert list(engine.scheduler.table.running) == ["a"] and len(engine.flight) == 2
     assert [output.id for output in engine.apply()] == ["b"]
     assert len(engine.tokens("b")) == before + 1
     engine.run(depth=2)
@@ -302,7 +302,7 @@ def test_a_token_on_its_way_may_be_the_last() -> None:
         engine.schedule()
     (last,) = engine.apply()
     assert (last.id, last.finish_reason) == ("b", "length")
-    assert list(engine.scheduler._unfinished) == ["a"] and engine.scheduler.waiting == 0
+    assert list(engine.scheduler.table.unfinished) == ["a"] and engine.scheduler.table.waiting == 0
     engine.run()
     assert len(engine.tokens("b")) == 4
 

@@ -86,13 +86,13 @@ def play(limits: dict[str, Any], requests: list[Request], operations: list[str],
             engine.schedule()
         elif operation == "apply" and engine.flight:
             engine.apply()
-        elif operation == "abort" and (ids := list(engine.scheduler._unfinished)):
+        elif operation == "abort" and (ids := list(engine.scheduler.table.unfinished)):
             # Not the first always: some that run, some that wait.
             id = ids[len(engine.plans) % len(ids)]
             engine.scheduler.abort([id, "nobody"])
             engine.check_blocks()
             taken.discard(id)
-        elif operation == "prepare" and (unprepared := list(engine.scheduler._unprepared)):
+        elif operation == "prepare" and (unprepared := list(engine.scheduler.table.unprepared)):
             engine.scheduler.mark_prepared(unprepared[len(engine.plans) % len(unprepared)])
     engine.run(depth=depth)
     check_unprepared(engine)
@@ -103,15 +103,15 @@ def play(limits: dict[str, Any], requests: list[Request], operations: list[str],
 def check_unprepared(engine: Engine) -> None:
     """The others have ended, and those that are not prepared have nothing yet. Then prepare them, last one first."""
     scheduler = engine.scheduler
-    unprepared = list(scheduler._unprepared)
-    assert list(scheduler._unfinished) == unprepared
-    assert scheduler.waiting == scheduler.stats().waiting == len(unprepared)
-    assert scheduler.active == scheduler.blocks_used == 0 and scheduler.schedule() is None
+    unprepared = list(scheduler.table.unprepared)
+    assert list(scheduler.table.unfinished) == unprepared
+    assert scheduler.table.waiting == scheduler.stats().waiting == len(unprepared)
+    assert scheduler.active == scheduler.kv.used == 0 and scheduler.schedule() is None
     assert not engine.outputs.keys() & set(unprepared)
     for id in reversed(unprepared):
         scheduler.mark_prepared(id)
         scheduler.mark_prepared(id)
-    assert not scheduler._unprepared and scheduler.waiting == len(unprepared)
+    assert not scheduler.table.unprepared and scheduler.table.waiting == len(unprepared)
 
 
 def check(engine: Engine, requests: list[Request], taken: set[str]) -> None:
@@ -142,9 +142,9 @@ def check(engine: Engine, requests: list[Request], taken: set[str]) -> None:
     assert stats.prompt_tokens == sum(len(r.prompt) for r in requests if r.id in engine.outputs)
     assert stats.steps == len(engine.plans)
     # Nothing of them is left behind.
-    assert len(engine.scheduler._queue) == 0
-    assert sorted(engine.scheduler._slots) == list(range(engine.limits["max_num_seqs"]))
-    assert not engine.scheduler._ready and not engine.scheduler._pooling
+    assert not any(len(owner.queue) for owner in engine.scheduler.table.owners.values())
+    assert sorted(engine.scheduler.table.slots) == list(range(engine.limits["max_num_seqs"]))
+    assert not engine.scheduler.table.ready and not engine.scheduler.table.pooling
 
 
 @settings(max_examples=300)

@@ -1,4 +1,4 @@
-"""Scheduler.steady and advance: many rounds at once are as single steps."""
+"""steady() and Scheduler.advance: many rounds at once are as single steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from weft.engine.core.request import Request
 from weft.engine.core.scheduler import Scheduler
 from weft.engine.core.step import StepPlan, StepResult
 from weft.engine.core.token_ids import TokenIds
+from weft.engine.core.view import SchedulerSettings
 from weft.plan.plan import Speculation
+from weft.study.simulate.steady import blocks_of_rounds, steady
 
 
 class Keyed:
@@ -25,8 +27,7 @@ class Keyed:
     def __init__(
         self, stages: int, ahead: bool, blocks: int, caching: bool, policy: Any, windows: tuple[int | None, ...]
     ) -> None:
-        self.scheduler = Scheduler(
-            kv=KVManager(layout(windows, chunk=32), blocks, max_num_seqs=6, caching=caching, counted=not caching),
+        settings = SchedulerSettings(
             max_num_seqs=6,
             max_num_batched_tokens=32,
             max_num_queued=100,
@@ -35,6 +36,8 @@ class Keyed:
             policy=policy,
             lookahead=ahead,
         )
+        kv = KVManager(layout(windows, chunk=32), blocks, max_num_seqs=6, caching=caching, counted=not caching)
+        self.scheduler = Scheduler(settings, kv)
         self.depth = stages + ahead
         self.flight: deque[StepResult] = deque()
         self.keys: dict[int, int] = {}
@@ -45,8 +48,8 @@ class Keyed:
         return StepResult(plan.id, tokens, [None] * len(tokens), {})
 
     def schedule(self) -> None:
-        while len(self.flight) < self.depth and (plan := self.scheduler.schedule()):
-            self.flight.append(self.sample(plan))
+        while len(self.flight) < self.depth and (scheduled := self.scheduler.schedule()):
+            self.flight.append(self.sample(scheduled.step))
 
     def step(self) -> None:
         self.schedule()
@@ -55,15 +58,15 @@ class Keyed:
 
     def state(self) -> Any:
         """State that must be equal on both ways."""
-        scheduler = self.scheduler
+        scheduler, table, kv = self.scheduler, self.scheduler.table, self.scheduler.kv
         rows = [
             (row.request.id, row.tokens, row.computed, row.room, row.freed, row.outstanding, row.pending)
-            for row in scheduler._running.values()
+            for row in table.running.values()
         ]
-        ready = [row.request.id for row in scheduler._ready]
+        ready = [row.request.id for row in table.ready]
         # Of a single group the order is nothing.
-        turns = ready if scheduler.stages > 1 else sorted(ready)
-        return rows, scheduler.stats(), turns, list(scheduler._unfinished), scheduler.kv.promised, scheduler.kv.reserved
+        turns = ready if scheduler.settings.stages > 1 else sorted(ready)
+        return rows, scheduler.stats(), turns, list(table.unfinished), kv.promised, kv.reserved
 
 
 REQUESTS = st.lists(
@@ -103,7 +106,7 @@ def test_rounds_at_once_are_as_one_after_the_other(
     waiting = deque(enumerate(requests))
     counts = iter(arrivals)
     turn = 0
-    while waiting or slow.scheduler._unfinished or slow.flight:
+    while waiting or slow.scheduler.table.unfinished or slow.flight:
         for _ in range(next(counts, len(waiting))):
             if not waiting:
                 break
@@ -118,19 +121,19 @@ def test_rounds_at_once_are_as_one_after_the_other(
             for side in (fast, slow):
                 side.scheduler.abort([str(aborts[turn])])
         turn += 1
-        steady = fast.scheduler.steady() if len(fast.flight) < fast.depth else None
-        if steady and (rounds := round(part * steady.rounds)):
+        rest = steady(fast.scheduler.view) if len(fast.flight) < fast.depth else None
+        if rest and (rounds := round(part * rest.rounds)):
             ended = fast.scheduler.advance(rounds)
-            unfinished = set(slow.scheduler._unfinished)
-            for _ in range(rounds * len(steady.contexts)):
+            unfinished = set(slow.scheduler.table.unfinished)
+            for _ in range(rounds * len(rest.contexts)):
                 slow.step()
-            assert set(ended) == unfinished - set(slow.scheduler._unfinished)
+            assert set(ended) == unfinished - set(slow.scheduler.table.unfinished)
         else:
             fast.step()
             slow.step()
         assert fast.state() == slow.state()
-    assert not fast.scheduler._unfinished
-    assert fast.scheduler.blocks_used == slow.scheduler.blocks_used == 0
+    assert not fast.scheduler.table.unfinished
+    assert fast.scheduler.kv.used == slow.scheduler.kv.used == 0
 
 
 def steady_after_prompt(change: dict[str, Any], **params: Any) -> int | None:
@@ -139,8 +142,8 @@ def steady_after_prompt(change: dict[str, Any], **params: Any) -> int | None:
     engine.scheduler.add(request("a", [1, 2, 3], **params))
     engine.schedule()
     engine.apply()
-    steady = engine.scheduler.steady()
-    return steady and steady.rounds
+    rest = steady(engine.scheduler.view)
+    return rest and rest.rounds
 
 
 def test_a_request_alone_decodes_to_its_end() -> None:
@@ -154,11 +157,11 @@ def test_contexts_are_those_of_the_first_round() -> None:
     engine = Engine(LIMITS)
     engine.scheduler.add(request("a", [1, 2, 3], max_tokens=9))
     engine.scheduler.add(request("b", [4] * 7, max_tokens=9))
-    assert engine.scheduler.steady() is None, "nothing runs"
+    assert steady(engine.scheduler.view) is None, "nothing runs"
     engine.schedule()
     engine.apply()
-    steady = engine.scheduler.steady()
-    assert steady and steady.contexts == [[4, 8]]
+    rest = steady(engine.scheduler.view)
+    assert rest and rest.contexts == [[4, 8]]
     engine.scheduler.advance(3)
     plan = engine.schedule()
     assert plan and plan.starts == [6, 10]
@@ -187,5 +190,5 @@ def test_a_shared_block_behind_a_window_is_no_room() -> None:
             prompt = TokenIds.pack([token] * 4 + [number, number])
             side.scheduler.add(Request(id=str(number), prompt=prompt, params=params, key=number))
             side.step()
-        needed[other] = side.scheduler.kv.blocks_of_rounds(side.scheduler._running.values(), 30)
+        needed[other] = blocks_of_rounds(side.scheduler.kv, side.scheduler.table.running.values(), 30)
     assert needed == {8: 0, 9: 2}

@@ -59,7 +59,7 @@ def test_prompts_that_wait_are_few_objects() -> None:
         assert engine.schedule()  # the first is unpacked
 
     assert kept_objects(add_all) < LENGTH + PROMPTS * 100
-    assert engine.scheduler.waiting == PROMPTS - 1
+    assert engine.scheduler.table.waiting == PROMPTS - 1
 
 
 def test_tokenized_prompts_are_few_objects() -> None:

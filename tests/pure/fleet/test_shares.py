@@ -10,10 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.pure.drawn_shapes import planned_layouts, planned_shapes
+from tests.pure.drawn_shapes import ExpertCut, planned_layouts, planned_shapes
 from tests.refusals import refuses
-from weft.checkpoint.architectures.axes import CUT_BY, Axis, axis_length
-from weft.checkpoint.architectures.parameters import Parameter, parameter_count, parameter_dims, rank_parameters
+from weft.checkpoint.architectures.parameters import (
+    Parameter,
+    parameter_count,
+    parameter_dims,
+    part_axes,
+    rank_parameters,
+)
 from weft.checkpoint.architectures.place import Place, Span, whole
 from weft.checkpoint.architectures.shape import ModelShape
 from weft.checkpoint.names import catalogue
@@ -23,7 +28,6 @@ from weft.errors import PlanError
 from weft.plan import fills as engine
 from weft.plan.fills import Fill, rank_fills
 from weft.plan.places import cut_places
-from weft.plan.rules import ExpertCut
 
 Layout = tuple[ModelShape, tuple[float, ...], tuple[int, ...], ExpertCut]
 
@@ -51,23 +55,23 @@ def test_the_groups_of_a_stage_read_everything(layout: Layout) -> None:
     shape, tensor, _, (groups, parts) = layout
     dims = dict(expected_tensors(shape))
     counts: dict[tuple[int, str], np.ndarray] = {}
-    cut: dict[str, set[Axis]] = defaultdict(set)
+    cut: dict[str, set[str]] = defaultdict(set)
     expert = set()
     for place in cut_layout(layout):
         table = {name: parameter for name, parameter, _ in rank_parameters(shape, place)}
         for fill in rank_fills(shape, place):
             parameter = table[fill.param]
-            cut[fill.source] |= {axis for part in parameter.parts for axis in (part.rows, part.cols) if axis}
+            cut[fill.source] |= {axis.cut for part in parameter.parts for axis in part_axes(part) if axis.cut}
             if parameter.role == "expert":
                 expert.add(fill.source)
             key = place.stage, fill.source
             read(fill, dims[fill.source], counts.setdefault(key, np.zeros(dims[fill.source], int)))
     assert {source for _, source in counts} == set(dims)
     for (_, source), count in counts.items():
-        is_cut = bool(cut[source] & CUT_BY.keys())
+        is_cut = bool(cut[source])
         if source in expert:
             assert (count == (1 if is_cut else groups * len(tensor) // parts)).all()
-        elif Axis.KV in cut[source]:
+        elif "kv_heads" in cut[source]:
             assert count.min() >= groups
         else:
             assert (count == groups * (1 if is_cut else len(tensor))).all()
@@ -98,7 +102,7 @@ def test_experts_partition(layout: Layout) -> None:
 def test_fills_fill_what_the_rank_holds(layout: Layout) -> None:
     shape = layout[0]
     for place in cut_layout(layout):
-        table = {name: parameter_dims(shape, place, p) for name, p, _ in rank_parameters(shape, place)}
+        table = {name: parameter_dims(place, p) for name, p, _ in rank_parameters(shape, place)}
         filled = dict.fromkeys(table, 0)
         for fill in rank_fills(shape, place):
             filled[fill.param] += len(fill.rows) * (1 if fill.cols is None else len(fill.cols))
@@ -113,7 +117,7 @@ def test_the_whole_model_is_one_rank(shape: ModelShape) -> None:
     assert cut_places(shape, [1.0], [len(shape.layers)]) == (whole(shape),)
     # Corrections of routers are held in float32 always.
     held = [parameter for _, parameter, _ in rank_parameters(shape, whole(shape)) if parameter.dtype == "float32"]
-    wide = sum(prod(parameter_dims(shape, whole(shape), parameter)) for parameter in held)
+    wide = sum(prod(parameter_dims(whole(shape), parameter)) for parameter in held)
     assert weight_bytes(shape, "bf16") == 2 * parameter_count(shape) + 2 * wide
     assert sum(map(prod, dict(expected_tensors(shape)).values())) == parameter_count(shape)
 
@@ -181,4 +185,4 @@ def test_dense_layers_have_no_experts() -> None:
     for layer in range(61):
         assert any(parameter.role == "expert" for parameter in table[layer]) == (layer >= 3)
         assert any(".mlp.down" in parameter.name for parameter in table[layer]) == (layer < 3)
-    assert axis_length(shape, Axis.FFN) == 18432 and axis_length(shape, Axis.EXPERT_FFN) == 2048
+    assert shape.ffn == 18432 and shape.experts and shape.experts.width == 2048

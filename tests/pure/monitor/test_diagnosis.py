@@ -17,6 +17,7 @@ from tests.pure.shapes import SMOLLM2
 from tests.pure.worlds import PLAN
 from tests.refusals import has_values
 from weft.api.observe.monitoring import PrefixCount
+from weft.engine.core.commands import TIMES
 from weft.engine.core.identity import RequestIdentity
 from weft.engine.core.params import SamplingParams
 from weft.engine.core.request import Request, Stats
@@ -26,11 +27,12 @@ from weft.machine.hardware.gpu_figures import GpuFigures, GpuSampler
 from weft.machine.hardware.topology import Holder
 from weft.monitor import gpus
 from weft.monitor.finding import LIMITS, Change, Code, Finding
-from weft.monitor.history import TIMES, GpuMoment, Histogram, History, RankCounters, Snapshot, growing, weights_of
+from weft.monitor.history import GpuMoment, Histogram, History, RankCounters, Snapshot, growing, weights_of
 from weft.monitor.price import Figure, add_prices, freed_tokens, with_figure
 from weft.monitor.restart import small_ratio
 from weft.monitor.rules import CODES, diagnose
 from weft.monitor.stage_rules import balanced_layers, describe_stages
+from weft.plan.parallelism import Parallelism
 from weft.plan.places import cut_places
 from weft.plan.plan import Plan
 from weft.planner.execution.forecast import forecast_plan
@@ -112,7 +114,7 @@ def test_an_uneven_split_of_equal_ranks() -> None:
     slow, fast = (one / 1e7 for one in (max(weights), min(weights)))
     (finding,) = ranks_of(uneven, counters(0, fast, 0.1, slow - fast), counters(1, slow, 0.1, 0.0))
     assert finding.code == "straggler" and finding.change is not None
-    assert finding.change.tensor_split == (1, 1) and "rank 1" not in finding.remedy, "the device is well"
+    assert finding.change.parallelism.tensor_split == (1, 1) and "rank 1" not in finding.remedy, "the device is well"
 
 
 def test_a_split_for_unequal_devices_is_healthy() -> None:
@@ -430,7 +432,7 @@ def test_figures_of_changes(forecast: Any) -> None:
     past = history(EVEN, Snapshot(time_s=10.0, stats=(Stats(running=4),)))
     (priced,) = add_prices(slow, past, lambda replica: forecast)
     assert promised_percent(priced.remedy) > 0, "the slow rank gets less"
-    for change in (Change(as_pipeline=True), Change(requests=(2, 8))):
+    for change in (Change(parallelism=Parallelism(1, 2)), Change(requests=(2, 8))):
         finding = replace(slow[0], change=change)
         (priced,) = add_prices([finding], past, lambda replica: forecast)
         assert promised_percent(priced.remedy) > -100
@@ -448,6 +450,6 @@ def test_gains_are_said_in_percent() -> None:
     finding = Finding(code=Code.ALLREDUCE_WAIT, text="", value=0.6, limit=0.5, remedy="restart", alternative="wait")
     assert with_figure(finding, Figure(0.184, "tokens/s")) == "restart (+18% tokens/s, by the planner)"
     assert with_figure(finding, Figure(-0.5, "tokens/s")) == "wait; do not restart (-50% tokens/s, by the planner)"
-    as_pipeline = msgspec.structs.replace(finding, change=Change(as_pipeline=True))
+    as_pipeline = msgspec.structs.replace(finding, change=Change(parallelism=Parallelism(1, 2)))
     assert with_figure(as_pipeline, None).startswith("wait; restart ")  # no figure: a pipeline comes second
     assert with_figure(finding, None) == "restart" and Figure(-0.001, "tokens/s").text == "+0% tokens/s"

@@ -16,6 +16,7 @@ from weft.monitor.finding import Code, Finding
 from weft.monitor.history import GpuMoment, History, Snapshot, weights_of
 from weft.monitor.restart import restart_with_cut
 from weft.monitor.rules import CAUSES, diagnose, link_causes
+from weft.plan.parallelism import Parallelism
 from weft.plan.places import cut_places
 from weft.plan.plan import Plan, named_devices
 
@@ -140,7 +141,7 @@ def one_of(plan: Plan, replicas: int = 1) -> History:
 def test_a_restart_has_every_flag_of_the_cut(
     plan: Plan, replicas: int, splits: dict[str, tuple[int, ...]], flags: str
 ) -> None:
-    assert restart_with_cut(one_of(plan, replicas), plan, **splits) == f"restart with {flags}"
+    assert restart_with_cut(one_of(plan, replicas), plan, Parallelism(**splits)) == f"restart with {flags}"
 
 
 # --- layout and cache ---

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import combinations
+from itertools import combinations, product
 from math import prod
 
 import pytest
@@ -11,8 +11,7 @@ from hypothesis import given
 
 from tests.pure.drawn_shapes import layouts
 from tests.pure.shapes import SMOLLM2
-from weft.checkpoint.architectures.axes import Axis, axis_length, owned
-from weft.checkpoint.architectures.parameters import model_parameters, parameter_dims, rank_parameters
+from weft.checkpoint.architectures.parameters import model_parameters, parameter_dims, part_axes, rank_parameters
 from weft.checkpoint.architectures.place import Place, Span
 from weft.checkpoint.architectures.shape import DTYPE_BYTES, ModelShape
 from weft.plan.fills import Fill, rank_fills, rank_weight_bytes
@@ -28,7 +27,7 @@ def sources(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     for parameter, layer in model_parameters(shape):
         for part in parameter.parts:
             axes = (part.rows,) if part.cols is None else (part.rows, part.cols)
-            found[part.source.format(layer=layer)] = tuple(axis_length(shape, axis) for axis in axes)
+            found[part.source.format(layer=layer)] = tuple(axis.length for axis in axes)
     return found
 
 
@@ -53,7 +52,7 @@ def test_fills_lie_within_their_sources(layout: Layout) -> None:
 def test_a_parameter_is_filled_once_from_top_to_bottom(layout: Layout) -> None:
     shape, weights, stages = layout
     for place in cut_places(shape, weights, stages):
-        dims = {name: parameter_dims(shape, place, p) for name, p, _ in rank_parameters(shape, place)}
+        dims = {name: parameter_dims(place, p) for name, p, _ in rank_parameters(shape, place)}
         reached: Counter[str] = Counter()
         for fill in rank_fills(shape, place):
             assert fill.at == reached[fill.param]
@@ -83,10 +82,10 @@ def test_every_element_is_read_by_exactly_its_owners(layout: Layout) -> None:
                 holds = holds or (part.source == EMBED and shape.tied and place.last)
                 if layer is not None:
                     holds = place.layers.start <= layer < place.layers.stop
-                assert holds and rectangle(fill)[0] == owned(shape, place, part.rows)
+                assert holds and rectangle(fill)[0] == part.rows.owned(place)
             stage_readers = Counter(place.stage for place, _ in readers[name])
             assert set(stage_readers.values()) == {len(weights)}
-            cut = {part.rows, part.cols} & {Axis.Q, Axis.FFN, Axis.VOCAB}
+            cut = {axis.cut for axis in part_axes(part)} & {"q_heads", "ffn", "vocab"}
             for stage in stage_readers if cut else ():
                 # Disjoint rectangles that together have the area of the tensor cover it exactly.
                 mine = [rectangle(fill) for place, fill in readers[name] if place.stage == stage]
@@ -98,15 +97,11 @@ def test_every_element_is_read_by_exactly_its_owners(layout: Layout) -> None:
 @given(layouts())
 def test_kv_heads_are_all_read_and_only_shared_by_a_crew(layout: Layout) -> None:
     shape, weights, stages = layout
-    for stage in range(len(stages)):
-        count = Counter(
-            head
-            for place in cut_places(shape, weights, stages)
-            if place.stage == stage
-            for head in range(place.kv_heads.start, place.kv_heads.stop)
-        )
-        assert set(count) == set(range(shape.kv_heads))
-        most = max(1, -(-len(weights) // shape.kv_heads))
+    for stage, counts in product(range(len(stages)), shape.head_counts):
+        spans = [p.heads_of(counts).kv for p in cut_places(shape, weights, stages) if p.stage == stage]
+        count = Counter(head for span in spans for head in range(span.start, span.stop))
+        assert set(count) == set(range(counts.kv))
+        most = max(1, -(-len(weights) // counts.kv))
         assert all(n <= most for n in count.values())
 
 

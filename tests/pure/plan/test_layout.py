@@ -15,6 +15,7 @@ from tests.pure.drawn_shapes import shapes
 from tests.pure.machines import gpu, host, plan
 from tests.pure.shapes import SMOLLM2, repeated, with_attention
 from tests.refusals import refuses
+from weft.checkpoint.architectures.kv import kv_bytes_per_token, kv_layout, kv_specs
 from weft.checkpoint.architectures.shape import ModelShape
 from weft.config import EngineConfig
 from weft.engine.client.arguments import engine_config
@@ -439,3 +440,17 @@ def test_errors_are_weft_s() -> None:
     config = EngineConfig(model="m")
     assert replace(config, seed=1).seed == 1
     fails("below-minimum", "seed", "-1", seed=-1)
+
+
+def test_layers_that_differ_in_their_heads_are_planned_and_not_run() -> None:
+    """Memory is counted layer by layer. The kernels of a rank are made for one kind of attention."""
+    layers = list(SMOLLM2.layers)
+    other = msgspec.structs.replace(layers[1].mixer, kv_heads=1, head_dim=128)
+    layers[1::2] = [msgspec.structs.replace(layer, mixer=other) for layer in layers[1::2]]
+    shape = msgspec.structs.replace(SMOLLM2, layers=tuple(layers))
+    assert kv_bytes_per_token(shape) == 15 * 2 * 2 * (3 * 64 + 1 * 128)
+    assert [spec.bytes_per_token for spec in kv_specs(shape).values()] == [2 * 2 * 3 * 64, 2 * 2 * 128] * 15
+    (first, second) = kv_layout(shape, block_size=16, chunk=64).groups
+    assert (first.layers, second.layers) == (tuple(range(0, 30, 2)), tuple(range(1, 30, 2)))
+    with refuses(PlanError, "several-kinds-of-attention", "9 query and 1 KV heads of 128", "3 KV heads of 64"):
+        plan(shape=shape)

@@ -13,8 +13,9 @@ from weft.errors import ConfigError
 from weft.machine.hardware.cluster import Cluster, Node, parse_gpus, parse_nodes
 from weft.machine.hardware.gpus import GpuSpec, find_gpu
 from weft.plan.max_memory import cap_cluster, device_caps, parse_max_memory, parse_size
+from weft.plan.parallelism import Parallelism
 from weft.planner.deployment import Workload
-from weft.planner.question import LayoutConstraints, Question
+from weft.planner.question import Question
 from weft.planner.search.domains import usable_devices
 from weft.planner.search.search import SearchResult, search
 
@@ -100,11 +101,11 @@ def test_devices_of_an_engine() -> None:
 GPUS = st.sampled_from([find_gpu(name) for name in ("RTX 4090", "RTX 3090", "RTX A6000", "A100-40GB", "RTX 3060")])
 WISHES = st.sampled_from(
     [
-        LayoutConstraints(),
-        LayoutConstraints(device_map_strategy="balanced"),
-        LayoutConstraints(device_map_strategy="sequential"),
-        LayoutConstraints(device_map_strategy="balanced_low_0"),
-        LayoutConstraints(pipeline_parallel=2),
+        Parallelism(),
+        Parallelism(device_map_strategy="balanced"),
+        Parallelism(device_map_strategy="sequential"),
+        Parallelism(device_map_strategy="balanced_low_0"),
+        Parallelism(pipeline_parallel=2),
     ]
 )
 
@@ -112,7 +113,7 @@ WISHES = st.sampled_from(
 @settings(max_examples=60, deadline=None)
 @given(st.lists(GPUS, min_size=1, max_size=4), st.data(), WISHES, st.sampled_from(["weft", "vllm", "llama.cpp"]))
 def test_caps_are_respected_or_refused(
-    found: list[GpuSpec], data: st.DataObject, constraints: LayoutConstraints, engine: str
+    found: list[GpuSpec], data: st.DataObject, constraints: Parallelism, engine: str
 ) -> None:
     sizes = st.one_of(st.just(0), st.integers(1 << 30, 60 * GB))
     limits = [data.draw(sizes) for _ in found]
@@ -123,10 +124,10 @@ def test_caps_are_respected_or_refused(
     for candidate in answer.candidates:
         for index, rank in zip(candidate.layout.gpus, candidate.memory.ranks, strict=True):
             assert rank.weights.total + rank.other_bytes + rank.kv_room_bytes <= limits[index]
-        for number in range(candidate.layout.data_parallel):
+        for number in range(candidate.layout.parallelism.data_parallel):
             held = [
                 it
-                for place, _ in candidate.layout.replica(number)[:: candidate.layout.tensor_parallel]
+                for place, _ in candidate.layout.replica(number)[:: candidate.layout.parallelism.tensor_parallel]
                 for it in range(place.layers.start, place.layers.stop)
             ]
             assert held == list(range(len(shape.layers)))
@@ -148,10 +149,10 @@ def test_caps_above_the_memory_change_nothing(found: list[GpuSpec], data: st.Dat
 
 def test_a_capped_gpu_gets_less() -> None:
     cluster = cap_cluster(parse_gpus("2xRTX4090"), parse_max_memory({0: "6GB", 1: "22GB"}))
-    best = plan(cluster, constraints=LayoutConstraints(tensor_parallel=2)).best
+    best = plan(cluster, constraints=Parallelism(tensor_parallel=2)).best
     assert best and [len(place.kv_heads) for place in best.layout.places] == [1, 7]
-    stages = plan(cluster, constraints=LayoutConstraints(pipeline_parallel=2)).best
-    assert stages and dict(zip(stages.layout.gpus, stages.layout.stage_layers, strict=True))[0] < 8
+    stages = plan(cluster, constraints=Parallelism(pipeline_parallel=2)).best
+    assert stages and dict(zip(stages.layout.gpus, stages.layout.parallelism.pipeline_split, strict=True))[0] < 8
 
 
 def test_memory_that_a_cap_lacks_is_told_with_its_flag() -> None:

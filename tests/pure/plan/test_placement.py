@@ -18,10 +18,11 @@ from tests.refusals import has_values, refusals, refuses
 from weft.checkpoint.names import catalogue
 from weft.errors import WeftError
 from weft.machine.hardware.cluster import parse_gpus, parse_nodes
+from weft.plan.parallelism import Parallelism
 from weft.plan.plan import named_devices
 from weft.planner.deployment import Workload
 from weft.planner.profiles import engine_profile
-from weft.planner.question import LayoutConstraints, Question
+from weft.planner.question import Question
 from weft.planner.report.advice import advice
 from weft.planner.report.notes import notes
 from weft.planner.search.ranking import Candidate
@@ -38,7 +39,7 @@ def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.probes.stored_speeds.load_speeds", lambda _: NOTHING)
 
 
-def plan(hardware: str, constraints: LayoutConstraints, model: str = "Llama-3.1-8B", **more: object) -> SearchResult:
+def plan(hardware: str, constraints: Parallelism, model: str = "Llama-3.1-8B", **more: object) -> SearchResult:
     parse = parse_nodes if hardware.count("x") > 1 and hardware.split("x")[1].isdigit() else parse_gpus
     asked = {"engine": "weft", "precisions": ("bf16",), "workload": BATCH, **more}
     shape = catalogue.find(model).shape
@@ -50,9 +51,9 @@ def best(answer: SearchResult) -> Candidate:
     return answer.best
 
 
-def stages(*runs: tuple[int, int]) -> LayoutConstraints:
+def stages(*runs: tuple[int, int]) -> Parallelism:
     """GPU and layers of each stage."""
-    return LayoutConstraints(devices=tuple(gpu for gpu, _ in runs), pipeline_split=tuple(count for _, count in runs))
+    return Parallelism(devices=tuple(gpu for gpu, _ in runs), pipeline_split=tuple(count for _, count in runs))
 
 
 # --- weft plan ---
@@ -71,7 +72,11 @@ def test_stages_lie_where_they_are_told(runs: list[tuple[int, int]], engine: str
         return
     answer = plan("2xA100+2xRTX4090", stages(*runs), engine=engine)
     (cut,) = {it.cut for it in (*answer.candidates, *answer.rejected)}
-    assert (cut.tensor_parallel, cut.pipeline_parallel, cut.data_parallel) == (1, len(runs), 1)
+    assert (cut.parallelism.tensor_parallel, cut.parallelism.pipeline_parallel, cut.parallelism.data_parallel) == (
+        1,
+        len(runs),
+        1,
+    )
     if answer.best:
         layout, memory = answer.best.layout, answer.best.memory
         assert [(gpu, len(place.layers)) for gpu, place in zip(layout.gpus, layout.places, strict=True)] == runs
@@ -112,7 +117,7 @@ def test_engines_that_give_each_rank_a_gpu_refuse_two_stages_on_one() -> None:
 
 
 def test_words_are_worked_out_for_each_precision() -> None:
-    answer = plan("1xRTX3060+1xA100", LayoutConstraints(device_map_strategy="sequential"), precisions=("bf16", "int4"))
+    answer = plan("1xRTX3060+1xA100", Parallelism(device_map_strategy="sequential"), precisions=("bf16", "int4"))
     assert {it.cut.precision: it.layout.gpus for it in answer.candidates} == {"bf16": (0, 1), "int4": (0,)}
 
 
@@ -125,19 +130,19 @@ def test_the_cost_of_a_dictated_placement_is_told() -> None:
 
 
 def test_a_gpu_that_triton_does_not_know_is_told_in_the_engine_s_words() -> None:
-    volta = plan("1xV100", LayoutConstraints(), precisions=("fp16",))
+    volta = plan("1xV100", Parallelism(), precisions=("fp16",))
     (told,) = notes(volta.question, volta.best)
     assert told.code == "slow_kernels"
     has_values(told.values["reason"], "V100-SXM2-32GB", "7.0")
-    turing = plan("1xT4", LayoutConstraints(), model="Llama-3.2-1B", precisions=("fp16",))
+    turing = plan("1xT4", Parallelism(), model="Llama-3.2-1B", precisions=("fp16",))
     assert notes(turing.question, turing.best) == []
 
 
 def test_a_split_by_weights_that_comes_to_other_shares_is_told() -> None:
-    rough = plan("2xA100", LayoutConstraints(tensor_parallel=2, tensor_split=(30.0, 1.0)))
+    rough = plan("2xA100", Parallelism(tensor_parallel=2, tensor_split=(30.0, 1.0)))
     (note,) = notes(rough.question, rough.best)
     assert (note.code, note.values["split"], note.values["heads"]) == ("tensor_split_rounded", (30.0, 1.0), [28, 4])
-    fine = plan("2xA100", LayoutConstraints(tensor_parallel=2, tensor_split=(5.0, 3.0)))
+    fine = plan("2xA100", Parallelism(tensor_parallel=2, tensor_split=(5.0, 3.0)))
     assert notes(fine.question, fine.best) == []
 
 
@@ -150,20 +155,20 @@ def test_a_split_by_weights_that_comes_to_other_shares_is_told() -> None:
 def test_the_order_in_which_gpus_are_given_does_not_matter(hardware: str) -> None:
     terms = hardware.split("+")
     turned = ["+".join(terms[::-1]), "+".join(terms[1:] + terms[:1])]
-    constraints = LayoutConstraints(tensor_parallel=1, data_parallel=1)
+    constraints = Parallelism(tensor_parallel=1, data_parallel=1)
     first, *others = (best(plan(it, constraints, "Qwen2.5-14B")).predicted.tpot_s for it in (hardware, *turned))
     assert others == pytest.approx([first] * len(others), rel=0.01)
 
 
 def test_another_order_is_taken_where_it_pays() -> None:
     constraints, asked = (
-        LayoutConstraints(tensor_parallel=1, pipeline_parallel=5),
+        Parallelism(tensor_parallel=1, pipeline_parallel=5),
         {"precisions": ("int4",), "workload": Workload()},
     )
     found = best(plan("2xRTX3090+2xRTX4090+1xRTXA6000", constraints, "Llama-3.1-70B", **asked))
     assert sorted(found.layout.gpus) == [0, 1, 2, 3, 4] and found.layout.gpus != (0, 1, 2, 3, 4)
     # What the user says of each stage holds for the GPUs as they are given.
-    said = LayoutConstraints(tensor_parallel=1, pipeline_split=(16, 16, 16, 16, 16))
+    said = Parallelism(tensor_parallel=1, pipeline_split=(16, 16, 16, 16, 16))
     told = best(plan("2xRTX3090+2xRTX4090+1xRTXA6000", said, "Llama-3.1-70B", precisions=("int4",)))
     assert told.layout.gpus == (0, 1, 2, 3, 4)
 

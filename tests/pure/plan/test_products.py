@@ -12,11 +12,10 @@ from tests.refusals import refuses
 from weft.checkpoint.architectures.place import Span
 from weft.checkpoint.architectures.published import ROW
 from weft.checkpoint.quantised.schemes import ALL_SCHEMES, FP8_SCHEMES, PUBLISHED_SCHEMES, WIDE_SCHEMES
-from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.machine.hardware.cpu import Cpu
 from weft.plan import products
-from weft.plan.backends import KernelDevice
+from weft.plan.backends import KernelDevice, kernel_device
 from weft.plan.products import LOCKS, VERSION, ProductSpec, against_scheme, repacking_bytes, supports
 
 CPU = Cpu(model="AMD EPYC", sockets=1, cores=4, threads=4, features=("avx2", "fma"))
@@ -94,9 +93,9 @@ def test_what_cannot_be_had_is_one_line(where: Any, flags: dict[str, Any], words
 
 
 def test_products_stand_beside_triton_s_kernels() -> None:
-    config = EngineConfig(model="m", product_backend="humming", attention_backend="torch")
+    device = kernel_device(host(1, packages=HERE), ["cuda:0"])
     with refuses(ConfigError, "product-backend-not-usable", "--attention-backend torch"):
-        products.with_product_backend(config, "bfloat16", {"Q4_1"}, host(1, packages=HERE), ["cuda:0"])
+        products.choose_product_backend("humming", "torch", "bfloat16", {"Q4_1"}, device)
 
 
 def test_auto_is_own_until_a_card_has_measured_both(monkeypatch: pytest.MonkeyPatch) -> None:

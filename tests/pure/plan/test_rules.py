@@ -12,28 +12,23 @@ from tests.pure.shapes import SMOLLM2
 from tests.refusals import refuses
 from weft.checkpoint.names.catalogue import find
 from weft.errors import ConfigError, PlanError
-from weft.plan.rules import check_layout
+from weft.plan.parallelism import asked_parallelism
 from weft.planner.report.table import layout_json
-
-OPEN = {
-    "tensor_parallel_size": None,
-    "tensor_split": None,
-    "pipeline_parallel_size": None,
-    "pipeline_split": None,
-}
 
 
 @pytest.mark.parametrize(
     ("fields", "sizes"),
     [
-        ({}, (None, None)),
+        ({}, (0, 0)),
         ({"tensor_parallel_size": 9, "pipeline_parallel_size": 30}, (9, 30)),
         ({"tensor_split": (2.0, 1.0), "pipeline_split": (20, 10)}, (2, 2)),
-        ({"tensor_split": (2.0, 1.0), "tensor_parallel_size": 2}, (2, None)),
+        ({"tensor_split": (2.0, 1.0), "tensor_parallel_size": 2}, (2, 0)),
     ],
 )
-def test_sizes_follow_from_splits(fields: dict[str, Any], sizes: tuple[int | None, int | None]) -> None:
-    assert check_layout(SMOLLM2, **{**OPEN, **fields}) == sizes
+def test_sizes_follow_from_splits(fields: dict[str, Any], sizes: tuple[int, int]) -> None:
+    asked = asked_parallelism(fields)
+    asked.check(SMOLLM2)
+    assert (asked.tensor_parallel, asked.pipeline_parallel) == sizes
 
 
 @pytest.mark.parametrize(

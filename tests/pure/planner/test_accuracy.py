@@ -7,6 +7,7 @@ import pytest
 from tests.pure.measured import LIMITS, Case, cases, layouts_compared, mean_errors, ranking_error
 from weft.checkpoint.names.catalogue import find
 from weft.machine.hardware.cluster import parse_gpus
+from weft.plan.parallelism import Parallelism
 from weft.planner.deployment import Workload, deploy
 from weft.planner.memory.footprint import footprint
 from weft.planner.profiles import load_profile
@@ -61,9 +62,11 @@ def llama_70b(gpus: str, tensor: int, stages: int, prompt: int = 1000, answer: i
     shape, cluster = find("Llama-3.1-70B").shape, parse_gpus(gpus)
     layout = deploy(
         shape,
-        tensor_weights=[1.0] * tensor,
-        stage_layers=[len(shape.layers) // stages] * stages,
-        gpus=range(len(cluster.gpus)),
+        Parallelism(
+            tensor,
+            pipeline_split=(len(shape.layers) // stages,) * stages,
+            devices=tuple(range(len(cluster.gpus))),
+        ),
         precision="fp8",
         kv_dtype="fp8",
     )

@@ -18,11 +18,12 @@ from weft.checkpoint.names.catalogue import find
 from weft.machine.hardware.cluster import parse_gpus
 from weft.machine.hardware.links import LinkCost
 from weft.plan.memory import Capacity, kv_blocks
+from weft.plan.parallelism import Parallelism
 from weft.plan.plan import DraftModel, Speculation
 from weft.planner.deployment import deploy
 from weft.planner.execution.forecast import forecast_plan
 from weft.planner.profiles import engine_profile
-from weft.planner.question import LayoutConstraints, Question
+from weft.planner.question import Question
 from weft.planner.report import notes as plan_notes
 from weft.planner.search.search import SearchResult, search
 from weft.planner.speed.steps import StepPredictor
@@ -40,13 +41,15 @@ def shared(shape: ModelShape, groups: int, tensor: int = 1, parts: int | None = 
     each, left_over = divmod(len(shape.layers), stages)
     return deploy(
         shape,
-        tensor_weights=[1.0] * tensor,
-        stage_layers=[each + (stage < left_over) for stage in range(stages)],
-        gpus=range(groups * tensor * stages),
+        Parallelism(
+            tensor,
+            expert_parallel=parts or tensor * groups,
+            deals_experts=True,
+            pipeline_split=tuple(each + (stage < left_over) for stage in range(stages)),
+            devices=tuple(range(groups * tensor * stages)),
+        ),
         precision="bf16",
         kv_dtype="bf16",
-        expert_parallel=parts or tensor * groups,
-        shares_experts=True,
     )
 
 
@@ -57,7 +60,7 @@ def searched(model: str, gpus: str, **constraints: Any) -> SearchResult:
         cluster=parse_gpus(gpus),
         engine="weft",
         precisions=("bf16",),
-        constraints=LayoutConstraints(**constraints),
+        constraints=Parallelism(**constraints),
     )
     return search(question)
 
@@ -129,14 +132,14 @@ def test_layouts_of_experts_are_weighed_or_refused() -> None:
 @pytest.mark.parametrize("asked", [None, True])
 def test_attention_groups_of_gpus_are_weighed(asked: bool | None) -> None:
     """They run in CUDA graphs as other layouts do."""
-    answer = searched("Mixtral-8x7B", "16xH100", expert_parallel=asked)
-    assert any(candidate.cut.shares_experts for candidate in answer.candidates)
-    refused = {miss.reason.values.get("fault") for miss in answer.rejected if miss.cut.shares_experts}
+    answer = searched("Mixtral-8x7B", "16xH100", deals_experts=asked)
+    assert any(candidate.cut.parallelism.shares_experts for candidate in answer.candidates)
+    refused = {miss.reason.values.get("fault") for miss in answer.rejected if miss.cut.parallelism.shares_experts}
     assert refused == {"more-expert-ranks-than-experts"}
 
 
 def test_a_draft_model_has_no_attention_groups() -> None:
-    question = searched("Qwen3-30B-A3B", "2xH100", tensor_parallel=1, data_parallel=2, expert_parallel=True).question
+    question = searched("Qwen3-30B-A3B", "2xH100", tensor_parallel=1, data_parallel=2, deals_experts=True).question
     draft = DraftModel(model="d", checkpoint="", load_format="dummy", shape=find("Qwen3-0.6B").shape)
     for drafting, code in ((Speculation(tokens=3, draft=draft), "draft_of_groups"), (Speculation(tokens=3), None)):
         answer = search(
@@ -212,7 +215,7 @@ def test_groups_on_a_cpu_share_its_kv_budget(fields: dict[str, int], free: int) 
 
 def test_groups_have_as_many_blocks_as_the_one_with_the_least_room() -> None:
     """Seven experts on two ranks: the first holds one more."""
-    answer = searched("Mixtral-8x7B", "3xH100", tensor_parallel=1, data_parallel=3, expert_parallel=True)
+    answer = searched("Mixtral-8x7B", "3xH100", tensor_parallel=1, data_parallel=3, deals_experts=True)
     assert answer.best is not None
     groups = answer.best.memory.replicas
     assert len({sum(len(place.experts) for place in (answer.best.layout.places[group],)) for group in range(3)}) == 2
@@ -223,7 +226,7 @@ def test_groups_have_as_many_blocks_as_the_one_with_the_least_room() -> None:
 
 
 def groups_of(gpus: str = "2xH100", **constraints: Any) -> Any:
-    answer = searched("Qwen3-30B-A3B", gpus, tensor_parallel=1, expert_parallel=True, **constraints)
+    answer = searched("Qwen3-30B-A3B", gpus, tensor_parallel=1, deals_experts=True, **constraints)
     assert answer.best is not None
     return replica_specs(answer.question, answer.best, SchedulerLimits(lookahead=False))
 

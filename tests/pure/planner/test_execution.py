@@ -93,7 +93,7 @@ def test_the_places_are_the_search_s_own(model: str, names: Sequence[str]) -> No
     numbers = range(len(names))
     best = search(config_search.plan_question(config, there, where, host_cluster(where, NOTHING), numbers)).best
     assert best is not None
-    assert run(model, where).places == best.layout.places[: best.layout.replica_size]
+    assert run(model, where).places == best.layout.places[: best.layout.parallelism.replica_size]
 
 
 def test_the_objective_chooses_the_layout() -> None:

@@ -14,6 +14,7 @@ from weft.checkpoint.quantised.precision import weight_bytes
 from weft.machine.hardware.cluster import Cluster, Node, parse_gpus
 from weft.machine.hardware.gpus import find_gpu
 from weft.plan.memory import LOGITS_BYTES
+from weft.plan.parallelism import Parallelism
 from weft.planner.deployment import DeploymentLayout, Workload, deploy
 from weft.planner.memory.footprint import BLOCK, Footprint, footprint
 from weft.planner.profiles import engine_names, load_profile
@@ -36,13 +37,15 @@ def cut(
 ) -> DeploymentLayout:
     return deploy(
         shape,
-        tensor_weights=[1.0] * (tensor or ranks),
-        stage_layers=stages or (len(shape.layers),),
-        gpus=range(ranks),
+        Parallelism(
+            tensor or ranks,
+            expert_parallel=ranks // len(stages or (0,)) if experts else 1,
+            deals_experts=experts,
+            pipeline_split=tuple(stages or (len(shape.layers),)),
+            devices=tuple(range(ranks)),
+        ),
         precision=precision,
         kv_dtype=kv_dtype,
-        expert_parallel=ranks // len(stages or (0,)) if experts else 1,
-        shares_experts=experts and ranks > (tensor or ranks) * len(stages or (0,)),
     )
 
 

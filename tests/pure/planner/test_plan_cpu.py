@@ -16,9 +16,10 @@ from weft.machine.hardware.cluster import Cluster
 from weft.machine.hardware.cpu import Cpu, CpuSpeed
 from weft.machine.hardware.host import Host
 from weft.plan.memory import Capacity, kv_blocks
+from weft.plan.parallelism import Parallelism
 from weft.plan.places import cut_places
 from weft.plan.plan import Plan, named_devices
-from weft.planner.question import LayoutConstraints, Question
+from weft.planner.question import Question
 from weft.planner.report.advice import advice
 from weft.planner.report.binding import binding_constraint
 from weft.planner.report.notes import notes
@@ -60,7 +61,7 @@ def test_ranks_of_a_cpu_have_the_blocks_that_the_engine_gives_them(free: int, we
     answer = ask(
         machine.split_cpu(cpu(free * GB), ranks),
         "Llama-3.2-1B",
-        constraints=LayoutConstraints(tensor_parallel=ranks, tensor_split=weights if ranks > 1 else None),
+        constraints=Parallelism(tensor_parallel=ranks, tensor_split=weights if ranks > 1 else ()),
     )
     assert answer.best is not None
     memory = answer.best.memory
@@ -120,7 +121,7 @@ def test_the_limit_of_a_cpu_is_found_from_the_speed_of_its_kernels() -> None:
 def test_splitting_a_cpu_gains_nothing_but_can_be_asked_for() -> None:
     whole, halves = (
         ask(cpu()).best,
-        ask(machine.split_cpu(cpu(), 2), constraints=LayoutConstraints(tensor_parallel=2)).best,
+        ask(machine.split_cpu(cpu(), 2), constraints=Parallelism(tensor_parallel=2)).best,
     )
     assert whole and halves and str(halves.cut) == "TP 2, bf16"
     assert halves.predicted.single_tok_s < whole.predicted.single_tok_s

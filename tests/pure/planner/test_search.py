@@ -14,8 +14,9 @@ from weft.checkpoint.names import catalogue
 from weft.machine.hardware.cluster import Cluster, Node, parse_gpus, parse_nodes
 from weft.machine.hardware.gpus import GpuSpec, find_gpu, known_gpus
 from weft.plan.max_memory import Caps, cap_cluster
+from weft.plan.parallelism import Parallelism
 from weft.planner.deployment import DeploymentLayout, Workload
-from weft.planner.question import LayoutConstraints, Question
+from weft.planner.question import Question
 from weft.planner.report.advice import advice
 from weft.planner.report.binding import binding_constraint
 from weft.planner.report.summary import choice_reason, choice_reasons
@@ -45,11 +46,15 @@ def best(answer: SearchResult) -> Candidate:
 
 def sizes(candidate: Candidate) -> tuple[int, int, int]:
     """(tensor, pipeline, data) parallel."""
-    return candidate.cut.tensor_parallel, candidate.cut.pipeline_parallel, candidate.cut.data_parallel
+    return (
+        candidate.cut.parallelism.tensor_parallel,
+        candidate.cut.parallelism.pipeline_parallel,
+        candidate.cut.parallelism.data_parallel,
+    )
 
 
 def forced(model: str, hardware: str, tensor: int, stages: int, precision: str, **more: object) -> float:
-    constraints = LayoutConstraints(tensor_parallel=tensor, pipeline_parallel=stages, data_parallel=1)
+    constraints = Parallelism(tensor_parallel=tensor, pipeline_parallel=stages, data_parallel=1)
     answer = plan(model, hardware, precision, "trtllm", constraints=constraints, **more)
     return best(answer).predicted.saturated_tok_s
 
@@ -123,13 +128,13 @@ def test_a_model_over_several_nodes_is_cut_by_tensors_inside_and_layers_between(
     assert sizes(found) == cut
     # No tensor parallel group reaches across nodes.
     per_node = len(parse_nodes(hardware).nodes[0].gpus)
-    for start in range(0, len(found.layout.gpus), found.layout.tensor_parallel):
-        group = found.layout.gpus[start : start + found.layout.tensor_parallel]
+    for start in range(0, len(found.layout.gpus), found.layout.parallelism.tensor_parallel):
+        group = found.layout.gpus[start : start + found.layout.parallelism.tensor_parallel]
         assert len({gpu // per_node for gpu in group}) == 1
 
 
 def test_tensor_parallelism_across_nodes_is_slower_than_a_pipeline_between_them() -> None:
-    across = best(plan("Qwen2.5-72B-Instruct", "2x4xA100-40GB", constraints=LayoutConstraints(tensor_parallel=8)))
+    across = best(plan("Qwen2.5-72B-Instruct", "2x4xA100-40GB", constraints=Parallelism(tensor_parallel=8)))
     between = best(plan("Qwen2.5-72B-Instruct", "2x4xA100-40GB"))
     assert sizes(across) == (8, 1, 1) and sizes(between) == (4, 2, 1)
     assert across.predicted.saturated_tok_s < between.predicted.saturated_tok_s / 2
@@ -149,16 +154,16 @@ def test_a_split_of_what_fits_one_gpu_is_taken_if_it_is_faster() -> None:
 @pytest.mark.parametrize(("model", "hardware"), [("Llama-3.1-70B-Instruct", "3xH100"), ("gpt2", "5xRTX 3090")])
 def test_a_model_that_does_not_divide_evenly_is_cut_by_layers(model: str, hardware: str) -> None:
     """vLLM cuts heads evenly or not at all."""
-    answer = plan(model, hardware, constraints=LayoutConstraints(data_parallel=1))
+    answer = plan(model, hardware, constraints=Parallelism(data_parallel=1))
     count = len(answer.question.cluster.gpus)
     assert any(sizes(it) == (1, count, 1) for it in answer.candidates)
-    told = [it.reason for it in answer.rejected if it.cut.tensor_parallel == count]
+    told = [it.reason for it in answer.rejected if it.cut.parallelism.tensor_parallel == count]
     assert told and all((note.code, note.values["ranks"]) == ("heads_not_even", count) for note in told)
     assert sizes(best(plan("Llama-3.1-70B-Instruct", "3xH100"))) == (1, 3, 1)
 
 
 def test_weft_cuts_what_does_not_divide_evenly() -> None:
-    answer = plan("Llama-3.1-70B-Instruct", "3xH100", engine="weft", constraints=LayoutConstraints(tensor_parallel=3))
+    answer = plan("Llama-3.1-70B-Instruct", "3xH100", engine="weft", constraints=Parallelism(tensor_parallel=3))
     assert [len(place.kv_heads) for place in best(answer).layout.places] == [3, 3, 2]
 
 
@@ -166,9 +171,9 @@ def test_weft_cuts_what_does_not_divide_evenly() -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_without_nvlink_layers_are_cut_too(engine: str, precision: str) -> None:
     found = best(plan("Llama-3.1-70B-Instruct", "8xL40S", precision, engine))
-    assert found.cut.pipeline_parallel > 1
+    assert found.cut.parallelism.pipeline_parallel > 1
     linked = best(plan("Llama-3.1-70B-Instruct", "8xA100-40GB", precision if precision == "bf16" else "int8", engine))
-    assert linked.cut.pipeline_parallel == 1
+    assert linked.cut.parallelism.pipeline_parallel == 1
 
 
 # --- facts that the ranking has to reproduce ---
@@ -199,11 +204,11 @@ def test_a_larger_gpu_holds_more() -> None:
     answer = plan("Qwen2.5-32B-Instruct", "1xRTX A6000+1xRTX 4090", engine="weft")
     layout = best(answer).layout
     first, second = layout.places
-    if layout.pipeline_parallel == 2:
+    if layout.parallelism.pipeline_parallel == 2:
         assert len(first.layers) > len(second.layers)
     else:
         assert len(first.ffn) > len(second.ffn)
-    both = {it.cut.tensor_parallel for it in answer.candidates}
+    both = {it.cut.parallelism.tensor_parallel for it in answer.candidates}
     assert both == {1, 2}
 
 
@@ -215,11 +220,9 @@ def test_a_gpu_that_only_slows_the_others_stays_idle() -> None:
 
 
 def test_a_split_of_the_user_s_is_taken() -> None:
-    constraints = LayoutConstraints(
-        tensor_parallel=2, tensor_split=(3.0, 1.0), pipeline_parallel=2, pipeline_split=(50, 30)
-    )
+    constraints = Parallelism(tensor_parallel=2, tensor_split=(3.0, 1.0), pipeline_parallel=2, pipeline_split=(50, 30))
     layout = best(plan("Llama-3.1-70B-Instruct", "4xH200", engine="weft", constraints=constraints)).layout
-    assert layout.tensor_weights == (3.0, 1.0) and layout.stage_layers == (50, 30)
+    assert layout.parallelism.tensor_split == (3.0, 1.0) and layout.parallelism.pipeline_split == (50, 30)
     assert [len(place.kv_heads) for place in layout.places] == [6, 2, 6, 2]
     refused = plan("Llama-3.1-70B-Instruct", "4xH200", constraints=constraints)
     assert refused.best is None and refused.rejected[0].reason.code == "uneven_tensor_split"
@@ -229,9 +232,9 @@ def test_a_split_of_the_user_s_is_taken() -> None:
 
 
 def test_experts_of_replicas_that_share_them_lie_on_one_node() -> None:
-    constraints = LayoutConstraints(tensor_parallel=1, pipeline_parallel=2, data_parallel=8, expert_parallel=True)
+    constraints = Parallelism(tensor_parallel=1, pipeline_parallel=2, data_parallel=8, deals_experts=True)
     layout = best(plan("DeepSeek-R1", "2x8xH200", "fp8", constraints=constraints)).layout
-    assert layout.expert_parallel == 8
+    assert layout.parallelism.expert_parallel == 8
     for stage in range(2):
         held = [layout.places[rank] for rank in range(stage, 16, 2)]
         assert sorted(layout.gpus[stage::2]) == list(range(8 * stage, 8 * stage + 8))
@@ -240,9 +243,9 @@ def test_experts_of_replicas_that_share_them_lie_on_one_node() -> None:
 
 def test_expert_parallelism_is_weighed_with_the_rest() -> None:
     answer = plan("Qwen3-30B-A3B", "4xH100")
-    assert {it.cut.expert_parallel > 1 for it in answer.candidates} == {True, False}
-    without = plan("Qwen3-30B-A3B", "4xH100", constraints=LayoutConstraints(expert_parallel=False))
-    assert {it.cut.expert_parallel for it in without.candidates} == {1}
+    assert {it.cut.parallelism.expert_parallel > 1 for it in answer.candidates} == {True, False}
+    without = plan("Qwen3-30B-A3B", "4xH100", constraints=Parallelism(deals_experts=False))
+    assert {it.cut.parallelism.expert_parallel for it in without.candidates} == {1}
 
 
 # --- properties ---
@@ -266,13 +269,13 @@ def test_layouts_are_whole(model: str, found: list[GpuSpec], engine: str) -> Non
     for candidate in answer.candidates:
         layout = candidate.layout
         assert len(set(layout.gpus)) == len(layout.gpus) == len(layout.places) <= len(found)
-        for number in range(layout.data_parallel):
+        for number in range(layout.parallelism.data_parallel):
             places = [place for place, _ in layout.replica(number)]
-            by_stage = places[:: layout.tensor_parallel]
+            by_stage = places[:: layout.parallelism.tensor_parallel]
             assert [i for place in by_stage for i in range(place.layers.start, place.layers.stop)] == list(
                 range(len(shape.layers))
             )
-            group = places[: layout.tensor_parallel]
+            group = places[: layout.parallelism.tensor_parallel]
             for axis, total in (("q_heads", shape.q_heads), ("ffn", shape.ffn), ("vocab", shape.vocab)):
                 assert sum(len(getattr(place, axis)) for place in group) == total
         assert candidate.memory.fits
@@ -307,13 +310,13 @@ def test_more_bandwidth_is_never_slower(model: str, gpu: GpuSpec, count: int, en
 def test_no_answer_depends_on_the_rank_that_samples(one: str, other: str) -> None:
     """The first rank of a stage holds the logits too: on the smaller of two unlike GPUs they would cost KV cache."""
     there, back = (
-        best(plan("Qwen3-14B", f"1x{a}+1x{b}", engine="weft", constraints=LayoutConstraints(tensor_parallel=2)))
+        best(plan("Qwen3-14B", f"1x{a}+1x{b}", engine="weft", constraints=Parallelism(tensor_parallel=2)))
         for a, b in ((one, other), (other, one))
     )
-    assert there.layout.tensor_parallel == back.layout.tensor_parallel == 2
+    assert there.layout.parallelism.tensor_parallel == back.layout.parallelism.tensor_parallel == 2
     assert there.predicted.saturated_tok_s == pytest.approx(back.predicted.saturated_tok_s, rel=0.01)
     # Who says the shares says whose they are.
-    said = LayoutConstraints(tensor_parallel=2, tensor_split=(1.0, 2.0))
+    said = Parallelism(tensor_parallel=2, tensor_split=(1.0, 2.0))
     assert best(plan("Qwen3-14B", f"1x{one}+1x{other}", engine="weft", constraints=said)).layout.gpus == (0, 1)
 
 
@@ -357,24 +360,28 @@ def test_replicas_stay_on_a_node_while_they_can() -> None:
 def test_every_draft_is_drawn_once() -> None:
     asked = question("Qwen3-30B-A3B", parse_gpus("2xH100+2xA100"))
     found = [draft.cut for draft in candidate_layouts(asked)]
-    assert Cut(4, 1, 1, 1, "bf16") in found and Cut(2, 2, 1, 1, "bf16") in found
-    assert Cut(1, 1, 4, 4, "bf16", shares_experts=True) in found
+    assert Cut(Parallelism(4, 1, 1, 1, deals_experts=False), "bf16") in found
+    assert Cut(Parallelism(2, 2, 1, 1, deals_experts=False), "bf16") in found
+    assert Cut(Parallelism(1, 1, 4, 4, deals_experts=True), "bf16") in found
     assert len({repr(draft) for draft in candidate_layouts(asked)}) == len(found)
 
 
 @pytest.mark.parametrize(
     ("constraints", "cuts"),
     [
-        (LayoutConstraints(tensor_parallel=4, pipeline_parallel=2, data_parallel=1), [(4, 2, 1)]),
-        (LayoutConstraints(tensor_parallel=2, pipeline_parallel=2), [(2, 2, 2)]),
-        (LayoutConstraints(tensor_parallel=8), [(8, 1, 1)]),
-        (LayoutConstraints(pipeline_parallel=8), [(1, 8, 1)]),
-        (LayoutConstraints(data_parallel=8), [(1, 1, 8)]),
+        (Parallelism(tensor_parallel=4, pipeline_parallel=2, data_parallel=1), [(4, 2, 1)]),
+        (Parallelism(tensor_parallel=2, pipeline_parallel=2), [(2, 2, 2)]),
+        (Parallelism(tensor_parallel=8), [(8, 1, 1)]),
+        (Parallelism(pipeline_parallel=8), [(1, 8, 1)]),
+        (Parallelism(data_parallel=8), [(1, 1, 8)]),
     ],
 )
-def test_settings_of_the_user_stay(constraints: LayoutConstraints, cuts: list[tuple[int, int, int]]) -> None:
+def test_settings_of_the_user_stay(constraints: Parallelism, cuts: list[tuple[int, int, int]]) -> None:
     asked = question("Llama-3.1-8B-Instruct", parse_gpus("8xH100"), constraints=constraints)
-    found = [(d.cut.tensor_parallel, d.cut.pipeline_parallel, d.cut.data_parallel) for d in candidate_layouts(asked)]
+    found = [
+        (d.cut.parallelism.tensor_parallel, d.cut.parallelism.pipeline_parallel, d.cut.parallelism.data_parallel)
+        for d in candidate_layouts(asked)
+    ]
     assert found == cuts
 
 
@@ -384,7 +391,7 @@ def test_objectives_differ() -> None:
     assert fast.predicted.single_tok_s > much.predicted.single_tok_s
     assert fast.predicted.saturated_tok_s < much.predicted.saturated_tok_s
     cheap = best(plan("Llama-3.1-8B-Instruct", "3xH200", objective="cost"))
-    assert cheap.cut.data_parallel == 3
+    assert cheap.cut.parallelism.data_parallel == 3
 
 
 def test_precisions_are_compared() -> None:
@@ -431,13 +438,13 @@ def test_twice_of_a_resource_never_makes_a_plan_slower() -> None:
 def test_cuts_that_our_kernels_do_not_take(precision: str) -> None:
     """Heads of 80 columns, three for a rank: 240 are no multiple of 32, which the engine would refuse too."""
     asked = question(
-        "Qwen2.5-0.5B", parse_gpus("2xRTX4090"), precision, "weft", constraints=LayoutConstraints(data_parallel=1)
+        "Qwen2.5-0.5B", parse_gpus("2xRTX4090"), precision, "weft", constraints=Parallelism(data_parallel=1)
     )
     odd = with_attention(asked.shape, heads=6, kv_heads=2, head_dim=80)
     asked = msgspec.structs.replace(asked, shape=odd)
     answer = search(asked)
     assert {sizes(it) for it in answer.candidates} == {(1, 1, 1), (1, 2, 1)}
-    (reason,) = [it.reason for it in answer.rejected if it.cut.tensor_parallel == 2]
+    (reason,) = [it.reason for it in answer.rejected if it.cut.parallelism.tensor_parallel == 2]
     assert reason.code == "not_possible" and reason.values["fault"] == "quantised-columns-off-grid"
     columns = ("rank 0", "columns 0 to 240", "model.layers.0.self_attn.o_proj.weight")
     has_values(str(reason), *columns, f"({precision})", "32", "pipeline parallel", "--precision bf16")
@@ -489,9 +496,7 @@ def test_the_binding_constraint_is_the_one_that_helps_most() -> None:
     assert binding_constraint(tight).resource == "memory"
     prompts = Workload(input_len=8000, output_len=1, max_model_len=8192)
     assert binding_constraint(plan("Llama-3.1-8B-Instruct", "1xA100", workload=prompts)).resource == "compute"
-    linked = plan(
-        "Llama-3.1-70B-Instruct", "8xL40S", workload=LONG_PROMPTS, constraints=LayoutConstraints(tensor_parallel=8)
-    )
+    linked = plan("Llama-3.1-70B-Instruct", "8xL40S", workload=LONG_PROMPTS, constraints=Parallelism(tensor_parallel=8))
     assert binding_constraint(linked).resource == "links"
 
 
@@ -537,14 +542,14 @@ def test_requests_without_room_wait() -> None:
 
 def test_more_replicas_than_requests_answer_no_more_requests() -> None:
     work = Workload(concurrency=1)
-    copied = best(plan("Llama-3.1-8B", "4xH100", workload=work, constraints=LayoutConstraints(data_parallel=4)))
+    copied = best(plan("Llama-3.1-8B", "4xH100", workload=work, constraints=Parallelism(data_parallel=4)))
     assert copied.predicted.concurrency == 1
     # For one request at a time three of four GPUs would idle.
-    assert best(plan("Llama-3.1-8B", "4xH100", engine="weft", workload=work)).layout.replica_size > 1
+    assert best(plan("Llama-3.1-8B", "4xH100", engine="weft", workload=work)).layout.parallelism.replica_size > 1
 
 
 def test_the_gain_of_a_free_layout_is_not_credited_to_more_hardware() -> None:
-    forced = LayoutConstraints(tensor_parallel=1, pipeline_parallel=1, data_parallel=1)
+    forced = Parallelism(tensor_parallel=1, pipeline_parallel=1, data_parallel=1)
     told = advice(plan("Llama-3.1-8B", "4xH100", engine="weft", constraints=forced))
     (free,) = [change for change in told if change.code == "free_layout"]
     assert (free.values["cut"], round(free.values["gain"], 1)) == ("DP 4, bf16", 4.0)
@@ -560,7 +565,7 @@ def test_a_limit_is_named_before_more_of_the_gpus_that_it_leaves_out() -> None:
 
 
 def test_more_requests_than_fit_are_as_fast_as_saturated() -> None:
-    constraints = LayoutConstraints(tensor_parallel=2)
+    constraints = Parallelism(tensor_parallel=2)
     asked, most = (
         plan("Llama-3.1-8B", "2xRTX4090", engine="weft", constraints=constraints, workload=Workload(concurrency=number))
         for number in (10_000, None)
@@ -580,8 +585,7 @@ def test_an_idle_gpu_is_not_called_useless_beside_a_use_of_it() -> None:
 
 def test_an_even_tensor_split_is_one_that_any_engine_makes() -> None:
     even, uneven = (
-        plan("Llama-3.1-8B", "2xRTX4090", constraints=LayoutConstraints(tensor_split=it))
-        for it in ((1.0, 1.0), (2.0, 1.0))
+        plan("Llama-3.1-8B", "2xRTX4090", constraints=Parallelism(tensor_split=it)) for it in ((1.0, 1.0), (2.0, 1.0))
     )
     assert sizes(best(even)) == (2, 1, 1)
     assert uneven.best is None and uneven.rejected[0].reason.code == "uneven_tensor_split"
@@ -590,7 +594,7 @@ def test_an_even_tensor_split_is_one_that_any_engine_makes() -> None:
 def test_a_near_tie_goes_to_the_faster_single_request() -> None:
     answer = plan("gpt-oss-120b", "4xL40S", "mxfp4", "vllm")
     highest = max(answer.candidates, key=lambda it: it.predicted.output_tok_s)
-    assert sizes(best(answer)) == (2, 1, 2) and highest.cut.expert_parallel == 4
+    assert sizes(best(answer)) == (2, 1, 2) and highest.cut.parallelism.expert_parallel == 4
     assert 1 < highest.predicted.output_tok_s / best(answer).predicted.output_tok_s < 1 + RANKING_ERROR
     why, _ = choice_reasons(answer)
     assert why.code == "faster_single_request"
@@ -637,10 +641,10 @@ def test_latent_attention_is_in_groups_where_they_pay_and_the_way_back_is_told(
     load = Workload(input_len=1024, output_len=1024, concurrency=concurrency)
     answer = plan("DeepSeek-R1", "8xH200", "fp8", "weft", workload=load)
     chosen = best(answer)
-    assert chosen.cut.shares_experts == grouped
+    assert chosen.cut.parallelism.shares_experts == grouped
     (note,) = (note for note in choice_reasons(answer) if "attention_groups" in note.code)
     assert note.code == ("attention_groups" if grouped else "no_attention_groups")
-    others = [candidate for candidate in answer.candidates if candidate.cut.shares_experts != grouped]
+    others = [candidate for candidate in answer.candidates if candidate.cut.parallelism.shares_experts != grouped]
     other = max(others, key=lambda candidate: candidate.predicted.output_tok_s)
     assert other.predicted.output_tok_s < chosen.predicted.output_tok_s
     assert (note.values["other"], note.values["flags"]) == (str(other.cut), other.cut.flags)
@@ -664,7 +668,7 @@ def test_a_word_on_attention_groups_is_true(model: str, hardware: str, concurren
             continue
         other = cuts[note.values["other"]]
         assert other.predicted.output_tok_s < best(answer).predicted.output_tok_s
-        assert note.code == "no_attention_groups" or other.cut.tensor_parallel > 1
+        assert note.code == "no_attention_groups" or other.cut.parallelism.tensor_parallel > 1
 
 
 def test_other_attention_has_no_word_on_attention_groups() -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from weft.checkpoint.names.catalogue import find
 from weft.machine.hardware.cluster import parse_gpus
+from weft.plan.parallelism import Parallelism
 from weft.planner.deployment import Workload, deploy
 from weft.planner.profiles import engine_names, load_profile
 from weft.planner.speed.steps import StepPredictor
@@ -23,13 +24,15 @@ def replica(
     each, rest = divmod(len(shape.layers), stages)
     layout = deploy(
         shape,
-        tensor_weights=[1.0] * tensor,
-        stage_layers=[each + (stage < rest) for stage in range(stages)],
-        gpus=range(len(cluster.gpus)),
+        Parallelism(
+            tensor,
+            expert_parallel=len(cluster.gpus) // stages if experts else 1,
+            deals_experts=experts,
+            pipeline_split=tuple(each + (stage < rest) for stage in range(stages)),
+            devices=tuple(range(len(cluster.gpus))),
+        ),
         precision="bf16",
         kv_dtype="bf16",
-        expert_parallel=len(cluster.gpus) // stages if experts else 1,
-        shares_experts=experts and len(cluster.gpus) > tensor * stages,
     )
     return build_replicas(shape, layout, cluster, load_profile(engine))[0]
 

@@ -18,7 +18,8 @@ from weft.machine.hardware.cluster import Node, parse_gpus
 from weft.machine.hardware.cpu import Cpu, CpuSpeed
 from weft.machine.hardware.gpus import find_gpu
 from weft.machine.hardware.host import Host
-from weft.planner.question import LayoutConstraints, Question
+from weft.plan.parallelism import Parallelism
+from weft.planner.question import Question
 from weft.planner.search.domains import interconnect_domains
 from weft.planner.search.search import search
 from weft.planner.work.replica import slowest_link_between
@@ -99,7 +100,7 @@ def test_two_bridges_make_two_islands(host: Make) -> None:
         cluster=cluster,
         engine="vllm",
         precisions=("bf16",),
-        constraints=LayoutConstraints(tensor_parallel=2),
+        constraints=Parallelism(tensor_parallel=2),
     )
     best = search(question).best
     assert best is not None and best.layout.gpus[:2] == (0, 2)

@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Annotated, get_origin, get_type_hints
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector as PrometheusCollector
 
-from weft.engine.core.commands import RankReport, RankStats, Replies
+from weft.engine.core.commands import TIMES, RankReport, RankStats, Replies
 from weft.engine.replicas.running import RunningReplica
 from weft.errors import WeftError
 from weft.machine.hardware import host, nvml
@@ -22,6 +23,12 @@ from weft.plan.plan import Plan
 FRESH_S = 1.0  # least seconds between two queries of the ranks, which answer between two steps
 PATIENCE_S = 1.0  # seconds for the answer; a step of a long prompt takes longer, and the last report stands
 RANK_LABELS = ("rank", "stage", "device")
+# Fields of a rank's report that are metrics, with their descriptions.
+RANK_METRICS: dict[str, str] = {
+    name: kind.__metadata__[0]
+    for name, kind in get_type_hints(RankReport, include_extras=True).items()
+    if get_origin(kind) is Annotated
+}
 # Labels as dcgm-exporter writes them.
 GPU_LABELS = ("gpu", "UUID", "device", "modelName", "Hostname")
 MIB = 1 << 20
@@ -100,25 +107,15 @@ class DeviceMetrics(PrometheusCollector):
 
     def _rank_metrics(self) -> Iterator[Metric]:
         """Counters and gauges per rank; an unknown figure has no sample."""
-        fields = (
-            ("compute_seconds", "Seconds within steps, computing.", "compute_s"),
-            ("communication_seconds", "Seconds within steps, exchanging tensors.", "communication_s"),
-            ("waiting_seconds", "Seconds without a step, or waiting for other ranks.", "waiting_s"),
-        )
-        for name, text, field in fields:
-            counter = CounterMetricFamily(f"weft:rank_{name}", text, labels=RANK_LABELS)
+        for field, text in RANK_METRICS.items():
+            if field in TIMES:
+                seconds = f"weft:rank_{field.removesuffix('_s')}_seconds"
+                family: CounterMetricFamily | GaugeMetricFamily = CounterMetricFamily(seconds, text, labels=RANK_LABELS)
+            else:
+                family = GaugeMetricFamily(f"weft:rank_{field}", text, labels=RANK_LABELS)
             for labels, value in self._labelled_values(field):
-                counter.add_metric(labels, value)
-            yield counter
-        for field, text in (
-            ("allocated_bytes", "Bytes of tensors; on a CPU, resident memory of the rank's process."),
-            ("reserved_bytes", "Bytes that torch holds of a GPU's memory."),
-            ("driver_bytes", "Bytes in use of a GPU's memory by the driver's count."),
-        ):
-            gauge = GaugeMetricFamily(f"weft:rank_{field}", text, labels=RANK_LABELS)
-            for labels, value in self._labelled_values(field):
-                gauge.add_metric(labels, value)
-            yield gauge
+                family.add_metric(labels, value)
+            yield family
         yield self._expert_metric()
 
     def _expert_metric(self) -> Metric:

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector as PrometheusCollector
 
 from weft.api.observe.device_metrics import DeviceMetrics
 from weft.api.observe.metrics import ServerMetrics
+from weft.engine.core.commands import TIMES, RankTimes
 from weft.engine.core.request import Request, Stats
 from weft.engine.replicas.running import RunningReplica
 from weft.monitor.figures import describe_server
@@ -98,8 +99,8 @@ class ServerMonitor(PrometheusCollector):
     def _before(self) -> Snapshot:
         """The server's start: ranks compute little while they load."""
         # Delays during loading are not small: they count from now on.
-        unused = {"steps": 0, "compute_s": 0.0, "communication_s": 0.0, "waiting_s": 0.0, "idle_s": 0.0}
-        return Snapshot(time_s=self._began_s, ranks=tuple(replace(rank, **unused) for rank in self._ranks()))
+        unused = {name: 0.0 for name in TIMES if name != "delayed_s"}
+        return Snapshot(time_s=self._began_s, ranks=tuple(replace(rank, steps=0, **unused) for rank in self._ranks()))
 
     @property
     def history(self) -> History:
@@ -175,12 +176,7 @@ class ServerMonitor(PrometheusCollector):
                 replica=replica.number,
                 local_rank=rank,
                 node=capacity.node or capacity.host,
-                steps=report.steps,
-                compute_s=report.compute_s,
-                communication_s=report.communication_s,
-                waiting_s=report.waiting_s,
-                idle_s=report.idle_s,
-                delayed_s=report.delayed_s,
+                **{name: getattr(report, name) for name in RankTimes.__struct_fields__},
             )
 
     def _forecast(self, replica: int) -> Forecast | None:

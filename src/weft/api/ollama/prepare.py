@@ -19,22 +19,10 @@ from weft.api.service.openai_types import ChatRequest
 from weft.api.service.sampling import check_lengths, sampling_fields
 from weft.api.service.service import Service
 from weft.api.service.structured import wanted_output
+from weft.engine.core.params import OTHER_NAMES
 from weft.engine.templates.messages import name_part
 from weft.errors import RequestError
 
-# Parameters of a model by Ollama's names, and the sampling fields that they are.
-OPTIONS = {
-    "seed": "seed",
-    "num_predict": "max_tokens",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "temperature": "temperature",
-    "repeat_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "stop": "stop",
-}
 # Options that would change the answer and that Weft does not have, and their values without effect.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {"mirostat": (0,), "tfs_z": (1,), "typical_p": (0, 1)}
 
@@ -126,7 +114,8 @@ def option_fields(service: Service, options: OllamaOptions) -> dict[str, Any]:
             raise RequestError(
                 f"the option {name} is not supported; leave it out", param=f"options.{name}", code="unsupported-field"
             )
-    values = {field: getattr(options, name) for name, field in OPTIONS.items()}
+    given = (name for name in options.__struct_fields__ if name not in UNSUPPORTED)
+    values = {OTHER_NAMES.get(name, name): getattr(options, name) for name in given}
     fields = {field: value for field, value in values.items() if value is not None}
     if fields.get("max_tokens", 1) <= 0:
         del fields["max_tokens"]  # -1 and 0: no limit, -2: until the context is full

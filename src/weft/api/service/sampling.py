@@ -6,30 +6,15 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from weft.api.service.openai_types import SamplingRequest
+from weft.engine.core.params import SamplingParams
 from weft.engine.templates.limits import LIMITS
 from weft.errors import RequestError
 
 # Fields that SamplingParams has under the same name, and whose values it checks.
 SHARED_FIELDS = [
-    "temperature",
-    "top_p",
-    "n",
-    "stop",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "seed",
-    "max_tokens",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-    "allowed_token_ids",
-    "bad_words",
+    name
+    for name in SamplingRequest.__struct_fields__
+    if name in SamplingParams.__struct_fields__ and name != "structured_outputs"
 ]
 
 # Fields that clients of OpenAI or vLLM send, and that do not change the response here.

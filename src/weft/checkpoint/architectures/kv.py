@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from weft.checkpoint.architectures.place import Place, whole
-from weft.checkpoint.architectures.shape import ModelShape
+from weft.checkpoint.architectures.shape import LatentAttention, Mixer, ModelShape
 from weft.errors import ConfigError
 
 # Bytes per number. FP8 caches of both kinds have one scale per tensor, which is too small to count.
@@ -59,26 +59,23 @@ def kv_specs(shape: ModelShape, dtype: str = "bf16", place: Place | None = None)
 
     Latent attention caches one vector that all heads share. Every tensor-parallel rank holds a copy of that vector.
     """
-    layers = (place or whole(shape)).layers
-    kind: Literal["heads", "latent"] = "latent" if shape.latent else "heads"
-    size = layer_bytes_per_token(shape, dtype, place)
-    return {
-        layer: KVSpec(kind=kind, bytes_per_token=size, window=shape.layers[layer].window)
-        for layer in range(layers.start, layers.stop)
-    }
+    place = place or whole(shape)
+    specs = {mixer: mixer_spec(mixer, place, dtype) for mixer in shape.mixers}
+    return {layer: specs[shape.layers[layer].mixer] for layer in range(place.layers.start, place.layers.stop)}
 
 
-def layer_bytes_per_token(shape: ModelShape, dtype: str = "bf16", place: Place | None = None) -> int:
-    """Bytes of one token in one layer: keys and values of the rank's KV heads (default: of all heads)."""
-    if shape.latent:
-        return shape.latent.latent_dim * number_bytes(dtype)
-    heads = len(place.kv_heads) if place else shape.kv_heads
-    return 2 * heads * shape.head_dim * number_bytes(dtype)
+def mixer_spec(mixer: Mixer, place: Place, dtype: str = "bf16") -> KVSpec:
+    """The spec of a layer with this mixer on a rank."""
+    size = number_bytes(dtype)
+    if isinstance(mixer, LatentAttention):
+        return KVSpec(kind="latent", bytes_per_token=mixer.latent_dim * size)
+    heads = len(place.heads_of(mixer.head_counts).kv)
+    return KVSpec(kind="heads", bytes_per_token=2 * heads * mixer.head_dim * size, window=mixer.window)
 
 
 def kv_bytes_per_token(shape: ModelShape, dtype: str = "bf16", place: Place | None = None) -> int:
     """Bytes of one token in all layers of a rank (default: of the whole model); sliding windows are ignored."""
-    return len((place or whole(shape)).layers) * layer_bytes_per_token(shape, dtype, place)
+    return sum(spec.bytes_per_token for spec in kv_specs(shape, dtype, place).values())
 
 
 def kv_bytes(shape: ModelShape, tokens: int, dtype: str = "bf16", place: Place | None = None) -> int:

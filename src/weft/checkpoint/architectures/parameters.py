@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from weft.checkpoint.architectures.architecture import Names
-from weft.checkpoint.architectures.axes import Axis, Extent, axis_length, owned
+from weft.checkpoint.architectures.axes import Axis, kv_heads, query_heads
 from weft.checkpoint.architectures.library import LibraryModel, LibraryTensor, merged_name
 from weft.checkpoint.architectures.place import Place
 from weft.checkpoint.architectures.registry import find_architecture
@@ -45,8 +45,8 @@ class Part(msgspec.Struct, frozen=True, cache_hash=True):
     """
 
     source: str
-    rows: Axis | Extent
-    cols: Axis | Extent | None = None
+    rows: Axis
+    cols: Axis | None = None
     after: tuple[Axis, ...] = ()
     rotated: float = 1.0
 
@@ -89,29 +89,31 @@ def model_parameters(shape: ModelShape) -> Iterator[tuple[Parameter, int | None]
 def outer_parameters(shape: ModelShape) -> tuple[Parameter, ...]:
     """Parameters outside the layers: first the embedding's, then the final norm, and last the head."""
     if shape.library is not None:
-        return _library_outer(shape.library, tied=shape.tied)
+        return _library_outer(shape.library, Axis(shape.vocab, cut="vocab"), tied=shape.tied)
     names = find_architecture(shape.architecture).names
-    width = Axis.HIDDEN if shape.embedding_dim is None else Axis.EMBEDDING
-    embed = Part(names.embed + ".weight", Axis.VOCAB, width)
+    hidden, vocab = Axis(shape.hidden), Axis(shape.vocab, cut="vocab")
+    width = Axis(shape.embedding_dim or shape.hidden)
+    embed = Part(names.embed + ".weight", vocab, width)
     outer = [Parameter("embed.weight", "embed", (embed,), "embedding")]
     if shape.embedding_dim is not None:
-        project = Part(names.project_in + ".weight", Axis.HIDDEN, width)
+        project = Part(names.project_in + ".weight", hidden, width)
         outer.append(Parameter("embed.projection.weight", "embed", (project,), "projection"))
     if names.positions:
-        positions = Part(names.positions + ".weight", Axis.POSITIONS, Axis.HIDDEN)
+        rows = Axis(shape.max_positions + find_architecture(shape.architecture).positions_before)
+        positions = Part(names.positions + ".weight", rows, hidden)
         outer.append(Parameter("positions.weight", "embed", (positions,), "embedding"))
     outer += _final_norm(names, shape)
     if shape.embedding_dim is not None:
-        project = Part(names.project_out + ".weight", width, Axis.HIDDEN)
+        project = Part(names.project_out + ".weight", width, hidden)
         outer.append(Parameter("head.projection.weight", "head", (project,), "projection"))
-    head = embed if shape.tied else Part(names.head + ".weight", Axis.VOCAB, width)
+    head = embed if shape.tied else Part(names.head + ".weight", vocab, width)
     return (*outer, Parameter("head.weight", "head", (head,), "head"))
 
 
 def _final_norm(names: Names, shape: ModelShape) -> list[Parameter]:
     kinds = ("weight", "bias") if shape.norm.kind == "layer" else ("weight",)
     return [
-        Parameter(f"norm.{kind}", "head", (Part(f"{names.norm}.{kind}", Axis.HIDDEN),), "vector")
+        Parameter(f"norm.{kind}", "head", (Part(f"{names.norm}.{kind}", Axis(shape.hidden)),), "vector")
         for kind in kinds
         if shape.final_norm
     ]
@@ -121,26 +123,25 @@ def layer_parameters(shape: ModelShape, layer: int) -> tuple[Parameter, ...]:
     """Parameters of one layer, in the order of the forward pass, with `{layer}` in their names."""
     if shape.library is not None:
         return _library_layer(shape.library, shape.library.layers[layer])
-    return _layer_parameters(
-        find_architecture(shape.architecture).names, shape.layers[layer], shape.norm.kind == "layer"
-    )
+    names = find_architecture(shape.architecture).names
+    return _layer_parameters(names, shape.layers[layer], shape.hidden, shape.norm.kind == "layer")
 
 
 @lru_cache(maxsize=256)
-def _layer_parameters(names: Names, spec: LayerSpec, norm_bias: bool) -> tuple[Parameter, ...]:
-    return tuple(_LayerTable(names, norm_bias).layer(spec))
+def _layer_parameters(names: Names, spec: LayerSpec, hidden: int, norm_bias: bool) -> tuple[Parameter, ...]:
+    return tuple(_LayerTable(names, hidden, norm_bias).layer(spec))
 
 
-def _library_outer(model: LibraryModel, *, tied: bool) -> tuple[Parameter, ...]:
+def _library_outer(model: LibraryModel, vocab: Axis, *, tied: bool) -> tuple[Parameter, ...]:
     """The parameters outside the layers of a model that runs through Transformers' class."""
-    embed = Part(model.embedding, Axis.VOCAB, Extent(model.width))
+    embed = Part(model.embedding, vocab, Axis(model.width))
     weight, *biases = model.head
-    head = embed if tied else Part(weight, Axis.VOCAB, Extent(model.width))
+    head = embed if tied else Part(weight, vocab, Axis(model.width))
     return (
         Parameter("embed.weight", "embed", (embed,), "embedding"),
         *(_library_parameter(tensor, "embed", "") for tensor in model.before),
         *(_library_parameter(tensor, "head", "") for tensor in model.after),
-        *(Parameter("head.bias", "head", (Part(bias, Axis.VOCAB),), "vector") for bias in biases),
+        *(Parameter("head.bias", "head", (Part(bias, vocab),), "vector") for bias in biases),
         Parameter("head.weight", "head", (head,), "head"),
     )
 
@@ -167,8 +168,11 @@ def _library_parameter(
     tensor: LibraryTensor, where: Literal["embed", "layer", "head"], prefix: str, name: str = ""
 ) -> Parameter:
     """A tensor, under its own name unless another is given; `prefix` is the layer's in the checkpoint."""
-    rows = Extent(tensor.dims[0], tensor.cut == "rows")
-    cols = Extent(tensor.dims[1], tensor.cut == "cols") if len(tensor.dims) > 1 else None
+    rows, *others = (
+        Axis(length, cut="even" if tensor.cut == side else None)
+        for length, side in zip(tensor.dims, ("rows", "cols"), strict=False)
+    )
+    cols = others[0] if others else None
     name = f"layers.{{layer}}.{name or tensor.name}" if prefix else tensor.name
     part = Part(prefix + tensor.name, rows, cols)
     # Not a router: the role only means that the matrix is never quantised.
@@ -178,8 +182,8 @@ def _library_parameter(
 class _LayerTable:
     """Parameters of one layer, group by group. With `norm_bias`, norms have a bias."""
 
-    def __init__(self, names: Names, norm_bias: bool) -> None:
-        self.names, self.norm_bias = names, norm_bias
+    def __init__(self, names: Names, hidden: int, norm_bias: bool) -> None:
+        self.names, self.hidden, self.norm_bias = names, Axis(hidden), norm_bias
 
     def layer(self, spec: LayerSpec) -> Iterator[Parameter]:
         names = self.names
@@ -220,71 +224,75 @@ class _LayerTable:
         part = Part(self.names.layer + source, rows)
         yield Parameter("layers.{layer}." + name, "layer", (part,), "vector", dtype)
 
-    def norm(self, name: str, source: str, rows: Axis = Axis.HIDDEN) -> Iterator[Parameter]:
-        """Yield the weight and the bias of a norm."""
+    def norm(self, name: str, source: str, rows: Axis | None = None) -> Iterator[Parameter]:
+        """Yield the weight and the bias of a norm, of hidden states unless `rows` are given."""
         assert source, f"the architecture has no name for {name}"
-        yield from self.vector(f"{name}.weight", f"{source}.weight", rows)
-        if self.norm_bias:
-            yield from self.vector(f"{name}.bias", f"{source}.bias", rows)
+        for part in ("weight", "bias") if self.norm_bias else ("weight",):
+            yield from self.vector(f"{name}.{part}", f"{source}.{part}", rows or self.hidden)
 
     def attention(self, spec: Attention) -> Iterator[Parameter]:
-        names = self.names
-        qkv = tuple(zip(names.qkv, (Axis.Q, Axis.KV, Axis.KV), strict=True))
-        for parameter in self.linear("attention.qkv", qkv, Axis.HIDDEN, bias=spec.bias):
+        names, q, kv = self.names, query_heads(spec, spec.head_dim), kv_heads(spec, spec.head_dim)
+        qkv = tuple(zip(names.qkv, (q, kv, kv), strict=True))
+        for parameter in self.linear("attention.qkv", qkv, self.hidden, bias=spec.bias):
             query, key, value = parameter.parts
             turned = (replace(part, rotated=spec.rope.rotated) for part in (query, key))
             yield replace(parameter, parts=(*turned, value))
         if spec.qk_norm != "none":
-            q, k = (Axis.HEAD_DIM, Axis.HEAD_DIM) if spec.qk_norm == "head" else (Axis.Q, Axis.KV)
+            head = Axis(spec.head_dim) if spec.qk_norm == "head" else None
             for parameter in (
-                *self.norm("attention.q_norm", names.q_norm, q),
-                *self.norm("attention.k_norm", names.k_norm, k),
+                *self.norm("attention.q_norm", names.q_norm, head or q),
+                *self.norm("attention.k_norm", names.k_norm, head or kv),
             ):
                 yield replace(parameter, parts=(replace(parameter.parts[0], rotated=spec.rope.rotated),))
         if spec.sinks:
-            yield from self.vector("attention.sinks", names.sinks, Axis.HEADS)
-        yield from self.linear("attention.out", [(names.out, Axis.HIDDEN)], Axis.Q, bias=spec.out_bias)
+            yield from self.vector("attention.sinks", names.sinks, query_heads(spec, 1))
+        yield from self.linear("attention.out", [(names.out, self.hidden)], q, bias=spec.out_bias)
 
     def latent_attention(self, spec: LatentAttention) -> Iterator[Parameter]:
+        q, kv_rank = query_heads(spec, spec.head_dim), Axis(spec.kv_lora_rank)
         if spec.q_lora_rank is None:
-            yield from self.linear("attention.q", [("self_attn.q_proj", Axis.Q)], Axis.HIDDEN)
+            yield from self.linear("attention.q", [("self_attn.q_proj", q)], self.hidden)
         else:
-            down = [("self_attn.q_a_proj", Axis.Q_RANK)]
-            yield from self.linear("attention.q_down", down, Axis.HIDDEN, bias=spec.bias)
-            yield from self.norm("attention.q_norm", "self_attn.q_a_layernorm", Axis.Q_RANK)
-            yield from self.linear("attention.q_up", [("self_attn.q_b_proj", Axis.Q)], Axis.Q_RANK)
-        down = [("self_attn.kv_a_proj_with_mqa", Axis.LATENT)]
-        yield from self.linear("attention.kv_down", down, Axis.HIDDEN, bias=spec.bias)
-        yield from self.norm("attention.kv_norm", "self_attn.kv_a_layernorm", Axis.KV_RANK)
-        up = [("self_attn.kv_b_proj", Axis.KV_UP)]
-        yield from self.linear("attention.kv_up", up, Axis.KV_RANK, role="expansion")
-        yield from self.linear("attention.out", [(self.names.out, Axis.HIDDEN)], Axis.VALUE, bias=spec.bias)
+            q_rank = Axis(spec.q_lora_rank)
+            down = [("self_attn.q_a_proj", q_rank)]
+            yield from self.linear("attention.q_down", down, self.hidden, bias=spec.bias)
+            yield from self.norm("attention.q_norm", "self_attn.q_a_layernorm", q_rank)
+            yield from self.linear("attention.q_up", [("self_attn.q_b_proj", q)], q_rank)
+        # The cached vector: compressed keys and values, and the rotary part.
+        down = [("self_attn.kv_a_proj_with_mqa", Axis(spec.latent_dim))]
+        yield from self.linear("attention.kv_down", down, self.hidden, bias=spec.bias)
+        yield from self.norm("attention.kv_norm", "self_attn.kv_a_layernorm", kv_rank)
+        # Of each head: its key without the rotary part, and its value.
+        up = [("self_attn.kv_b_proj", query_heads(spec, spec.nope_dim + spec.v_dim))]
+        yield from self.linear("attention.kv_up", up, kv_rank, role="expansion")
+        values = query_heads(spec, spec.v_dim)
+        yield from self.linear("attention.out", [(self.names.out, self.hidden)], values, bias=spec.bias)
 
     def mlp(self, spec: Dense) -> Iterator[Parameter]:
-        names = self.names
-        up = [(source, Axis.FFN) for source in names.gate_up]
-        yield from self.linear("mlp.gate_up" if spec.gated else "mlp.up", up, Axis.HIDDEN, bias=spec.bias)
-        yield from self.linear("mlp.down", [(names.down, Axis.HIDDEN)], Axis.FFN, bias=spec.bias)
+        names, ffn = self.names, Axis(spec.width, cut="ffn")
+        up = [(source, ffn) for source in names.gate_up]
+        yield from self.linear("mlp.gate_up" if spec.gated else "mlp.up", up, self.hidden, bias=spec.bias)
+        yield from self.linear("mlp.down", [(names.down, self.hidden)], ffn, bias=spec.bias)
 
     def experts(self, spec: Experts) -> Iterator[Parameter]:
-        names = self.names
-        router = [(names.router, Axis.EXPERTS)]
-        yield from self.linear("router", router, Axis.HIDDEN, bias=spec.bias, role="router")
+        names, count, ffn = self.names, Axis(spec.count), Axis(spec.width, cut="expert_ffn")
+        router = [(names.router, count)]
+        yield from self.linear("router", router, self.hidden, bias=spec.bias, role="router")
         if spec.correction:
             # Corrections differ by less than bfloat16 tells apart.
-            yield from self.vector("router.correction", names.correction, Axis.EXPERTS, "float32")
-        up = [(names.expert + source, Axis.EXPERT_FFN) for source in names.expert_gate_up]
-        down = [(names.expert + names.expert_down, Axis.HIDDEN)]
-        yield from self.linear("experts.gate_up", up, Axis.HIDDEN, bias=spec.bias, role="expert")
-        yield from self.linear("experts.down", down, Axis.EXPERT_FFN, bias=spec.bias, role="expert")
+            yield from self.vector("router.correction", names.correction, count, "float32")
+        up = [(names.expert + source, ffn) for source in names.expert_gate_up]
+        down = [(names.expert + names.expert_down, self.hidden)]
+        yield from self.linear("experts.gate_up", up, self.hidden, bias=spec.bias, role="expert")
+        yield from self.linear("experts.down", down, ffn, bias=spec.bias, role="expert")
         if spec.shared:
-            up = [(names.shared + source, Axis.SHARED_FFN) for source in ("gate_proj", "up_proj")]
-            down = [(names.shared + "down_proj", Axis.HIDDEN)]
-            yield from self.linear("shared.gate_up", up, Axis.HIDDEN)
-            yield from self.linear("shared.down", down, Axis.SHARED_FFN)
+            shared = Axis(spec.shared_width, cut="shared_ffn")
+            up = [(names.shared + source, shared) for source in ("gate_proj", "up_proj")]
+            down = [(names.shared + "down_proj", self.hidden)]
+            yield from self.linear("shared.gate_up", up, self.hidden)
+            yield from self.linear("shared.down", down, shared)
         if spec.shared_gate:
-            gate = [(names.shared_gate, Axis.SHARED_GATE)]
-            yield from self.linear("shared.gate", gate, Axis.HIDDEN, role="router")
+            yield from self.linear("shared.gate", [(names.shared_gate, Axis(1))], self.hidden, role="router")
 
 
 def parameter_count(shape: ModelShape) -> int:
@@ -293,14 +301,14 @@ def parameter_count(shape: ModelShape) -> int:
     for parameter, _ in model_parameters(shape):
         if parameter.role == "head" and shape.tied:
             continue
-        size = sum(prod(axis_length(shape, axis) for axis in part_axes(part)) for part in parameter.parts)
+        size = sum(prod(axis.length for axis in part_axes(part)) for part in parameter.parts)
         if parameter.role == "expert" and shape.experts:
             size *= shape.experts.count
         total += size
     return total
 
 
-def part_axes(part: Part) -> tuple[Axis | Extent, ...]:
+def part_axes(part: Part) -> tuple[Axis, ...]:
     """Axes of a part: (rows,) or (rows, cols)."""
     return (part.rows,) if part.cols is None else (part.rows, part.cols)
 
@@ -326,9 +334,9 @@ def is_held_outside_layers(shape: ModelShape, place: Place, parameter: Parameter
     return place.last and not uses_embedding
 
 
-def parameter_dims(shape: ModelShape, place: Place, parameter: Parameter) -> tuple[int, ...]:
+def parameter_dims(place: Place, parameter: Parameter) -> tuple[int, ...]:
     """Dims of a parameter on this rank: (rows,) or (rows, cols); for the role "expert", (experts, rows[, cols])."""
-    rows = sum(len(owned(shape, place, part.rows)) for part in parameter.parts)
+    rows = sum(len(part.rows.owned(place)) for part in parameter.parts)
     cols = parameter.parts[0].cols
-    dims = (rows,) if cols is None else (rows, len(owned(shape, place, cols)))
+    dims = (rows,) if cols is None else (rows, len(cols.owned(place)))
     return (len(place.experts), *dims) if parameter.role == "expert" else dims

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
-from weft.checkpoint.architectures.shape import ModelShape
+from weft.checkpoint.architectures.shape import HeadCounts, ModelShape
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -30,14 +32,22 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
         return (self.stop - 1) // size - self.start // size + 1 if len(self) else 0
 
 
+class HeadSpans(NamedTuple):
+    """A rank's query heads and KV heads of the layers that have a number of each."""
+
+    q: Span
+    kv: Span
+
+
 class Place(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's share of a model. `rank` = (dp_rank * stages + stage) * tp_size + `tp_rank`.
 
     Spans use the whole model's numbering. `dp_rank` is the number of the rank's attention group: each group has the
     whole model without its experts, and requests of its own.
 
-    `kv_heads` may overlap between neighbouring ranks: with more ranks than KV heads they are replicated. `q_heads`,
-    `ffn` and `vocab` never overlap within a stage of a group.
+    `heads` has an entry for each of the numbers of heads that the model's layers have (`ModelShape.head_counts`), in
+    that order. KV heads may overlap between neighbouring ranks: with more ranks than KV heads they are replicated.
+    Query heads, `ffn` and `vocab` never overlap within a stage of a group.
 
     In a model with experts a rank holds the columns `expert_ffn` of each expert in `experts`, which all groups share,
     and the columns `shared_ffn` of the shared experts, which each group has. Under tensor parallelism `experts` is all
@@ -53,13 +63,26 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     dp_rank: int = 0
     dp_size: int = 1
     layers: Span
-    q_heads: Span
-    kv_heads: Span
+    heads: tuple[tuple[HeadCounts, HeadSpans], ...]
     ffn: Span
     vocab: Span
     experts: Span = Span(0, 0)
     expert_ffn: Span = Span(0, 0)
     shared_ffn: Span = Span(0, 0)
+
+    def heads_of(self, counts: HeadCounts) -> HeadSpans:
+        """The heads of layers with these numbers of heads."""
+        return next(spans for of, spans in self.heads if of == counts)
+
+    @property
+    def q_heads(self) -> Span:
+        """Query heads, in a model whose layers all have the same numbers of heads; else of the first such number."""
+        return self.heads[0][1].q
+
+    @property
+    def kv_heads(self) -> Span:
+        """KV heads, likewise."""
+        return self.heads[0][1].kv
 
     @property
     def first(self) -> bool:
@@ -87,8 +110,7 @@ def whole(shape: ModelShape) -> Place:
         tp_rank=0,
         tp_size=1,
         layers=Span(0, len(shape.layers)),
-        q_heads=Span(0, shape.q_heads),
-        kv_heads=Span(0, shape.kv_heads),
+        heads=tuple((counts, HeadSpans(Span(0, counts.q), Span(0, counts.kv))) for counts in shape.head_counts),
         ffn=Span(0, shape.ffn),
         vocab=Span(0, shape.vocab),
         experts=Span(0, experts.count if experts else 0),

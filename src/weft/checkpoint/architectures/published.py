@@ -1,4 +1,4 @@
-"""Published quantisation: the format of a GPTQ, AWQ, compressed-tensors, MXFP4, FP8 or bitsandbytes checkpoint."""
+"""Published quantisation: the format of a checkpoint whose weights were quantised, as its config.json describes it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 Wide = Literal["", "nf4", "fp4", "signed"]  # see `PublishedQuantization.wide`
-Method = Literal["gptq", "awq", "compressed-tensors", "mxfp4", "fp8", "fbgemm_fp8", "bitsandbytes"]
+Numbers = Literal["integers", "fp8", "mxfp4", "nf4", "fp4", "signed"]  # kinds of stored numbers
 
 ROW = 1 << 20  # columns: a group longer than any row, so that each row is one group
 ORDERED = "_ORDERED"  # suffix of a scheme in which each column names its group; no kernel multiplies with these
@@ -35,7 +35,7 @@ class PublishedQuantization(msgspec.Struct, frozen=True, kw_only=True, cache_has
     - `exceptions`: (tensor name, scheme) of tensors that are stored otherwise; "" for a tensor that is not quantised.
     """
 
-    method: Method
+    method: str
     bits: int
     group: int
     symmetric: bool
@@ -49,24 +49,23 @@ class PublishedQuantization(msgspec.Struct, frozen=True, kw_only=True, cache_has
     exceptions: tuple[tuple[str, str], ...] = ()
 
     @property
+    def numbers(self) -> Numbers:
+        """Kind of the stored numbers."""
+        if self.floating:
+            return "fp8"
+        return self.wide or ("mxfp4" if self.method == "mxfp4" else "integers")
+
+    @property
     def scheme(self) -> str:
         """Name of the scheme of the matrices without exceptions; a key of `checkpoint.quantised.schemes` if there
         are kernels for it."""
-        if self.method == "mxfp4":
-            return "MXFP4"
-        if self.floating:
-            return fp8_scheme_name(self.group)
-        if self.wide:
-            return wide_scheme_name(self.wide, self.group)
-        return scheme_name(self.bits, self.group, self.symmetric) + ORDERED * self.ordered
+        return scheme_name(self.numbers, self.group, self.bits, self.symmetric) + ORDERED * self.ordered
 
     @property
     def precision(self) -> str:
         """Name in `checkpoint.quantised.precision`: int4, int8, fp8 or mxfp4. Tables of 16 values (nf4, fp4) count
         as int4."""
-        if self.floating:
-            return "fp8"
-        return "mxfp4" if self.method == "mxfp4" else f"int{self.bits}"
+        return self.numbers if self.numbers in ("fp8", "mxfp4") else f"int{self.bits}"
 
     def stored_as(self, tensor: str, role: str) -> str:
         """Scheme of a matrix, given its tensor name and its parameter's role; "" if it is not quantised."""
@@ -75,19 +74,13 @@ class PublishedQuantization(msgspec.Struct, frozen=True, kw_only=True, cache_has
         return _exceptions(self).get(tensor, default)
 
 
-def scheme_name(bits: int, group: int, symmetric: bool) -> str:
-    """Name of the scheme of whole numbers, as in "INT4_128" or "INT8_ROW_SYM"."""
-    return f"INT{bits}_{'ROW' if group == ROW else group}{'_SYM' * symmetric}"
-
-
-def fp8_scheme_name(group: int) -> str:
-    """Name of the scheme of FP8 numbers of which `group` columns share a scale, as in "FP8_128" or "FP8_ROW"."""
-    return f"FP8_{'ROW' if group == ROW else group}"
-
-
-def wide_scheme_name(wide: Wide, group: int) -> str:
-    """Name of the scheme of numbers with 32-bit scales, as in "NF4_64" or "SIGNED8_ROW"."""
-    return f"{'SIGNED8' if wide == 'signed' else wide.upper()}_{'ROW' if group == ROW else group}"
+def scheme_name(numbers: Numbers, group: int, bits: int = 8, symmetric: bool = True) -> str:
+    """Name of the scheme of numbers of which `group` columns share a scale, as in "INT4_128", "INT8_ROW_SYM",
+    "FP8_128", "NF4_64" or "SIGNED8_ROW"; `bits` and `symmetric` count for whole numbers alone."""
+    if numbers == "mxfp4":
+        return "MXFP4"
+    kind = {"integers": f"INT{bits}", "signed": "SIGNED8"}.get(numbers, numbers.upper())
+    return f"{kind}_{'ROW' if group == ROW else group}{'_SYM' * (symmetric and numbers == 'integers')}"
 
 
 def held_group(group: int, cols: int) -> int:

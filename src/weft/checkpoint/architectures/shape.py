@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import log
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -80,6 +80,14 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return round((self.original_max_positions or max_positions) * self.factor)
 
 
+class HeadCounts(NamedTuple):
+    """Numbers of query heads and of KV heads of a layer, by which its attention is cut. Layers with equal numbers are
+    cut alike."""
+
+    q: int
+    kv: int
+
+
 class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention", cache_hash=True):
     """Attention of `heads` query heads in groups that share one of `kv_heads` keys and values, `head_dim` long each.
 
@@ -108,6 +116,15 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention", cach
     def rope_dim(self) -> int:
         """Length of the part of a head that is rotated."""
         return self.head_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """Length of the cached vector that all heads share: none."""
+        return 0
+
+    @property
+    def head_counts(self) -> HeadCounts:
+        return HeadCounts(self.heads, self.kv_heads)
 
     @property
     def group(self) -> int:
@@ -141,6 +158,10 @@ class LatentAttention(msgspec.Struct, frozen=True, kw_only=True, tag="latent", c
     @property
     def kv_heads(self) -> int:
         return self.heads
+
+    @property
+    def head_counts(self) -> HeadCounts:
+        return HeadCounts(self.heads, self.heads)
 
     @property
     def head_dim(self) -> int:
@@ -256,8 +277,8 @@ class Norm(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """One decoder-only model: an embedding, layers, a final norm and a head. Lengths are in tokens.
 
-    All layers have the same numbers of query and KV heads, all MLPs one width, and all mixtures the same number of
-    experts and one width. So a rank's share of a model (`Place`) is one range of each.
+    Layers may have any mixers. All MLPs have one width, and all mixtures the same number of experts and one width, so
+    that a rank's share of a model (`Place`) has one range of each.
 
     - `embedding_dim`: length of the rows of embedding and head, if a projection leads from there to `hidden` and
       another one back; None if they are `hidden` long.
@@ -288,33 +309,29 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     eos: tuple[int, ...] = ()
 
     @property
-    def mixer(self) -> Mixer:
-        """Mixer of the first layer: its numbers of heads and their lengths are every layer's."""
-        return self.layers[0].mixer
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The different mixers of the layers, each once, in the order of their first use."""
+        return _mixers(self)
+
+    @property
+    def head_counts(self) -> tuple[HeadCounts, ...]:
+        """The different numbers of heads of the layers, likewise."""
+        return tuple(dict.fromkeys(mixer.head_counts for mixer in self.mixers))
 
     @property
     def q_heads(self) -> int:
-        return self.layers[0].mixer.heads
+        """Query heads of the layers that have the fewest: no more ranks can divide a layer."""
+        return min(mixer.heads for mixer in self.mixers)
 
     @property
     def kv_heads(self) -> int:
-        return self.layers[0].mixer.kv_heads
+        """KV heads of the layers that have the fewest."""
+        return min(mixer.kv_heads for mixer in self.mixers)
 
     @property
-    def head_dim(self) -> int:
-        """Length of a head's query and key, independent of `hidden`."""
-        return self.layers[0].mixer.head_dim
-
-    @property
-    def group(self) -> int:
-        """Number of query heads per KV head."""
-        return self.layers[0].mixer.group
-
-    @property
-    def latent(self) -> LatentAttention | None:
-        """The model's latent attention, if it has that kind."""
-        mixer = self.layers[0].mixer
-        return mixer if isinstance(mixer, LatentAttention) else None
+    def has_latents(self) -> bool:
+        """True if layers have latent attention."""
+        return any(isinstance(mixer, LatentAttention) for mixer in self.mixers)
 
     @property
     def ffn(self) -> int:
@@ -347,6 +364,11 @@ def _feed_forwards(shape: ModelShape) -> tuple[int, Experts | None]:
     parts = [layer.ffn for layer in shape.distinct_layers]
     width = next((part.width for part in parts if isinstance(part, Dense)), 0)
     return width, next((part for part in parts if isinstance(part, Experts)), None)
+
+
+@lru_cache(maxsize=64)
+def _mixers(shape: ModelShape) -> tuple[Mixer, ...]:
+    return tuple(dict.fromkeys(layer.mixer for layer in shape.distinct_layers))
 
 
 @lru_cache(maxsize=64)

@@ -15,12 +15,20 @@ from weft.checkpoint.config.layers import ACTIVATIONS, read_activation, read_lay
 from weft.checkpoint.files import limits
 from weft.checkpoint.files.fields import Fields
 from weft.checkpoint.files.model_file import read_model_file
-from weft.checkpoint.quantised import packed, quantization_config
+from weft.checkpoint.quantised import registry
+from weft.checkpoint.quantised.stored_types import with_config_types
 from weft.errors import ModelError
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 QUANTIZE = "quantize_config.json"  # AutoGPTQ's own file; newer checkpoints have these fields in config.json
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+# Sampling parameters that checkpoints recommend, and their keys in GGUF files, behind "general.sampling.".
+SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
 CHAT_FORMATS = ("chatml", "raw")
 DTYPES: dict[str, DType] = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float32": "float32"}
 # Fields that change what a model computes in a way that Weft does not, and flags with the only value that it computes.
@@ -54,7 +62,7 @@ def recommended_sampling(folder: Path) -> dict[str, float | int | bool]:
         return {}
     fields = load_json(folder / GENERATION)
     sampling: dict[str, float | int | bool] = {}
-    for name in SAMPLING:
+    for name in (*SAMPLING, "max_new_tokens"):
         value = fields.values.get(name)
         if value is None:
             continue
@@ -178,9 +186,9 @@ def shape_from_config(
         eos=config.token_ids("eos_token_id", default.eos),
     )
     quantised = quantization(config)
-    if quantised is None or quantization_config.unsupported_quantization(quantised) is not None:
+    if quantised is None or registry.unsupported_quantization(quantised) is not None:
         return shape
-    return packed.with_config_types(shape, quantised)
+    return with_config_types(shape, quantised)
 
 
 def _embedding_dim(config: Fields, known: Architecture, hidden: int) -> int | None:
@@ -210,9 +218,9 @@ def precision(config: Fields) -> str | None:
     quantised = quantization(config)
     if quantised is None:
         return None
-    if quantization_config.unsupported_quantization(quantised) is None:
-        return quantization_config.parse_quantization(quantised).precision
-    precision = quantization_config.precision_of_unsupported(quantised)
+    if registry.unsupported_quantization(quantised) is None:
+        return registry.parse_quantization(quantised).precision
+    precision = registry.precision_of_unsupported(quantised)
     if precision is None:
         method = quantised.text_or("quant_method", None) or "an unknown method"
         raise ModelError(
@@ -232,11 +240,11 @@ def _check_runnable(config: Fields, known: Architecture) -> None:
             code="architecture-not-run",
         )
     quantised = quantization(config)
-    unsupported = None if quantised is None else quantization_config.unsupported_quantization(quantised)
+    unsupported = None if quantised is None else registry.unsupported_quantization(quantised)
     if unsupported is not None:
         raise ModelError(
             f"{config.where}: the weights are quantised with {unsupported:.200}, which Weft does not read "
-            f"({quantization_config.READ}); use one of those, the unquantised checkpoint or a GGUF file",
+            f"({registry.READ}); use one of those, the unquantised checkpoint or a GGUF file",
             code="quantization-not-read",
         )
     config = with_defaults(config, known.config)

@@ -6,7 +6,6 @@ without an importance matrix.
 
 from __future__ import annotations
 
-from weft.checkpoint.architectures.axes import Axis, axis_length
 from weft.checkpoint.architectures.parameters import Parameter, Part
 from weft.checkpoint.architectures.shape import ModelShape
 from weft.checkpoint.files.gguf import SIZES
@@ -81,7 +80,7 @@ def gguf_type(shape: ModelShape, mix: str, parameter: Parameter, part: Part, lay
     """GGUF type of one tensor in a mix of MIXES."""
     if part.cols is None or parameter.role == "router":
         return "F32"
-    type, cols = _mix_type(shape, mix, parameter, part, layer), axis_length(shape, part.cols)
+    type, cols = _mix_type(shape, mix, parameter, part, layer), part.cols.length
     if type in FALLBACK and cols % SUPERBLOCK:
         type = FALLBACK[type]
     return "F16" if cols % BLOCK else type
@@ -116,7 +115,7 @@ def _qkv_type(shape: ModelShape, mix: str, parameter: Parameter, part: Part, lay
     fused = parameter.parts[0].source == parameter.parts[-1].source
     if fused:
         return {"q3_k_m": "Q4_K", "q3_k_l": "Q4_K", "q4_k_m": "Q5_K", "q5_k_m": "Q6_K"}.get(mix, MIXES[mix])
-    if part.rows is Axis.Q:
+    if part.rows.cut == "q_heads":
         return MIXES[mix]
     return _kv_type(shape, mix, part is parameter.parts[2], layer)
 
@@ -127,8 +126,9 @@ def _kv_type(shape: ModelShape, mix: str, is_value: bool, layer: int) -> str:
         return "Q8_0"
     if not is_value:
         return MIXES[mix]
-    type = _value_type(mix, layer, len(shape.layers), grouped=shape.group >= 4)
-    is_70b = len(shape.layers) == LAYERS_OF_70B and shape.group > 1
+    group = shape.layers[layer].mixer.group
+    type = _value_type(mix, layer, len(shape.layers), grouped=group >= 4)
+    is_70b = len(shape.layers) == LAYERS_OF_70B and group > 1
     return "Q5_K" if is_70b and type in ("Q3_K", "Q4_K") else type
 
 

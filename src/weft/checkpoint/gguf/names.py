@@ -121,9 +121,10 @@ def ggml_name(name: str, names: Names, layers: int) -> str:
     return name
 
 
-def is_interleaved(name: str) -> bool:
-    """Return True if llama.cpp reorders the rows of this tensor in an architecture that is `gguf_interleaved`."""
-    return _layer_module(name) in INTERLEAVED
+def interleaved_layer(name: str) -> int | None:
+    """The layer of a tensor whose rows llama.cpp reorders in an architecture that is `gguf_interleaved`; else None."""
+    match = _NAME.fullmatch(name)
+    return int(match["layer"]) if match is not None and match["layer"] and match["module"] in INTERLEAVED else None
 
 
 def is_unused(name: str) -> bool:

@@ -10,6 +10,7 @@ from weft.checkpoint.architectures.architecture import Architecture
 from weft.checkpoint.architectures.compose import compose_layers
 from weft.checkpoint.architectures.registry import ARCHITECTURES, find_architecture
 from weft.checkpoint.architectures.shape import Attention, Dense, DType, Experts, LayerSpec, ModelShape, Norm, Rope
+from weft.checkpoint.config.config_json import SAMPLING
 from weft.checkpoint.config.rope import with_original
 from weft.checkpoint.files import limits
 from weft.checkpoint.files.fields import Fields
@@ -24,13 +25,6 @@ BY_GGUF_NAME = {entry.gguf: name for name, entry in ARCHITECTURES.items() if ent
 RUNNABLE = tuple(name for name in BY_GGUF_NAME if ARCHITECTURES[BY_GGUF_NAME[name]].runs)
 # Keys of tokenizer.ggml: each of these tokens ends an answer in llama.cpp.
 END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
-SAMPLING = {
-    "general.sampling.temp": "temperature",
-    "general.sampling.top_k": "top_k",
-    "general.sampling.top_p": "top_p",
-    "general.sampling.min_p": "min_p",
-    "general.sampling.penalty_repeat": "repetition_penalty",
-}
 CORRECTION = "exp_probs_b.bias"  # name of the correction of the router; DeepSeek has one since version 3
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 # Keys that change what llama.cpp computes. None is written for the models above.
@@ -309,7 +303,7 @@ def dtype(embedding: TensorInfo) -> DType:
 
 def recommended_sampling(gguf: Gguf) -> dict[str, float | int | bool]:
     """Sampling that the file recommends, by generation_config.json's names."""
-    values = {name: gguf.metadata.get(key) for key, name in SAMPLING.items()}
+    values = {name: gguf.metadata.get(f"general.sampling.{key}") for name, key in SAMPLING.items()}
     return {name: value for name, value in values.items() if isinstance(value, float | int)}
 
 

@@ -17,26 +17,15 @@ from weft.checkpoint.architectures.model import Model
 from weft.checkpoint.architectures.shape import ModelShape
 from weft.checkpoint.config import config_json
 from weft.checkpoint.files.fields import Fields
+from weft.checkpoint.quantised.registry import COPIES
 from weft.errors import ModelError
 
 # Suffixes in the names of quantised copies, and their precisions.
-SUFFIXES = {
-    "awq": "int4",
-    "awq-int4": "int4",
-    "gptq": "int4",
-    "gptq-int4": "int4",
-    "gptq-int8": "int8",
+SUFFIXES = COPIES | {
     "int4": "int4",
     "int8": "int8",
-    "w4a16": "int4",
-    "quantized.w4a16": "int4",
-    "quantized.w8a16": "int8",
-    "fp8": "fp8",
-    "fp8-dynamic": "fp8",
-    "fp8-kv": "fp8",
     "nvfp4": "nvfp4",
     "fp4": "nvfp4",
-    "mxfp4": "mxfp4",
     "bf16": "bf16",
     "fp16": "fp16",
 }

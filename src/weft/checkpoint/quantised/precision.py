@@ -19,7 +19,6 @@ from functools import lru_cache
 
 import msgspec
 
-from weft.checkpoint.architectures.axes import axis_length, owned
 from weft.checkpoint.architectures.parameters import (
     Parameter,
     Part,
@@ -32,6 +31,7 @@ from weft.checkpoint.architectures.published import ORDERED, ROW, PublishedQuant
 from weft.checkpoint.architectures.registry import find_architecture
 from weft.checkpoint.architectures.shape import DType, LayerSpec, ModelShape
 from weft.checkpoint.files import gguf_types
+from weft.checkpoint.quantised.registry import FORMAT_ALIASES
 from weft.checkpoint.quantised.schemes import ALL_SCHEMES, UNIT, WIDE_SCHEMES, Scheme, scheme_for_parameter
 from weft.errors import ConfigError
 
@@ -72,28 +72,26 @@ OTHERS = {"fp32": FP32}
 # Precision of weights that are not quantised.
 OF_DTYPE: dict[DType, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 NAMES = (*MATRICES, *gguf_types.MIXES)
-ALIASES = gguf_types.ALIASES | {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "half": "fp16",
-    "f16": "fp16",
-    "float32": "fp32",
-    "f32": "fp32",
-    "float": "fp32",
-    "fp4": "nvfp4",
-    "awq": "int4",
-    "gptq": "int4",
-    "gptq-int4": "int4",
-    "gptq-int8": "int8",
-    "awq-int4": "int4",
-    "w4a16": "int4",
-    "w8a16": "int8",
-    "4bit": "int4",
-    "4-bit": "int4",
-    "8bit": "int8",
-    "8-bit": "int8",
-    "mxfp4/fp8": "mxfp4",
-}
+ALIASES = (
+    gguf_types.ALIASES
+    | FORMAT_ALIASES
+    | {
+        "bfloat16": "bf16",
+        "float16": "fp16",
+        "half": "fp16",
+        "f16": "fp16",
+        "float32": "fp32",
+        "f32": "fp32",
+        "float": "fp32",
+        "fp4": "nvfp4",
+        "w8a16": "int8",
+        "4bit": "int4",
+        "4-bit": "int4",
+        "8bit": "int8",
+        "8-bit": "int8",
+        "mxfp4/fp8": "mxfp4",
+    }
+)
 # Meanings of a number of bits alone.
 OF_BITS = {"q4": ("q4_k_m", "int4"), "q8": ("q8_0", "int8")}
 LAYER = re.compile(r"\.(\d+)\.")  # a layer's number in the name of a tensor
@@ -196,7 +194,7 @@ def _usual_format(shape: ModelShape, precision: str, parameter: Parameter, part:
         return BF16
     if precision == "fp8" and known.fp8_in_blocks:
         return FP8_BLOCKS
-    if precision in ("int8", "int4") and axis_length(shape, part.cols) % UNIT:
+    if precision in ("int8", "int4") and part.cols.length % UNIT:
         return BF16
     return MATRICES[precision]
 
@@ -243,8 +241,8 @@ def parameter_bytes(shape: ModelShape, precision: str, place: Place, parameter: 
     layer."""
     total = 0
     for part in parameter.parts:
-        rows = owned(shape, place, part.rows)
-        cols = Span(0, 1) if part.cols is None else owned(shape, place, part.cols)
+        rows = part.rows.owned(place)
+        cols = Span(0, 1) if part.cols is None else part.cols.owned(place)
         total += part_format(shape, precision, parameter, part, layer).nbytes(rows, cols)
     return total * len(place.experts) if parameter.role == "expert" else total
 

@@ -12,23 +12,18 @@ from typing import Literal
 
 import msgspec
 
-from weft.checkpoint.architectures.axes import axis_length
 from weft.checkpoint.architectures.parameters import Parameter
 from weft.checkpoint.architectures.place import Span
-from weft.checkpoint.architectures.published import (
-    ROW,
-    Method,
-    PublishedQuantization,
-    fp8_scheme_name,
-    scheme_name,
-    wide_scheme_name,
-)
+from weft.checkpoint.architectures.published import ROW, PublishedQuantization, scheme_name
 from weft.checkpoint.architectures.registry import find_architecture
 from weft.checkpoint.architectures.shape import ModelShape
 from weft.checkpoint.files import gguf_types
-from weft.checkpoint.quantised.quantization_config import BITS, FP8_COLUMNS, GROUPS
 
 NESTED_HALVES, NESTED_BYTES = 2, 12  # 16-bit numbers, and bytes of 6-bit ones, per group of a nested scheme
+# Bits, and columns that share a scale, of whole numbers that are held bit for bit.
+BITS = (4, 8)
+GROUPS = (32, 64, 128, 256, 512, 1024, ROW)
+FP8_COLUMNS = (32, 64, 128, 256, 512)  # columns of a block of FP8 with one scale
 TABLE_GROUPS = tuple(32 << i for i in range(8))  # columns: blocks of bitsandbytes, or parts of them
 UNIT = 32  # columns that are never cut apart: a kernel multiplies them at once; one group, several or half of one
 
@@ -110,7 +105,7 @@ FLOAT_SCHEMES = {"MXFP4": Scheme(bits=4, group=32, lowest="mxfp4")}
 # FP8 (E4M3, OCP 8-bit Floating Point Specification 1.0) with a scale for each row, or for each block of columns of a
 # row. Blocks of rows, and whole tensors, have their scale repeated row by row: so a rank may have any rows of a matrix,
 # and matrices with different scales are multiplied together. That takes 4 bytes more for each row and group.
-FP8_SCHEMES = {fp8_scheme_name(group): Scheme(bits=8, group=group, lowest="fp8") for group in (*FP8_COLUMNS, ROW)}
+FP8_SCHEMES = {scheme_name("fp8", group): Scheme(bits=8, group=group, lowest="fp8") for group in (*FP8_COLUMNS, ROW)}
 # bitsandbytes' tables of the 4-bit values: NF4 (quantiles of the normal distribution, QLoRA, arXiv 2305.14314), and
 # its own FP4. Source: bitsandbytes, functional.get_4bit_type. Mirrored in native/cpp/quantised.h.
 _TWELFTHS = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
@@ -124,16 +119,18 @@ TABLES: dict[str, tuple[float, ...]] = {
     "fp4": (*(value / 12 for value in _TWELFTHS), *(-value / 12 for value in _TWELFTHS)),
 }
 # Numbers with 32-bit scales, as bitsandbytes and compressed-tensors (int-quantized) publish them.
-WIDE_SCHEMES = {wide_scheme_name("nf4", group): Scheme(bits=4, group=group, lowest="nf4") for group in TABLE_GROUPS} | {
-    wide_scheme_name("fp4", group): Scheme(bits=4, group=group, lowest="fp4") for group in TABLE_GROUPS
+WIDE_SCHEMES = {scheme_name("nf4", group): Scheme(bits=4, group=group, lowest="nf4") for group in TABLE_GROUPS} | {
+    scheme_name("fp4", group): Scheme(bits=4, group=group, lowest="fp4") for group in TABLE_GROUPS
 }
-WIDE_SCHEMES[wide_scheme_name("signed", ROW)] = Scheme(bits=8, group=ROW, lowest="signed")
+WIDE_SCHEMES[scheme_name("signed", ROW)] = Scheme(bits=8, group=ROW, lowest="signed")
 # Types that are rounded again, since no scheme holds them exactly. 8 bits in groups of 32 lose half a percent, as much
 # as rounding the activations to 8 bits does, and add a twentieth to the loss of Q6_K itself (docs/benchmarks.md).
 ROUNDED = dict.fromkeys(("Q2_K", "Q3_K", "Q6_K"), SCHEMES["Q8_0"])
 # GPTQ's, AWQ's and compressed-tensors' formats, bit for bit; zero points have `bits` bits in their files.
 PUBLISHED_SCHEMES = {
-    scheme_name(bits, group, symmetric): Scheme(bits=bits, group=group, lowest="middle" if symmetric else "zero")
+    scheme_name("integers", group, bits, symmetric): Scheme(
+        bits=bits, group=group, lowest="middle" if symmetric else "zero"
+    )
     for bits in BITS
     for group in GROUPS
     for symmetric in (False, True)
@@ -152,18 +149,6 @@ ONLINE_QUANTIZATIONS = {
 }
 # Roles of the parameters that --quantization of these precisions rounds; the other precisions are GGUF mixes.
 ONLINE_ROLES = {"int8": ("linear",), "fp8": ("linear", "expert")}
-# vLLM's --quantization values for published checkpoints. Weft uses its own kernels for all of them.
-METHODS: dict[str, Method] = {
-    "gptq": "gptq",
-    "awq": "awq",
-    "compressed-tensors": "compressed-tensors",
-    "gptq_marlin": "gptq",
-    "awq_marlin": "awq",
-    "mxfp4": "mxfp4",
-    "fbgemm_fp8": "fbgemm_fp8",
-    "bitsandbytes": "bitsandbytes",
-}
-QUANTIZATIONS = ("auto", "none", *ONLINE_QUANTIZATIONS, *METHODS)
 
 
 def online_quantization(precision: str) -> str | None:
@@ -188,7 +173,7 @@ def _scheme_for_types(types: frozenset[str]) -> str | None:
         return min(types)
     if types <= FP8_SCHEMES.keys():
         # A row's scale may be repeated for each group; groups of two lengths have no scheme.
-        groups = types - {fp8_scheme_name(ROW)}
+        groups = types - {scheme_name("fp8", ROW)}
         return min(types if len(groups) == 0 else groups) if len(groups) < 2 else None
     if not types <= GGUF_SCHEMES.keys():
         return None
@@ -222,7 +207,7 @@ def scheme_for_parameter(shape: ModelShape, precision: str, parameter: Parameter
     checkpoint.
     """
     cols = parameter.parts[0].cols
-    if cols is None or axis_length(shape, cols) % UNIT or parameter.role == "expansion":
+    if cols is None or cols.length % UNIT or parameter.role == "expansion":
         return None
     if shape.published and precision == shape.published.precision:
         return _published_scheme(shape.published, parameter, layer)
@@ -233,4 +218,4 @@ def scheme_for_parameter(shape: ModelShape, precision: str, parameter: Parameter
 
 def fp8_scheme(shape: ModelShape) -> str:
     """Scheme that weights of this architecture are rounded to by --quantization fp8."""
-    return fp8_scheme_name(128 if find_architecture(shape.architecture).fp8_in_blocks else ROW)
+    return scheme_name("fp8", 128 if find_architecture(shape.architecture).fp8_in_blocks else ROW)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from weft.cli.flags import values
 from weft.cli.flags.declared import Arguments, flag
-from weft.cli.flags.simulate_flags import POLICIES, policy
+from weft.cli.flags.simulate_flags import POLICY_NAMES, policy
 
 
 class GatewayArguments(Arguments):
@@ -22,7 +22,10 @@ class GatewayArguments(Arguments):
     host: str | None = flag(metavar="HOST", help="address to listen on; 0.0.0.0 means all", config_default="127.0.0.1")
     port: int | None = flag(help="port to listen on; 0 picks a free one", config_default=8080)
     policy: str | None = flag(
-        parse=policy, choices=POLICIES, help="rule that picks the upstream for a request", config_default=POLICIES[0]
+        parse=policy,
+        choices=POLICY_NAMES,
+        help="rule that picks the upstream for a request",
+        config_default=POLICY_NAMES[0],
     )
     keys: str | None = flag(metavar="FILE", help="YAML list of the keys that clients must send")
     access_log: str | None = flag(metavar="FILE", help="append a line of JSON for each request; - is standard output")

@@ -10,15 +10,14 @@ from weft.cli.flags import plan_flags, values
 from weft.cli.flags.declared import Arguments, Flags, Group, flag
 from weft.cli.flags.plan_flags import MAX_NUM_SEQS, RATE, SLO, THINK, USERS, Aim, Hardware, Layout, Source
 from weft.config import EngineConfig
+from weft.fleet.upstreams.policy import OLD_NAMES, POLICIES
 
-# The same as in gateway.policy, which is too slow to import for --help.
-POLICIES = ("least_conn", "round_robin", "random", "power_of_two", "prefix", "session")
-OLD_POLICIES = {"least-connections": "least_conn", "round-robin": "round_robin"}
+POLICY_NAMES = tuple(POLICIES)
 
 
 def policy(text: str) -> str:
     """The name of a policy, for its old name too."""
-    return OLD_POLICIES.get(text, text)
+    return OLD_NAMES.get(text, text)
 
 
 def shape(text: str) -> float:
@@ -99,7 +98,9 @@ class Service(Flags):
     async_scheduling: bool | None = flag(
         help="schedule each step before the previous one has ended (default: on for GPUs without a pipeline)"
     )
-    policy: str = flag(POLICIES[0], parse=policy, choices=POLICIES, help="rule that picks the replica for a request")
+    policy: str = flag(
+        POLICY_NAMES[0], parse=policy, choices=POLICY_NAMES, help="rule that picks the replica for a request"
+    )
     max_num_seqs: int | None = MAX_NUM_SEQS
     max_num_queued_reqs: int | None = flag(
         parse=values.at_least(0),

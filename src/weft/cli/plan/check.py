@@ -31,7 +31,7 @@ from weft.planner.note import Note, create_note
 from weft.planner.profiles import load_profile
 from weft.planner.question import Question
 from weft.planner.report.plan_json import codes, sentences
-from weft.planner.search.cuts import cut_of
+from weft.planner.search.cuts import Cut
 from weft.planner.search.objections import unsupported_reasons
 from weft.planner.search.search import search
 from weft.planner.speed import cost
@@ -255,7 +255,7 @@ def predicted_json(predicted: Predicted) -> dict[str, Any]:
         return {"predicted": None, "objection": predicted}
     layout, prediction = predicted
     speed = {
-        "layout": str(cut_of(layout)),
+        "layout": str(Cut(layout.parallelism, layout.precision)),
         "single_tok_s": prediction.single_tok_s,
         "error_band": prediction.error_band,
     }
@@ -271,7 +271,8 @@ def predicted_lines(predicted: Predicted, engine: str) -> list[str]:
     layout, prediction = predicted
     tok_s, band = prediction.single_tok_s, prediction.error_band
     low, high = tok_s * (1 - band), tok_s * (1 + band)
-    return [f"predicted with {engine}: {tok_s:.1f} tok/s ({low:.0f} to {high:.0f}) as {cut_of(layout)!s}"]
+    cut = Cut(layout.parallelism, layout.precision)
+    return [f"predicted with {engine}: {tok_s:.1f} tok/s ({low:.0f} to {high:.0f}) as {cut}"]
 
 
 def verdict_json(claim: str, judged: Judged, remarks: Sequence[str]) -> dict[str, Any]:

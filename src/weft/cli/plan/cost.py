@@ -69,7 +69,7 @@ def rented_fleet(question: Question, best: Candidate) -> RentedReplicas:
 def rentable_units(best: Candidate) -> int:
     """Number of parts that can be rented separately: the replicas, or 1 if they share their experts."""
     layout = best.layout
-    return 1 if layout.shares_experts else layout.data_parallel
+    return layout.parallelism.engines
 
 
 def request_usage(question: Question, cached: float) -> TokenUsage:

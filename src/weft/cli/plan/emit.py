@@ -173,10 +173,10 @@ def first_port(
             )
         return 0
     first = given or (instance.port if instance else None) or target.port
-    last = first + layout.engines - 1
+    last = first + layout.parallelism.engines - 1
     if last > LAST_PORT:
         raise UsageError(
-            f"--port {first} and the next {layout.engines - 1} ports for the replicas exceed {LAST_PORT}",
+            f"--port {first} and the next {layout.parallelism.engines - 1} ports for the replicas exceed {LAST_PORT}",
             code="too-few-ports",
         )
     return first

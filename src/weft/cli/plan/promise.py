@@ -124,7 +124,7 @@ def simulated_s(simulation: SimulateArguments, load: SimulatedLoad, best: Candid
     turn_s = best.predicted.ttft_s + load.mean[1] / best.predicted.single_tok_s + load.think_s
     rate = load.offered or (load.users or 1) / turn_s
     enough_s = max(REQUESTS / rate, TURNS * turn_s, 0.0 if load.users else MIN_RUN_S)
-    usual_s = simulate_study.usual_duration(simulation, load, best, best.layout.engines)
+    usual_s = simulate_study.usual_duration(simulation, load, best, best.layout.parallelism.engines)
     return float(f"{min(usual_s, enough_s):.2g}")
 
 

@@ -22,31 +22,19 @@ from weft.cli.parser import (
     spelled_name,
     typed_flags,
 )
-from weft.config import EngineConfig
+from weft.config import EngineConfig, Scope
 from weft.errors import ConfigError, nearest_name
 from weft.fleet.hosting.model_set import ModelEntry, ModelSet, check_model_set
-from weft.http.options import ServeOptions
+from weft.http.options import ServeOptions, scoped_options
 
 if TYPE_CHECKING:
     from weft.study.export.infernet_config import NodeConfig
 
 OWN = ("name", "model", "keep-alive", "priority", "load")  # fields of a model that are no flags of its engine
-# Options of the server that concern the answers of one model; the others are the address's.
-ANSWERS = frozenset(
-    [
-        "response-role",
-        "default-chat-template-kwargs",
-        "enable-auto-tool-choice",
-        "tool-call-parser",
-        "reasoning-parser",
-        "max-body-bytes",
-        "keepalive-interval",
-        "progress-timeout",
-        "otlp-traces-endpoint",
-    ]
-)
 SERVER_FLAGS = {flag.name: flag for flag in flags_of(ServeOptions)}
-MODEL_FLAGS = {**flags_of_engine(), **{name: flag for name, flag in SERVER_FLAGS.items() if name in ANSWERS}}
+# Of the server's options, those that concern the answers of one model; the others are the address's.
+ANSWERS = {name: flag for name, flag in SERVER_FLAGS.items() if flag.dest in scoped_options(Scope.EACH)}
+MODEL_FLAGS = {**flags_of_engine(), **ANSWERS}
 
 
 def read_model_set(path: str) -> ModelSet | None:

@@ -187,7 +187,7 @@ def build_study(arguments: SimulateArguments, question: Question, best: Candidat
     replicas = study_replicas(arguments, question, best)
     return Study(
         specs=replicas,
-        gpus_each=best.layout.engine_ranks,
+        gpus_each=best.layout.parallelism.engine_ranks,
         device="CPU" if question.cluster.on_cpu else "GPU",
         capacity=replica_capacity(best, load),
         times=simulated_times(arguments.load, load, usual_duration(arguments, load, best, len(replicas))),
@@ -209,7 +209,7 @@ def study_replicas(arguments: SimulateArguments, question: Question, best: Candi
         limits = msgspec.structs.replace(limits, max_num_queued=service.max_num_queued_reqs)
     replicas = replica_specs(question, best, limits)
     other_count = service.replicas is not None or arguments.answer.find == "replicas"
-    if other_count and best.layout.shares_experts:
+    if other_count and best.layout.parallelism.shares_experts:
         raise PlanError(
             f"{best.cut}: its replicas share one set of experts, so their number is part of the layout; describe "
             "other hardware, or give --no-enable-expert-parallel",
@@ -229,7 +229,7 @@ def expected_runs(arguments: SimulateArguments) -> int:
 
 def replica_capacity(best: Candidate, load: SimulatedLoad) -> float:
     """Predicted requests per second of one saturated replica."""
-    return best.predicted.saturated_tok_s / best.layout.engines / load.mean[1]
+    return best.predicted.saturated_tok_s / best.layout.parallelism.engines / load.mean[1]
 
 
 def usual_duration(arguments: SimulateArguments, load: SimulatedLoad, best: Candidate, replicas: int) -> float:

@@ -40,8 +40,8 @@ def heading(question: Question, best: Candidate, study: Study, load: SimulatedLo
     spec = study.specs[0]
     groups = len(spec.predictors)
     replicas += f" in {groups} attention groups" * (groups > 1)
-    tokens = groups * spec.kv.tokens(spec.num_blocks, spec.max_model_len)
-    limits = f"{tokens:,} tokens of KV, {groups * spec.max_num_seqs} requests at once"
+    tokens = groups * spec.kv.tokens(spec.num_blocks, spec.scheduler.max_model_len)
+    limits = f"{tokens:,} tokens of KV, {groups * spec.scheduler.max_num_seqs} requests at once"
     error = f"step times of {question.engine} from the planner (error up to {100 * best.predicted.error_band:.0f} %)"
     return [
         f"{deployment_title(question, best)}; {replicas}, {limits}; {study.policy}",

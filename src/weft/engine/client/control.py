@@ -24,7 +24,7 @@ from weft.plan.shards import shard_difference
 from weft.planner.report.table import layout_json
 
 STAT_FIELDS = ("steps", "compute_s", "communication_s", "waiting_s", "allocated_bytes", "reserved_bytes")
-MEMORY_FIELDS = ("allocated_bytes", "reserved_bytes", "driver_bytes")
+MEMORY_FIELDS = tuple(name for name in RankReport.__struct_fields__ if name.endswith("_bytes"))
 
 
 def swap_command(model: str | os.PathLike[str], config: EngineConfig, plan: Plan) -> SwapWeights:
@@ -39,6 +39,7 @@ def swap_command(model: str | os.PathLike[str], config: EngineConfig, plan: Plan
         download_dir=config.download_dir,
         model_impl=config.model_impl,
         task=pooling_task(config),
+        strict=config.strict_checkpoint,
     )
     difference = shape_difference(checkpoint.shape, plan.shape)
     # Tensors that are quantised as they are loaded, or not at all, may be stored in any type.

@@ -45,6 +45,7 @@ from weft.logs import event_fields
 from weft.machine.hardware.addresses import check_private, own_interfaces
 from weft.machine.hardware.host import Host
 from weft.plan.devices import device_kind
+from weft.plan.parallelism import asked_parallelism
 
 log = logging.getLogger("weft.cluster")
 
@@ -140,10 +141,7 @@ def uses_ray(config: EngineConfig, host: Host, environment: Mapping[str, str]) -
 
 def sized_ranks(config: EngineConfig) -> int:
     """Number of ranks by the sizes of a config; sizes that are left out count as 1."""
-    tensor = len(config.tensor_split) if config.tensor_split else config.tensor_parallel_size or 1
-    stages = len(config.pipeline_split) if config.pipeline_split else config.pipeline_parallel_size or 1
-    groups = config.data_parallel_size or 1 if config.enable_expert_parallel else 1
-    return tensor * stages * groups
+    return asked_parallelism(vars(config)).of_one_engine().engine_ranks
 
 
 def _cluster_answers(address: str) -> bool:

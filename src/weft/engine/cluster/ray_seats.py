@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +13,7 @@ from weft.config import EngineConfig
 from weft.engine.cluster.messages import Facts
 from weft.engine.executors.ray_nodes import RayNode
 from weft.errors import PlanError
-from weft.plan.layout import expert_cut, rank_cut
+from weft.plan.layout import engine_parallelism
 from weft.plan.nodes import config_over_nodes, divide_ranks
 from weft.plan.split import split
 
@@ -103,13 +102,10 @@ def choose_seats(
     wanted and the present resources, if there are too few.
     """
     shape = checkpoint.shape
-    if not config.enable_expert_parallel:
-        config = dataclasses.replace(config, data_parallel_size=None)
     hosts = [seat.facts.host for seat in seats[:share]]
     sized = config_over_nodes(config, shape, hosts) if hosts else config
-    weights, stages = rank_cut(sized, shape)
-    tensor, groups = len(weights), len(stages) * expert_cut(sized, shape, len(weights)).data_parallel
-    ranks = tensor * groups
+    cut = engine_parallelism(sized, shape)
+    tensor, groups, ranks = cut.tensor_parallel, cut.pipeline_parallel * cut.groups, cut.engine_ranks
     fitting = _first_fitting(seats, tensor, groups) if sized is config else list(seats[:share])
     nodes = 1 if sized is config else share
     if len(fitting) >= nodes and sum(seat.room for seat in fitting) >= ranks:

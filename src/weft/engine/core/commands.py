@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Protocol
+from typing import Annotated, ClassVar, Literal, Protocol
 
 import msgspec
 
@@ -125,8 +125,8 @@ class TraceFile(msgspec.Struct, frozen=True, tag=True):
     steps: int = 0
 
 
-class RankReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Times of a rank in seconds since its last report or its start, and its memory in bytes.
+class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's steps, and its times in seconds. The text in a type describes a metric of Prometheus with this value.
 
     - `compute_s`: within steps, without the two times that follow; on a GPU, the GPU's time with its exchanges.
     - `communication_s`: within steps, exchanging tensors with other ranks: 0 if there are none, None on a GPU among
@@ -136,6 +136,22 @@ class RankReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     - `idle_s`: the part of `waiting_s` without a step; None on a GPU.
     - `delayed_s`: the thread that computes could have run, but its cores had other work; 0 where the system does not
       tell. It is a part of the times above.
+    """
+
+    steps: int
+    compute_s: Annotated[float, "Seconds within steps, computing."]
+    communication_s: Annotated[float | None, "Seconds within steps, exchanging tensors."]
+    waiting_s: Annotated[float, "Seconds without a step, or waiting for other ranks."]
+    idle_s: float | None = None
+    delayed_s: float = 0.0
+
+
+TIMES = tuple(name for name in RankTimes.__struct_fields__ if name != "steps")
+
+
+class RankReport(RankTimes, frozen=True, tag=True, kw_only=True):
+    """Steps and times of a rank since its last report or its start, and its memory in bytes.
+
     - `allocated_bytes`: on a GPU, of tensors; on a CPU, the resident memory of the rank's process.
     - `reserved_bytes`: on a GPU, the memory that torch has reserved. `driver_bytes`: the memory in use by the driver's
       count, other processes' included. Both are None on a CPU.
@@ -143,15 +159,9 @@ class RankReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
       experts.
     """
 
-    steps: int
-    compute_s: float
-    communication_s: float | None
-    waiting_s: float
-    idle_s: float | None = None
-    delayed_s: float = 0.0
-    allocated_bytes: int
-    reserved_bytes: int | None = None
-    driver_bytes: int | None = None
+    allocated_bytes: Annotated[int, "Bytes of tensors; on a CPU, resident memory of the rank's process."]
+    reserved_bytes: Annotated[int | None, "Bytes that torch holds of a GPU's memory."] = None
+    driver_bytes: Annotated[int | None, "Bytes in use of a GPU's memory by the driver's count."] = None
     routed_tokens: tuple[int, ...] = ()
 
 

@@ -9,13 +9,15 @@ from weft.engine.core.speculation import common_prefix_length
 
 
 def propose_drafts(sequence: Sequence, most: int) -> list[int]:
-    """Return at most `most` draft tokens after a sequence's last token, as far as the sequence may grow."""
+    """Return at most `most` draft tokens after a sequence's last token, as far as the sequence may grow and its grammar
+    allows."""
     assert sequence.proposer
     most = min(most, sequence.limit - len(sequence.tokens) - 1)
     if most < 1:
         discard_drafts(sequence)
         return []
-    return sequence.proposer.propose(sequence.tokens, most)
+    drafts = sequence.proposer.propose(sequence.tokens, most)
+    return drafts[: sequence.matcher.count_valid(drafts)] if sequence.matcher and drafts else drafts
 
 
 def discard_drafts(sequence: Sequence) -> None:

@@ -7,19 +7,20 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from time import monotonic
-from typing import Any, Literal, NoReturn, Protocol, cast
+from typing import Any, NoReturn, Protocol
 
 from weft.config import EngineConfig
 from weft.engine.core.commands import Command, CommandExecutor, CommandQueue, Replies, ResetPrefixCache
-from weft.engine.core.fair import FairScheduler
 from weft.engine.core.grammar import FAILED, PARAM, Grammars, Matcher
 from weft.engine.core.groups import GroupedScheduler
 from weft.engine.core.kv import KVManager
 from weft.engine.core.pace import FairPace, Pace
 from weft.engine.core.request import Output, Request, Stats
+from weft.engine.core.scheduled import UNLIMITED
 from weft.engine.core.scheduler import Scheduler
 from weft.engine.core.speculation_gate import SpeculationGate
 from weft.engine.core.step import EngineStep, LockStep, SlotFailure
+from weft.engine.core.view import SchedulerSettings
 from weft.errors import CORE, Cause, EngineError, RequestError, WeftError
 from weft.plan.plan import Plan
 
@@ -59,7 +60,7 @@ class EngineCore:
         self.failure: EngineError | None = None
         # When requests that have no token yet took part in their first step.
         self._scheduled_s: dict[str, float] = {}
-        self._speculation_gate = SpeculationGate(monotonic) if scheduler.speculation else None
+        self._speculation_gate = SpeculationGate(monotonic) if scheduler.settings.speculation else None
         self._pace = pace
         self._grammars = grammars
         self._compiling: dict[Future[Matcher], str] = {}
@@ -131,8 +132,6 @@ class EngineCore:
         if self.commands.holds and not self._finish_commands():
             return
         while len(self.pending) < self.depth and (plan := self._next_step()):
-            for id in self.scheduler.started:
-                self._scheduled_s[id] = monotonic()
             try:
                 self.pending.append(self.executor.submit(plan))
             except Exception as error:
@@ -186,22 +185,22 @@ class EngineCore:
 
     def _next_step(self) -> EngineStep | None:
         """Schedule the next step, with the pace's limits on its tokens, and with drafts if they save time."""
-        if self._pace:
-            self._pace.set_limits(self.scheduler)
-        plan = self._schedule()
-        if self._pace and plan:
-            self._pace.step_started(self.scheduler.prompt_tokens, _rows(plan))
-        return plan
-
-    def _schedule(self) -> EngineStep | None:
-        if self._speculation_gate is None:
-            return self.scheduler.schedule()
-        rows = self.scheduler.active
-        self.scheduler.speculating = self._speculation_gate.allows_drafts(rows)
-        plan = self.scheduler.schedule()
-        if plan:
-            self._speculation_gate.step_started(plan, rows)
-        return plan
+        pace, gate = self._pace, self._speculation_gate
+        limits = pace.limits() if pace else UNLIMITED
+        rows = self.scheduler.active if gate else 0
+        if gate and not gate.allows_drafts(rows):
+            limits = limits._replace(speculating=False)
+        scheduled = self.scheduler.schedule(limits)
+        if scheduled is None:
+            return None
+        step = scheduled.step
+        if gate:
+            gate.step_started(step, rows)
+        if pace:
+            pace.step_started(scheduled.prompt_tokens, _rows(step), scheduled.newcomer_tokens)
+        for id in scheduled.started:
+            self._scheduled_s[id] = monotonic()
+        return step
 
     def stats(self) -> Stats:
         """Return the gauges of now and the counters since start. `steps` grows with every finished step."""
@@ -247,16 +246,16 @@ def create_scheduler(
 
     All groups together queue as many requests as the config says.
     """
-    kind = FairScheduler if config.scheduling_policy == "fair" else Scheduler
-    return kind(
-        kv=KVManager(plan.kv_layout, num_blocks, max_num_seqs=plan.max_num_seqs, caching=config.enable_prefix_caching),
+    settings = SchedulerSettings(
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
         max_num_queued=(config.max_num_queued_reqs + group) // plan.data_parallel,
         max_model_len=plan.max_model_len,
         stages=plan.stages,
-        policy=cast(Literal["fcfs", "priority"], config.scheduling_policy),
+        policy=config.scheduling_policy,
         lookahead=plan.lookahead,
         speculation=plan.speculation,
-        grammars=grammars,
     )
+    caching = config.enable_prefix_caching
+    kv = KVManager(plan.kv_layout, num_blocks, max_num_seqs=plan.max_num_seqs, caching=caching)
+    return Scheduler(settings, kv, grammars)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from weft.engine.core.grammar import Matcher
 from weft.engine.core.request import Output, Request, Stats, duplicate_id_error, queue_full_error
+from weft.engine.core.scheduled import UNLIMITED, ScheduledStep, StepLimits
 from weft.engine.core.scheduler import Scheduler
 from weft.engine.core.step import LockStep, LockStepResult, StepPlan
 from weft.errors import QueueFullError
@@ -23,9 +24,7 @@ class GroupedScheduler:
     """
 
     def __init__(self, groups: Sequence[Scheduler]) -> None:
-        self.groups = groups
-        self.started: list[str] = []
-        self.prompt_tokens = 0
+        self.groups, self.settings = groups, groups[0].settings
         self._group_of: dict[str, int] = {}  # of each unfinished request
         self._tokens_of: dict[str, int] = {}  # likewise: the tokens that it counts as
         self._load = [0] * len(groups)  # sums of these per group
@@ -46,8 +45,8 @@ class GroupedScheduler:
             except QueueFullError:
                 continue
         else:
-            waiting = sum(group.waiting for group in self.groups)
-            raise queue_full_error(waiting, sum(group.max_num_queued for group in self.groups))
+            waiting = sum(group.table.waiting for group in self.groups)
+            raise queue_full_error(waiting, sum(group.settings.max_num_queued for group in self.groups))
         tokens = request.length + min(MAX_ANSWER_TOKENS, request.params.max_tokens or MAX_ANSWER_TOKENS)
         self._group_of[request.id], self._tokens_of[request.id] = number, tokens
         self._load[number] += tokens
@@ -83,28 +82,25 @@ class GroupedScheduler:
 
     # Steps
 
-    def schedule(self) -> LockStep | None:
-        """Return the next step of all groups, or None if no group can run anything."""
-        self._tell_of_other_groups()
-        plans = [group.schedule() for group in self.groups]
-        if not any(plans):
+    def schedule(self, limits: StepLimits = UNLIMITED) -> ScheduledStep[LockStep] | None:
+        """Return the next step of all groups, or None if no group can run anything. Each group has these limits."""
+        decoding = [group.table.decodes for group in self.groups]
+        parts = [
+            group.schedule(limits._replace(others_decode=any(decoding[:number] + decoding[number + 1 :])))
+            for number, group in enumerate(self.groups)
+        ]
+        taken = [part for part in parts if part]
+        if not taken:
             return None
-        self.started = [id for group in self.groups for id in group.started]
-        self.prompt_tokens = self._most_prompt_tokens(plans)
-        step = LockStep([plan or empty_plan() for plan in plans])
+        step = LockStep([part.step if part else empty_plan() for part in parts])
         _tell_sizes(step)
         self._in_flight.append(step)
-        return step
-
-    def _most_prompt_tokens(self, plans: Sequence[StepPlan | None]) -> int:
-        """Tokens of prompts in the plan that has the most."""
-        return max(group.prompt_tokens for group, plan in zip(self.groups, plans, strict=True) if plan is not None)
-
-    def _tell_of_other_groups(self) -> None:
-        """Tell each group whether another group decodes."""
-        decoding = [group.decodes for group in self.groups]
-        for number, group in enumerate(self.groups):
-            group.others_decode = any(decoding[:number] + decoding[number + 1 :])
+        return ScheduledStep(
+            step,
+            started=[id for part in taken for id in part.started],
+            prompt_tokens=max(part.prompt_tokens for part in taken),
+            newcomer_tokens=min(filter(None, (part.newcomer_tokens for part in taken)), default=0),
+        )
 
     def apply(self, result: LockStepResult) -> list[Output]:
         """Apply the results of the oldest step in flight."""
@@ -121,56 +117,6 @@ class GroupedScheduler:
         return outputs
 
     # As one scheduler
-
-    @property
-    def speculation(self) -> object:
-        """Speculative decoding of every group."""
-        return self.groups[0].speculation
-
-    @property
-    def speculating(self) -> bool:
-        """False if the next step has no draft tokens."""
-        return self.groups[0].speculating
-
-    @speculating.setter
-    def speculating(self, value: bool) -> None:
-        for group in self.groups:
-            group.speculating = value
-
-    @property
-    def prompt_limit(self) -> int:
-        """Limit on the prompt tokens of each group's next step while others of the group await their next token."""
-        return self.groups[0].prompt_limit
-
-    @prompt_limit.setter
-    def prompt_limit(self, value: int) -> None:
-        for group in self.groups:
-            group.prompt_limit = value
-
-    @property
-    def step_limit(self) -> int:
-        """Limit on the tokens of each group's next step under the policy "fair"."""
-        return self.groups[0].step_limit
-
-    @step_limit.setter
-    def step_limit(self, value: int) -> None:
-        for group in self.groups:
-            group.step_limit = value
-
-    @property
-    def busy_limit(self) -> int:
-        """The same limit without a prompt of a newcomer."""
-        return self.groups[0].busy_limit
-
-    @busy_limit.setter
-    def busy_limit(self, value: int) -> None:
-        for group in self.groups:
-            group.busy_limit = value
-
-    @property
-    def newcomer_tokens(self) -> int:
-        """Tokens of the shortest prompt of a newcomer that the last scheduled steps admitted; 0 if there is none."""
-        return min(filter(None, (group.newcomer_tokens for group in self.groups)), default=0)
 
     @property
     def active(self) -> int:

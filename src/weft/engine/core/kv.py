@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from weft.checkpoint.architectures.kv import STATES, KVGroup, KVLayout
@@ -76,18 +75,18 @@ class KVManager:
                 pool.allocate(1)  # NO_STATE
             reach = 1 if is_state else None if window is None else window - 1
             self.groups.append(TableGroup(number, group, pool, reach, is_state))
-        self._paged = [group for group in self.groups if not group.is_state]
+        self.paged = [group for group in self.groups if not group.is_state]
         self._limited = [group for group in self.groups if group.reach is not None]
         # True if blocks are freed while a sequence runs, and if steps should end with a block.
         self.frees = bool(self._limited)
-        self.has_states = len(self._paged) < len(self.groups)
+        self.has_states = len(self.paged) < len(self.groups)
 
     # Sizes
 
     @property
     def free_columns(self) -> int:
         """Number of columns of tables that can be allocated: a block in each group."""
-        return self.pool.free // len(self._paged)
+        return self.pool.free // len(self.paged)
 
     @property
     def used(self) -> int:
@@ -100,38 +99,8 @@ class KVManager:
 
     def spare_tokens(self, running: int) -> int:
         """Tokens that fit in the blocks beyond those promised and one column for each running sequence."""
-        columns = (self.pool.free - self.promised) // len(self._paged) - running
+        columns = (self.pool.free - self.promised) // len(self.paged) - running
         return max(0, columns) * self.block_size
-
-    def blocks_of_rounds(self, running: Iterable[Sequence], rounds: int) -> int:
-        """Number of blocks that `rounds` more tokens of each running sequence need at most, one token at a time."""
-        blocks = 0
-        for sequence in running:
-            new = sequence.computed + rounds - sequence.room
-            if new <= 0:
-                continue
-            grown = self.count_blocks(new)
-            for group in self._paged:
-                if group.reach is None:
-                    blocks += grown
-                else:
-                    held = sequence.blocks[group.number][sequence.freed[group.number] :]
-                    # A block that other sequences use as well does not become free when this sequence frees it.
-                    own = len(held) - group.pool.count_shared(held)
-                    blocks += min(grown, max(0, self.count_blocks(group.reach) + 1 - own))
-        return blocks
-
-    def freed_by_decoding(self, running: Iterable[Sequence]) -> int:
-        """Largest number of blocks that the running sequences free minus the number that they take, in decode steps."""
-        if not self.frees:
-            return 0
-        blocks = 0
-        for sequence in running:
-            for group in self._paged:
-                if group.reach is not None:
-                    held = sequence.room // self.block_size - sequence.freed[group.number]
-                    blocks += max(0, held - self.count_blocks(group.reach + 1))
-        return blocks
 
     # Admission
 
@@ -189,7 +158,7 @@ class KVManager:
         sequences and reserved for their growth. Otherwise the new sequence would soon be preempted, or preempt another.
         """
         new = 0
-        for group in self._paged:
+        for group in self.paged:
             table = prefix[group.number]
             held = table[self._behind(group, len(table) * self.block_size) :]
             new += max(0, self.layout.group_blocks(group.layers, len(sequence.tokens)) - len(held))
@@ -296,7 +265,7 @@ class KVManager:
         if full <= sequence.registered:
             return
         digests = sequence.digests(full, self.block_size)
-        for group in self._paged:
+        for group in self.paged:
             table, freed = sequence.blocks[group.number], sequence.freed[group.number]
             for index in range(max(sequence.registered, freed), full):
                 group.pool.register(group.number, table[index], digests[index])
@@ -350,7 +319,7 @@ class KVManager:
         """Promise a sequence the blocks that it still needs for its prefill, and reserve the blocks for its growth."""
         columns, growth = sequence.room // self.block_size, self.count_blocks(self.growth)
         promised = reserved = 0
-        for group in self._paged:
+        for group in self.paged:
             if columns < sequence.prefill_blocks:
                 most = self.layout.group_blocks(group.layers, sequence.prefill_blocks * self.block_size)
                 promised += max(0, most - (columns - sequence.freed[group.number]))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+
+from weft.engine.core.scheduled import StepLimits
 
 STEP_S = 0.15  # seconds that a step with prompts may take;
 DECODE_STEPS = 2.0  # or this many times a decode-only step, which takes longer than STEP_S on slow hardware
@@ -22,20 +23,6 @@ FAIR_S, MIN_TOKENS, LAST = 0.1, 16, 8
 # For this many seconds after a newcomer arrives, other steps take at most its prefill time, or DECODE_STEPS times the
 # fastest of the smallest steps: the next newcomer should not wait longer than its own prefill takes.
 NEWCOMER_S = 60.0
-
-
-class Limited(Protocol):
-    """A scheduler's limits: on prompt tokens in a step with decodes, and under the policy "fair" on all tokens.
-
-    Under that policy it reports the tokens of the shortest prompt of a newcomer that the last step has admitted.
-    """
-
-    prompt_limit: int
-    step_limit: int
-    busy_limit: int
-
-    @property
-    def newcomer_tokens(self) -> int: ...
 
 
 class Pace:
@@ -59,12 +46,15 @@ class Pace:
         """Seconds that a step with prompts may take."""
         return max(STEP_S, DECODE_STEPS * self._decode_s)
 
-    def set_limits(self, limited: Limited) -> None:
-        """Set the limits of the next step."""
-        limited.prompt_limit = self.tokens
+    def limits(self) -> StepLimits:
+        """The limits of the next step."""
+        return StepLimits(prompt_tokens=self.tokens)
 
-    def step_started(self, prompt_tokens: int, rows: int) -> None:
-        """Note a step that was submitted, with this number of prompt tokens and of rows."""
+    def step_started(self, prompt_tokens: int, rows: int, newcomer_tokens: int = 0) -> None:
+        """Note a step that was scheduled, with this number of prompt tokens and of rows.
+
+        `newcomer_tokens` is the number of tokens of the shortest newcomer's prompt that it admits, or 0.
+        """
         self._in_flight.append((self._clock(), prompt_tokens, rows))
 
     def step_finished(self) -> None:
@@ -97,6 +87,7 @@ class FairPace(Pace):
         super().__init__(clock, most)
         self.busy = self.tokens
         self._small_s: deque[float] = deque(maxlen=LAST)  # times of the last steps of at most MIN_TOKENS
+        self._newcomer_tokens = 0  # of the last step
         self._newcomers: deque[tuple[float, int]] = deque()  # times of newcomers, and tokens of their prompts
 
     @property
@@ -117,14 +108,20 @@ class FairPace(Pace):
         """Seconds that every step may take, from the times of the smallest steps."""
         return DECODE_STEPS * min(self._small_s, default=0.0)
 
-    def set_limits(self, limited: Limited) -> None:
-        """Set the limits of the next step."""
+    def limits(self) -> StepLimits:
+        """The limits of the next step."""
         now = self._clock()
-        if limited.newcomer_tokens:
-            self._note_newcomer(now, limited.newcomer_tokens)
+        if self._newcomer_tokens:
+            self._note_newcomer(now, self._newcomer_tokens)
+            self._newcomer_tokens = 0
         while self._newcomers and self._newcomers[0][0] < now - NEWCOMER_S:
             self._newcomers.popleft()
-        limited.step_limit, limited.busy_limit = self.tokens, min(self.busy, self.tokens)
+        return StepLimits(step_tokens=self.tokens, busy_tokens=min(self.busy, self.tokens))
+
+    def step_started(self, prompt_tokens: int, rows: int, newcomer_tokens: int = 0) -> None:
+        """Note a step that was scheduled, as `Pace.step_started`."""
+        super().step_started(prompt_tokens, rows)
+        self._newcomer_tokens = newcomer_tokens
 
     def _note_newcomer(self, now: float, tokens: int) -> None:
         """Note a newcomer. Earlier newcomers with prompts no shorter are dropped, so the first has the shortest."""

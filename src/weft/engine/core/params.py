@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from math import inf, nextafter
 from numbers import Integral, Real
-from typing import Any, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn, get_type_hints
 
 import msgspec
 
@@ -18,36 +18,23 @@ MAX_COUNT = 2**31 - 1
 # A temperature below this only loses precision: it is taken as 0, greedy.
 MIN_TEMPERATURE = 1e-5
 
-# Range of each number, ends included. Numbers that divide or multiply logits are limited so that the result is finite
-# in fp32: no request may produce NaN.
-INTEGERS: dict[str, tuple[int, int]] = {
-    "n": (1, MAX_CHOICES),
-    "top_k": (-1, MAX_COUNT),
-    "seed": (-(2**63), 2**64 - 1),
-    "max_tokens": (1, MAX_COUNT),
-    "min_tokens": (0, MAX_COUNT),
-    "logprobs": (0, MAX_LOGPROBS),
-    "prompt_logprobs": (0, MAX_LOGPROBS),
-}
-NUMBERS: dict[str, tuple[float, float]] = {
-    "temperature": (0.0, 1e6),
-    "top_p": (nextafter(0.0, 1.0), 1.0),
-    "min_p": (0.0, 1.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "repetition_penalty": (1e-3, 1e3),
-}
-# Descriptions of ranges that are clearer than their two ends.
-RANGE_TEXTS: dict[str, str] = {
-    "temperature": "a finite number from 0 (greedy) to 1e6",
-    "top_p": "above 0 and at most 1",
-    "top_k": "at least 1, or 0 or -1 for all tokens",
-    "max_tokens": "at least 1, or None for as many as the model's length allows",
-    "min_tokens": "at least 0",
-    "seed": "a 64-bit integer, or None",
-    "logprobs": f"from 0 to {MAX_LOGPROBS} (the whole vocabulary, -1, is not supported)",
-    "prompt_logprobs": f"from 0 to {MAX_LOGPROBS} (the whole vocabulary, -1, is not supported)",
-}
+
+class Range(NamedTuple):
+    """The numbers that a parameter may be, ends included, and `text` where words are clearer than the ends.
+
+    Numbers that divide or multiply logits are limited so that the result is finite in fp32: no request may produce NaN.
+    """
+
+    least: float
+    most: float
+    text: str = ""
+
+    def __str__(self) -> str:
+        return self.text or f"from {self.least:.10g} to {self.most:.10g}"
+
+
+LOGPROBS = Range(0, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS} (the whole vocabulary, -1, is not supported)")
+PENALTY = Range(-2.0, 2.0)
 # Fields of other versions of vLLM, with their values without effect: programs written for those versions pass them.
 ASK_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "early_stopping": (False, None),
@@ -59,8 +46,6 @@ ASK_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "logits_processors": (None, [], ()),
     "guided_decoding": (None,),
 }
-OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
-FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
 MAX_BIAS = 100.0
 
 
@@ -152,22 +137,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     out of range.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
+    n: Annotated[int, Range(1, MAX_CHOICES)] = 1
+    temperature: Annotated[float, Range(0.0, 1e6, "a finite number from 0 (greedy) to 1e6")] = 1.0
+    top_p: Annotated[float, Range(nextafter(0.0, 1.0), 1.0, "above 0 and at most 1")] = 1.0
+    top_k: Annotated[int, Range(-1, MAX_COUNT, "at least 1, or 0 or -1 for all tokens")] = 0
+    min_p: Annotated[float, Range(0.0, 1.0)] = 0.0
+    presence_penalty: Annotated[float, PENALTY] = 0.0
+    frequency_penalty: Annotated[float, PENALTY] = 0.0
+    repetition_penalty: Annotated[float, Range(1e-3, 1e3)] = 1.0
+    seed: Annotated[int | None, Range(-(2**63), 2**64 - 1, "a 64-bit integer, or None")] = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    max_tokens: Annotated[
+        int | None, Range(1, MAX_COUNT, "at least 1, or None for as many as the model's length allows")
+    ] = 16
+    min_tokens: Annotated[int, Range(0, MAX_COUNT, "at least 0")] = 0
+    logprobs: Annotated[int | None, LOGPROBS] = None
+    prompt_logprobs: Annotated[int | None, LOGPROBS] = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     logit_bias: dict[int, float] | None = None
@@ -189,18 +176,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def _check_numbers(self) -> None:
         if self.top_k is None:
             self._keep("top_k", None, DEFAULTS["top_k"])
-        for name, (low, high) in INTEGERS.items():
+        for name, (least, most, _) in INTEGERS.items():
             value = getattr(self, name)
-            if type(value) is int and low <= value <= high:
+            if type(value) is int and least <= value <= most:
                 continue
             if value is not None or name not in OPTIONAL:
-                self._keep(name, value, _integer(name, value, low, high))
-        for name, (least, most) in NUMBERS.items():
+                self._keep(name, value, _integer(name, value, INTEGERS[name]))
+        for name, (least, most, _) in NUMBERS.items():
             value = getattr(self, name)
             if value is None:  # as generation configs of Transformers have it
                 self._keep(name, value, DEFAULTS[name])
             elif type(value) is not float or not least <= value <= most:
-                self._keep(name, value, _number(name, value, least, most))
+                self._keep(name, value, _number(name, value, NUMBERS[name]))
         for name in FLAGS:
             if not isinstance(value := getattr(self, name), bool):
                 _refuse(name, value, "true or false")
@@ -262,6 +249,14 @@ def _is_empty(value: object) -> bool:
 
 
 DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
+KINDS = get_type_hints(SamplingParams)
+_DECLARED = get_type_hints(SamplingParams, include_extras=True)
+RANGES: dict[str, Range] = {name: kind.__metadata__[0] for name, kind in _DECLARED.items() if kind != KINDS[name]}
+NUMBERS = {name: allowed for name, allowed in RANGES.items() if KINDS[name] is float}
+INTEGERS = {name: allowed for name, allowed in RANGES.items() if name not in NUMBERS}
+OPTIONAL = frozenset(name for name in INTEGERS if KINDS[name] is not int)
+FLAGS = tuple(name for name, kind in KINDS.items() if kind is bool)
+IDS, BIAS = Range(0, MAX_COUNT), Range(-MAX_BIAS, MAX_BIAS)
 
 
 def _refuse(name: str, value: object, limit: str) -> NoReturn:
@@ -271,17 +266,17 @@ def _refuse(name: str, value: object, limit: str) -> NoReturn:
     raise RequestError(f"{name} is {shown}; it must be {limit}", param=name, code="invalid-parameter") from None
 
 
-def _integer(name: str, value: object, low: int, high: int) -> int:
+def _integer(name: str, value: object, allowed: Range) -> int:
     if type(value) is not int:
         if isinstance(value, bool) or not isinstance(value, Integral):
             _refuse(name, value, "an integer")
         value = int(value)
-    if not low <= value <= high:
-        _refuse(name, value, RANGE_TEXTS.get(name, f"from {low} to {high}"))
+    if not allowed.least <= value <= allowed.most:
+        _refuse(name, value, str(allowed))
     return value
 
 
-def _number(name: str, value: object, low: float, high: float) -> float:
+def _number(name: str, value: object, allowed: Range) -> float:
     if type(value) is not float:
         if isinstance(value, bool) or not isinstance(value, Real):
             _refuse(name, value, "a number")
@@ -292,8 +287,8 @@ def _number(name: str, value: object, low: float, high: float) -> float:
     else:
         number = value
     # Also false for NaN.
-    if not low <= number <= high:
-        _refuse(name, value, RANGE_TEXTS.get(name, f"from {low:g} to {high:g}"))
+    if not allowed.least <= number <= allowed.most:
+        _refuse(name, value, str(allowed))
     return number
 
 
@@ -322,7 +317,7 @@ def _ids(name: str, value: object) -> tuple[int, ...]:
     # The core and each rank repeat this check while other requests wait, so it runs no Python bytecode per id.
     if items and set(map(type, items)) == {int} and min(items) >= 0 and max(items) <= MAX_COUNT:
         return items
-    return tuple(_integer(name, token, 0, MAX_COUNT) for token in items)
+    return tuple(_integer(name, token, IDS) for token in items)
 
 
 def _bias(value: object) -> dict[int, float]:
@@ -334,7 +329,7 @@ def _bias(value: object) -> dict[int, float]:
         try:
             # JSON has only strings as keys.
             token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
-            bias[_integer("logit_bias", token, 0, MAX_COUNT)] = _number("logit_bias", amount, -MAX_BIAS, MAX_BIAS)
+            bias[_integer("logit_bias", token, IDS)] = _number("logit_bias", amount, BIAS)
         except ValueError:
             _refuse("logit_bias", {key: amount}, wanted)
     return bias

@@ -7,87 +7,211 @@ blocks can be freed, reused and shared as soon as a step is scheduled.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 
+from msgspec.structs import replace
+
 from weft.engine.core.drafts import accept_drafts, discard_drafts, draft_request, keep_model_drafts, propose_drafts
+from weft.engine.core.fair import FairPolicy
 from weft.engine.core.grammar import Grammars, Matcher
-from weft.engine.core.kv import Tables
+from weft.engine.core.kv import KVManager, Tables
 from weft.engine.core.pace import CACHED_TOKENS
-from weft.engine.core.request import Output
-from weft.engine.core.request_sets import RequestSets, by_order
+from weft.engine.core.policy import OrderedPolicy, StepOrder, StepPolicy
+from weft.engine.core.request import Output, Request, Stats, check_prompt_length, duplicate_id_error, queue_full_error
+from weft.engine.core.scheduled import UNLIMITED, ScheduledStep, StepLimits
 from weft.engine.core.sequence import Flight, Sample, Sequence
-from weft.engine.core.steady import Steady, decodes_only, may_share, rounds_before_end, rounds_with_room
+from weft.engine.core.speculation import DraftProposer
 from weft.engine.core.step import UNKNOWN, Admission, SlotFailure, StepPlan, StepResult
+from weft.engine.core.table import RequestTable
+from weft.engine.core.view import SchedulerSettings, SchedulerView
+from weft.engine.core.waiting import Owner
 
 
-class Scheduler(RequestSets):
+class Scheduler:
     """Continuous batching over the KV blocks of `kv`.
 
-    At most `max_num_seqs` requests run, a step has at most `max_num_batched_tokens` tokens, and prompt and answer
-    together have at most `max_model_len`. At most `max_num_queued` requests wait, not counting as many as there are
-    free slots. With several pipeline `stages`, a step takes only its share of the requests, so that each stage has a
-    step to work on. With `lookahead`, a request may take part in the next step before the token that it samples in this
-    step is known: the ranks fill the token in. If the request ends with that token, the results of the next step are
-    dropped. With `speculation`, a step verifies several draft tokens of an answer, unless `speculating` is False.
-
-    Requests are admitted in order of arrival; under `policy` "priority", lower priority values come first. If blocks
-    run out, the last running request in this order is preempted: it loses its blocks, and computes them again once it
-    is readmitted. Admitted requests that do not all fit into one step take turns.
+    If blocks run out, the policy names a running request to preempt: it loses its blocks, and computes them again once
+    it is readmitted. Admitted requests that do not all fit into one step take turns.
     """
+
+    def __init__(self, settings: SchedulerSettings, kv: KVManager, grammars: Grammars | None = None) -> None:
+        self.settings, self.kv, self.grammars = settings, kv, grammars
+        self.table = RequestTable(settings.max_num_seqs)
+        self.view = SchedulerView(settings, kv, self.table)
+        self._policy: StepPolicy = FairPolicy(self.view) if settings.policy == "fair" else OrderedPolicy(self.view)
+        # A lone request may outgrow a small cache. It ends there, as if it reached the model's length.
+        self._longest = kv.layout.longest(kv.num_blocks, settings.max_model_len)
+        self._lookahead = settings.lookahead
+        self._arrivals = 0
+        self._steps = 0
+        self._counters = Stats(blocks_total=kv.num_blocks)
+
+    # Requests in and out
+
+    def add(self, request: Request, *, prepared: bool = True) -> None:
+        """Queue a request. Raises RequestError if it can never run, QueueFullError if too many wait.
+
+        A request that is not `prepared` needs something that is still being loaded or compiled, such as an adapter. It
+        waits until `mark_prepared`, and requests behind it go first. Its place in the queue is given by its arrival.
+        """
+        number, priority = self._policy.place(request)
+        owner = self.table.owners.setdefault(number, Owner())
+        owner.weight = request.weight
+        length = request.length
+        if request.id in self.table.unfinished:
+            raise duplicate_id_error(request.id)
+        answers = request.pooling is None
+        needed_blocks = self.kv.layout.blocks(length + answers)
+        check_prompt_length(length, self.settings.max_model_len, needed_blocks, self.kv.num_blocks, answers=answers)
+        waiting = self._policy.waiting(owner)
+        if waiting >= self.settings.max_num_queued + len(self.table.slots):
+            raise queue_full_error(waiting, self.settings.max_num_queued)
+        sequence = Sequence(request, owner, (priority, self._arrivals), self._longest)
+        if self.settings.speculation and answers and not request.params.needs_history:
+            sequence.proposer = DraftProposer(self.settings.speculation)
+        self._arrivals += 1
+        if not owner.unfinished:
+            self._policy.owner_returns(owner)
+        self.table.add(sequence, prepared=prepared)
+
+    def mark_prepared(self, id: str, matcher: Matcher | None = None) -> None:
+        """Let a request run that was added unprepared. Other and unknown ids are ignored.
+
+        `matcher` belongs to the request's grammar.
+        """
+        if sequence := self.table.unprepared.pop(id, None):
+            sequence.matcher = matcher
+            sequence.owner.queue.push(sequence)
+
+    def knows(self, id: str) -> bool:
+        """Return True for a request that has not ended."""
+        return id in self.table.unfinished
+
+    def abort(self, ids: Iterable[str]) -> None:
+        """Forget these requests at once, and drop the tokens that steps in flight bring for them.
+
+        Unknown ids are ignored.
+        """
+        owners = set()
+        for id in ids:
+            if sequence := self.table.unfinished.get(id):
+                if sequence.slot < 0:
+                    owners.add(sequence.owner)
+                self._finish(sequence)
+        for owner in owners:
+            owner.queue.discard_done()
+
+    def preempt_all(self) -> None:
+        """Preempt all running requests, which compute their KV again once they are admitted. No step is in flight."""
+        assert not self.table.in_flight
+        for sequence in list(self.table.running.values()):
+            self._preempt(sequence)
+
+    def reset_prefix_cache(self) -> None:
+        """Let no request reuse blocks that were filled before. Running requests keep theirs."""
+        self.kv.forget_content()
+
+    @property
+    def active(self) -> int:
+        """Number of requests that run, plus those waiting that are prepared and for which a slot is free."""
+        return self.table.active
+
+    def stats(self) -> Stats:
+        """Return a copy of the gauges and counters."""
+        return replace(
+            self._counters,
+            running=len(self.table.running) + len(self.table.pooling),
+            waiting=self.table.waiting,
+            blocks_used=self.kv.used,
+            step_sizes=list(self._counters.step_sizes),
+        )
+
+    # Leaving
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._counters.preemptions += 1
+        self._stop_running(sequence)
+        if sequence.proposer:
+            # After its readmission it samples a token before the draft model's next tokens arrive.
+            discard_drafts(sequence)
+        sequence.owner.queue.push(sequence)
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        """Release a running sequence's slot and blocks."""
+        self.table.stop(sequence)
+        self.kv.close_tables(sequence)
+
+    def _finish(self, sequence: Sequence) -> None:
+        if sequence.slot >= 0:
+            self._stop_running(sequence)
+        self.table.end(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        """Finish a request whose last step has brought its end. If it was preempted since, it leaves the queue."""
+        waits = sequence.slot < 0 and sequence.request.id not in self.table.pooling
+        self._finish(sequence)
+        if waits:
+            sequence.owner.queue.discard_done()
 
     # A step out
 
-    def schedule(self) -> StepPlan | None:
+    def schedule(self, limits: StepLimits = UNLIMITED) -> ScheduledStep[StepPlan] | None:
         """Return the next step, or None if nothing can run before a result or a request comes in."""
+        order = self._policy.begin_step(limits)
+        for sequence in order.claims():
+            self._preempt(sequence)
+        flight = self._compose(order, limits)
+        if not flight.rows and order.widen():
+            flight = self._compose(order, limits)
+        if not flight.rows:
+            return None
+        plan, table = flight.plan, self.table
+        self._counters.starved_steps += flight.starved
+        flight.plan_blocks(len(self.kv.groups))
+        if self.grammars and any(sequence.matcher for sequence in flight.rows):
+            flight.plan_masks(self.grammars)
+        if limits.speculating and self.settings.speculation and self.settings.speculation.draft:
+            plan.draft_requests = [draft_request(sequence) for sequence in flight.rows]
+        # Without a next step, released slots are sent with the first step after the pause: they hold no KV.
+        plan.released, table.released = table.released, []
+        self._steps += 1
+        table.in_flight.append(flight)
+        self._free_pooled(flight)
+        order.end(flight)
+        return ScheduledStep(plan, flight.started, flight.prompt_tokens, order.newcomer_tokens)
+
+    def _compose(self, order: StepOrder, limits: StepLimits) -> Flight:
+        """Give a step its rows, if any request can take part."""
         flight = Flight(self._steps)
-        self.started = []
-        self._starved = False
-        selected = self._select_running()
+        selected = self._select_running(order)
         prefills = []
-        budget = self.max_num_batched_tokens
+        budget = self.settings.max_num_batched_tokens
         for number, sequence in enumerate(selected):
             if len(sequence.tokens) + sequence.pending - sequence.computed == 1:
                 drafts: list[int] = []
                 if sequence.proposer:
                     # Each later sequence is sure of a token.
-                    drafts = self._propose(sequence, budget - len(selected) + number)
+                    drafts = self._propose(sequence, budget - len(selected) + number, limits)
                 self._add_row(flight, sequence, 1 + len(drafts), drafts)
                 budget -= 1 + len(drafts)
             else:
                 prefills.append(sequence)
-        plan = flight.plan
-        delays_decodes = self._delays_decodes(len(prefills))
-        if delays_decodes:
-            budget = self._limit_prompts(budget, len(plan.slots))
+        delayed = limits.others_decode or len(self.table.running) > len(prefills)
+        most = order.prompt_limit(len(flight.rows), delayed)
+        if most is not None:
+            budget = min(budget, most)
         allowed = budget
+        later: list[Sequence] = []
         if prefills:
-            budget = self._continue_prefills(flight, prefills, budget)
-        if self._queue:
-            budget = self._admit(flight, budget, delays_decodes)
-        if not plan.slots:
-            return None
-        self._counters.starved_steps += self._starved
-        self.prompt_tokens = allowed - budget
-        flight.plan_blocks(len(self.kv.groups))
-        if self.grammars and any(sequence.matcher for sequence in flight.rows):
-            self._plan_masks(flight, self.grammars)
-        if self.speculating and self.speculation and self.speculation.draft:
-            plan.draft_requests = [draft_request(sequence) for sequence in flight.rows]
-        # Without a next step, released slots are sent with the first step after the pause: they hold no KV.
-        plan.released, self._released = self._released, []
-        self._steps += 1
-        self._in_flight.append(flight)
-        self._free_pooled(flight)
-        return plan
-
-    def _delays_decodes(self, prefills: int) -> bool:
-        """Return True if the prompts of a step delay requests that decode."""
-        return self.others_decode or len(self._running) > prefills
-
-    def _limit_prompts(self, budget: int, decodes: int) -> int:
-        """Prompt tokens, at most `budget`, that a step may have in addition to this number of decode tokens."""
-        return min(budget, self.prompt_limit)
+            first, later = order.split_prompts(prefills)
+            budget = self._continue_prefills(flight, first, budget)
+        if self.table.queued:
+            budget = self._admit(flight, order, budget, limited=most is not None)
+        if later:
+            budget = self._continue_prefills(flight, later, max(0, budget))
+        flight.prompt_tokens = allowed - budget
+        return flight
 
     def _free_pooled(self, flight: Flight) -> None:
         """Release slots and blocks of the requests whose prompts end in this step: later steps may have them at once.
@@ -96,34 +220,33 @@ class Scheduler(RequestSets):
         """
         for sequence in flight.pooled:
             self._stop_running(sequence)
-            self._pooling.add(sequence.request.id)
+            self.table.pooling.add(sequence.request.id)
 
-    def _select_running(self) -> list[Sequence]:
+    def _select_running(self, order: StepOrder) -> list[Sequence]:
         """Select the running requests of this step. Each is sure of a token and of blocks for it."""
-        ready, kv = self._ready, self.kv
+        table, kv, settings = self.table, self.kv, self.settings
         selected: list[Sequence] = []
-        while ready and not selected:
-            count = min(len(ready), self.max_num_batched_tokens, -(-len(self._running) // self.stages))
-            selected = [ready.popleft() for _ in range(count)]
-            for sequence in selected:
-                sequence.ready = False
-                if kv.frees:
+        while not selected:
+            share = -(-len(table.running) // settings.stages)
+            selected = order.select(min(settings.max_num_batched_tokens, share))
+            if not selected:
+                break
+            table.take(selected)
+            if kv.frees:
+                for sequence in selected:
                     kv.free_behind(sequence, sequence.computed)
-            if kv.free_columns < count:
-                self._make_room(selected)
+            if kv.free_columns < len(selected):
+                # If all of them have to give up their blocks, others can run.
+                self._make_room(order, selected)
         return selected
 
-    def _make_room(self, selected: list[Sequence]) -> None:
-        """Preempt running requests, last in order first, until each selected request can have the blocks it needs."""
+    def _make_room(self, order: StepOrder, selected: list[Sequence]) -> None:
+        """Preempt running requests until each selected request can have the blocks it needs."""
         while sum(sequence.computed == sequence.room for sequence in selected) > self.kv.free_columns:
-            victim = self._find_victim()
+            victim = order.victim()
             if victim in selected:
                 selected.remove(victim)
             self._preempt(victim)
-
-    def _find_victim(self) -> Sequence:
-        """The running request that gives up its blocks when the others need more than there are."""
-        return max(self._running.values(), key=by_order)
 
     def _continue_prefills(self, flight: Flight, prefills: list[Sequence], budget: int) -> int:
         """Add chunks of prompts, as long as tokens and blocks last. Returns the tokens left."""
@@ -137,48 +260,34 @@ class Scheduler(RequestSets):
             else:
                 left_out.append(sequence)
         for sequence in left_out:
-            self._await_turn(sequence)
+            self.table.await_turn(sequence)
         return budget
 
-    def _admit(self, flight: Flight, budget: int, delays_decodes: bool) -> int:
-        """Admit waiting requests, in their order, as long as slots, tokens and blocks last. Returns the tokens left."""
-        rows = -(-self.active // self.stages)
-        while budget > 0 and self._slots and len(flight.plan.slots) < rows:
-            admissible = self._find_admissible()
-            if admissible is None:
+    def _admit(self, flight: Flight, order: StepOrder, budget: int, *, limited: bool) -> int:
+        """Admit waiting requests, as long as slots, tokens and blocks last. Returns the tokens left.
+
+        If prompts are `limited`, tokens from the prefix cache count as well.
+        """
+        rows = -(-self.table.active // self.settings.stages)
+        while budget > 0 and self.table.slots and len(flight.rows) < rows:
+            sequence, prefix, starved = order.next_admission()
+            flight.starved = flight.starved or starved
+            if sequence is None:
                 break
-            sequence, prefix = admissible
-            self._queue.pop(sequence)
             self._start_running(flight, sequence, prefix)
             count = self.kv.align_chunk(sequence, min(len(sequence.tokens) - sequence.computed, budget))
             budget -= count
-            if delays_decodes:
+            if limited:
                 # Until the row is added, `computed` counts the tokens of the prefix cache.
                 budget -= sequence.computed // CACHED_TOKENS
             self._add_row(flight, sequence, count)
         return budget
 
-    def _find_admissible(self) -> tuple[Sequence, Tables] | None:
-        """The request to admit next, with the cached blocks of its prefix; None if there is none, or no room for it."""
-        sequence = self._queue.first()
-        if sequence is None:
-            return None
-        sequence.unpack_prompt()
-        prefix = self.kv.match_prefix(sequence)
-        return (sequence, prefix) if self._has_room(sequence, prefix) else None
-
-    def _has_room(self, sequence: Sequence, prefix: Tables) -> bool:
-        """Return True if a waiting request can be admitted; if not, note that this step is starved."""
-        fits = self.kv.has_room(sequence, prefix)
-        self._starved = self._starved or not fits
-        return fits
-
     def _start_running(self, flight: Flight, sequence: Sequence, prefix: Tables) -> None:
         """Give a sequence a slot and the cached blocks of its `prefix`, and promise it the other blocks that it
         needs."""
         request = sequence.request
-        sequence.slot = self._slots.pop()
-        self._running[request.id] = sequence
+        self.table.start(sequence)
         output = sequence.tokens[sequence.prompt_length :]
         flight.plan.admitted.append(
             Admission(sequence.slot, request.key, request.params, request.prompt, output, request.pooling)
@@ -187,35 +296,19 @@ class Scheduler(RequestSets):
         # After a preemption the prompt's logprobs are computed again.
         sequence.prompt_logprobs = []
         if sequence.cached is None:
-            self.started.append(request.id)
+            flight.started.append(request.id)
             sequence.cached = min(sequence.computed, sequence.prompt_length)
             if self.kv.may_reuse(sequence):
                 self._counters.prefix_queries += sequence.prompt_length
                 self._counters.prefix_hits += sequence.cached
 
-    def _propose(self, sequence: Sequence, budget: int) -> list[int]:
+    def _propose(self, sequence: Sequence, budget: int, limits: StepLimits) -> list[int]:
         """Return draft tokens after a sequence's last token, as far as spare tokens and blocks allow."""
-        if not self.speculating:
+        if not limits.speculating:
             discard_drafts(sequence)
             return []
-        room = sequence.room + self.kv.spare_tokens(len(self._running)) - sequence.computed - 1
-        drafts = propose_drafts(sequence, min(budget, room))
-        return drafts[: sequence.matcher.count_valid(drafts)] if sequence.matcher and drafts else drafts
-
-    def _plan_masks(self, flight: Flight, grammars: Grammars) -> None:
-        """Give the plan the masks of its constrained rows, for each token that they sample."""
-        plan, end = flight.plan, 0
-        slots: list[int] = []
-        rows: list[tuple[Matcher, list[int]]] = []
-        for sequence, count, samples, drafted in zip(
-            flight.rows, plan.counts, plan.samples, plan.draft_counts, strict=True
-        ):
-            end += count
-            if sequence.matcher and samples:
-                slots.append(sequence.slot)
-                rows.append((sequence.matcher, plan.tokens[end - drafted : end]))
-        if rows:  # none if every constrained row is a chunk of a prompt
-            plan.masks = dict(zip(slots, grammars.masks(rows), strict=True))
+        room = sequence.room + self.kv.spare_tokens(len(self.table.running)) - sequence.computed - 1
+        return propose_drafts(sequence, min(budget, room))
 
     def _add_row(self, flight: Flight, sequence: Sequence, count: int, drafts: Collection[int] = ()) -> None:
         """Add the next `count` tokens of a sequence, ending with `drafts`, as a row of the step."""
@@ -243,11 +336,11 @@ class Scheduler(RequestSets):
         elif end == len(tokens) + sequence.pending + len(drafts):
             plan.samples.append(True)
             sequence.pending += 1
-            if self.lookahead and sequence.may_continue(True):
-                self._await_turn(sequence)
+            if self._lookahead and sequence.may_continue(True):
+                self.table.await_turn(sequence)
         else:
             plan.samples.append(False)
-            self._await_turn(sequence)  # the next chunk needs no result of this one
+            self.table.await_turn(sequence)  # the next chunk needs no result of this one
         if self.kv.caching and end // self.kv.block_size > sequence.registered:
             self.kv.register_full_blocks(sequence)
 
@@ -255,7 +348,7 @@ class Scheduler(RequestSets):
 
     def apply(self, result: StepResult) -> list[Output]:
         """Apply the result of the oldest step in flight. Returns one Output per request that got tokens or failed."""
-        flight = self._in_flight.popleft()
+        flight = self.table.in_flight.popleft()
         plan = flight.plan
         assert result.id == plan.id, f"result of step {result.id}, expected {plan.id}"
         if result.prompt_logprobs:
@@ -328,55 +421,33 @@ class Scheduler(RequestSets):
         output = sequence.append_samples(samples)
         if output.finish_reason:
             self._end(sequence)
-        elif sequence.slot >= 0 and not sequence.ready and sequence.may_continue(self.lookahead):
-            self._await_turn(sequence)
+        elif sequence.slot >= 0 and not sequence.ready and sequence.may_continue(self._lookahead):
+            self.table.await_turn(sequence)
         return output
 
     # Many steps at once
 
-    def steady(self) -> Steady | None:
-        """Decode-only rounds that can be applied at once, for simulations; None if the next step is not such a round.
-
-        In these rounds no request is admitted, preempted or prefilled. No request ends, except in the last round if no
-        step is in flight then. Every running request samples its last token again. To be called when a step can be
-        scheduled.
-        """
-        groups, running = self._groups(), self._running.values()
-        if self.speculation or not self._is_stable(groups) or not self._admits_none():
-            return None
-        rounds = rounds_before_end(running, self.max_model_len)
-        # Tokens in flight come in addition to the tokens of the rounds. With lookahead, no step follows a request's
-        # last.
-        rounds -= 2 if self.lookahead else self.stages > 1
-        if rounds > 0:
-            rounds = rounds_with_room(running, self.kv, rounds)
-        if rounds <= 0:
-            return None
-        return Steady(rounds, [[sequence.computed + 1 for sequence in group] for group in groups])
-
     def advance(self, rounds: int) -> list[str]:
-        """Advance by at most the `rounds` rounds that `steady` allows. Returns the ids of the requests that have ended.
+        """Advance by `rounds` rounds in which all running requests decode, and no other request is admitted.
 
-        The state becomes the same as after single steps that sample each request's last token again. The steps in
-        flight stay in flight.
+        No request ends before the last round, and none then if a step is in flight. The state becomes the same as after
+        single steps that sample each request's last token again. The steps in flight stay in flight. Returns the ids of
+        the requests that have ended. The counters of the policy "fair" stay as they are.
         """
-        counters, ended = self._counters, []
-        groups = self._groups()
-        for group in groups:
+        counters, running = self._counters, self.table.running.values()
+        steps = self.table.turns(lookahead=self._lookahead)
+        for rows in map(len, steps):
             counters.steps += rounds
-            counters.starved_steps += rounds * self._starves(len(group))
-            counters.step_sizes[(len(group) - 1).bit_length()] += rounds
-        counters.generation_tokens += rounds * len(self._running)
-        counters.computed_tokens += rounds * len(self._running)
-        for sequence in self._running.values():
-            tokens = sequence.tokens
-            tokens += [tokens[-1]] * rounds
+            counters.starved_steps += rounds * self._starves(rows)
+            counters.step_sizes[(rows - 1).bit_length()] += rounds
+        counters.generation_tokens += rounds * len(running)
+        counters.computed_tokens += rounds * len(running)
+        for sequence in running:
+            sequence.tokens += [sequence.tokens[-1]] * rounds
         # With lookahead, the token that a step computes is still being sampled when it is scheduled.
-        turns = [sequence for group in groups for sequence in group]
-        self.kv.advance_in_turns(turns, rounds, unknown=int(self.lookahead))
-        for sequence in self._running.values():
-            if len(sequence.tokens) >= sequence.limit:
-                ended.append(sequence)
+        turns = [sequence for rows in steps for sequence in rows]
+        self.kv.advance_in_turns(turns, rounds, unknown=int(self._lookahead))
+        ended = [sequence for sequence in running if len(sequence.tokens) >= sequence.limit]
         # All requests of the last step get their blocks before any request frees its own.
         for sequence in ended:
             self._finish(sequence)
@@ -384,38 +455,7 @@ class Scheduler(RequestSets):
 
     def _starves(self, rows: int) -> bool:
         """Return True if a decode step of `rows` rows that admits no request would have a free slot."""
-        if not self._slots or self._queue.first() is None:
+        table = self.table
+        if not table.slots or not any(owner.queue.first() for owner in table.owners.values()):
             return False
-        return rows < min(self.max_num_batched_tokens, -(-self.active // self.stages))
-
-    def _groups(self) -> list[list[Sequence]]:
-        """The requests of each step of a round, in the order of their turns."""
-        # With lookahead there is one group, of which one step is in flight when the next one is scheduled.
-        return [list(self._ready), *([] if self.lookahead else (flight.rows for flight in self._in_flight))]
-
-    def _is_stable(self, groups: list[list[Sequence]]) -> bool:
-        """Return True if every running request is in one of these groups, no group would be divided, and the steps in
-        flight decode."""
-        flights, sizes = self._in_flight, [len(group) for group in groups]
-        if self.lookahead and (len(flights) != 1 or len(flights[0].rows) != len(self._running)):
-            return False
-        # A step takes a stage's share of the running requests: larger groups would be divided.
-        most = min(-(-len(self._running) // self.stages), self.max_num_batched_tokens)
-        whole = bool(sizes[0]) and max(sizes) <= most and sum(sizes) == len(self._running)
-        return whole and decodes_only(flights)
-
-    def _admits_none(self) -> bool:
-        """Return True if no queued request can be admitted before a running one ends."""
-        if not self._queue:
-            return True
-        first = self._queue.first()
-        if first is None:
-            return False
-        if not self._slots:
-            return True
-        first.unpack_prompt()
-        running = self._running.values()
-        if self.kv.caching and may_share(first.tokens, running):
-            return False
-        freed = self.kv.freed_by_decoding(running)
-        return not self.kv.has_room(first, self.kv.match_prefix(first), freed=freed)
+        return rows < min(self.settings.max_num_batched_tokens, -(-table.active // self.settings.stages))

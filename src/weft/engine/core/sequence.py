@@ -6,10 +6,11 @@ from collections.abc import Iterable
 
 from weft.engine.core import grammar
 from weft.engine.core.blocks import block_digest
-from weft.engine.core.grammar import Matcher
+from weft.engine.core.grammar import Grammars, Matcher
 from weft.engine.core.request import Output, Request
 from weft.engine.core.speculation import DraftProposer
 from weft.engine.core.step import SlotFailure, StepPlan, TokenLogprobs
+from weft.engine.core.waiting import Owner
 
 NO_BLOCKS: list[int] = []  # list of a row without new blocks; the lists of a step are never changed
 
@@ -34,6 +35,7 @@ class Sequence:
         "needs_history",
         "order",
         "outstanding",
+        "owner",
         "pending",
         "prefill_blocks",
         "promised",
@@ -52,9 +54,10 @@ class Sequence:
         "tokens",
     )
 
-    def __init__(self, request: Request, order: tuple[int, int], longest: int) -> None:
+    def __init__(self, request: Request, owner: Owner, order: tuple[int, int], longest: int) -> None:
         params = request.params
         self.request = request
+        self.owner = owner
         self.order = order  # a lower order is admitted sooner and preempted later
         self.tokens: list[int] = []  # prompt, then answer; empty before `unpack_prompt`
         self.prompt_length = len(request.prompt)
@@ -151,16 +154,21 @@ class Flight:
     """A step that is being scheduled, or in flight: its plan and the sequence of each row.
 
     `grown` are the rows that have new entries in their block tables, with these entries by KV group. `pooled` are the
-    requests with `pooling` whose prompts end in the step.
+    requests with `pooling` whose prompts end in the step; `started` are the ids of the requests whose first step it is.
+    `prompt_tokens` are its prompt tokens as they are limited. If it is `starved`, a request stayed in the queue
+    although a slot was free, for lack of blocks.
     """
 
-    __slots__ = ("grown", "plan", "pooled", "rows")
+    __slots__ = ("grown", "plan", "pooled", "prompt_tokens", "rows", "started", "starved")
 
     def __init__(self, id: int) -> None:
         self.plan = StepPlan(id, [], [], [], [], [], [], [], [], [])
         self.rows: list[Sequence] = []
         self.grown: list[tuple[int, list[list[int]]]] = []
         self.pooled: list[Sequence] = []
+        self.started: list[str] = []
+        self.prompt_tokens = 0
+        self.starved = False
 
     def plan_blocks(self, groups: int) -> None:
         """Give the plan the new blocks of its rows, in each of `groups` KV groups."""
@@ -169,3 +177,18 @@ class Flight:
         for row, entries in self.grown:
             for group, new in enumerate(entries):
                 blocks[group][row] = new
+
+    def plan_masks(self, grammars: Grammars) -> None:
+        """Give the plan the masks of its constrained rows, for each token that they sample."""
+        plan, end = self.plan, 0
+        slots: list[int] = []
+        rows: list[tuple[Matcher, list[int]]] = []
+        for sequence, count, samples, drafted in zip(
+            self.rows, plan.counts, plan.samples, plan.draft_counts, strict=True
+        ):
+            end += count
+            if sequence.matcher and samples:
+                slots.append(sequence.slot)
+                rows.append((sequence.matcher, plan.tokens[end - drafted : end]))
+        if rows:  # none if every constrained row is a chunk of a prompt
+            plan.masks = dict(zip(slots, grammars.masks(rows), strict=True))

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# Sampling fields of generation_config.json that SamplingParams has too.
-GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+from weft.checkpoint.config.config_json import SAMPLING
 
 
 def sampling_defaults(generation: Mapping[str, Any], policy: str) -> dict[str, Any]:
     """Return the model's own sampling defaults; none if `policy` (--generation-config) is "vllm"."""
     if policy == "vllm":
         return {}
-    return {name: generation[name] for name in GENERATION_DEFAULTS if generation.get(name) is not None}
+    return {name: generation[name] for name in SAMPLING if generation.get(name) is not None}
 
 
 def sampling_length(generation: Mapping[str, Any], policy: str) -> int | None:

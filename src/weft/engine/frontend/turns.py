@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from weft.checkpoint.config.config_json import SAMPLING
 from weft.engine.core.params import SamplingParams
-from weft.engine.frontend.defaults import GENERATION_DEFAULTS
 from weft.engine.frontend.frontend import Frontend
 from weft.errors import RequestError
 
@@ -79,7 +79,7 @@ def _generation_fields(generation_config: object) -> dict[str, Any]:
             return generation_config.get(name)
         return getattr(generation_config, name, None)
 
-    fields = {name: value(name) for name in GENERATION_DEFAULTS}
+    fields = {name: value(name) for name in SAMPLING}
     if value("do_sample") is False:
         fields["temperature"] = 0
     return {**fields, "max_tokens": value("max_new_tokens")}

@@ -119,6 +119,6 @@ def describe_engine(kind: str, model: str, state: Plan | str) -> str:
         for name, count in Counter(device.name for device in state.devices).items()
     )
     layout = f"tensor_parallel_size={state.tensor_parallel}, pipeline_parallel_size={state.stages}"
-    if state.deals_experts:
+    if state.parallelism.deals_experts:
         layout += f", data_parallel_size={state.data_parallel}, expert_parallel_size={state.expert_parallel}"
     return f"<{kind} {model!r}: {layout}, {devices}, {state.dtype}, max_model_len={state.max_model_len}>"

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from weft.api.service.sampling import SHARED_FIELDS
 from weft.fleet.upstreams.config import UpstreamConfig
 
 MILLION = 1e6
@@ -13,6 +14,7 @@ MILLION = 1e6
 # Fields of a completion whose only effect on the price is through tokens, which max_tokens and the body's length bound.
 PRICED_FIELDS = frozenset(
     [
+        *SHARED_FIELDS,
         "model",
         "messages",
         "prompt",
@@ -20,25 +22,8 @@ PRICED_FIELDS = frozenset(
         "echo",
         "stream",
         "stream_options",
-        "n",
         "best_of",
-        "max_tokens",
         "max_completion_tokens",
-        "min_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "stop",
-        "stop_token_ids",
-        "ignore_eos",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "logit_bias",
-        "allowed_token_ids",
-        "bad_words",
         "logprobs",
         "top_logprobs",
         "prompt_logprobs",
@@ -52,8 +37,6 @@ PRICED_FIELDS = frozenset(
         "reasoning_effort",
         "chat_template_kwargs",
         "add_generation_prompt",
-        "skip_special_tokens",
-        "include_stop_str_in_output",
         "return_token_ids",
         "continue_token_ids",
         "user",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
 
@@ -17,13 +17,14 @@ SESSION_HEADER = "x-session-id"
 SESSION_CHARACTERS = 256
 
 NOTHING = msgspec.Raw()
+Guarded = Annotated[Any, "keys and accounts rely on it"]
 
 
 class RoutedFields(msgspec.Struct):
     """The fields that the gateway reads, of any API: OpenAI's, Anthropic's or Ollama's."""
 
-    model: Any = None
-    name: Any = None  # the field of old clients of Ollama
+    model: Guarded = None
+    name: Guarded = None  # the field of old clients of Ollama
     tools: msgspec.Raw = NOTHING
     functions: msgspec.Raw = NOTHING
     system: msgspec.Raw = NOTHING
@@ -33,41 +34,25 @@ class RoutedFields(msgspec.Struct):
     session_id: Any = None
     prompt_cache_key: Any = None
     user: Any = None
-    stream: Any = None
-    stream_options: Any = None
-    n: Any = None
-    best_of: Any = None
+    stream: Guarded = None
+    stream_options: Guarded = None
+    n: Guarded = None
+    best_of: Guarded = None
     seed: Any = None
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
+    max_tokens: Guarded = None
+    max_completion_tokens: Guarded = None
     return_token_ids: Any = None
-    continue_token_ids: Any = None
+    continue_token_ids: Guarded = None
     stream_state: Any = None
-    max_output_tokens: Any = None
+    max_output_tokens: Guarded = None
     options: msgspec.Raw = NOTHING
-    keep_alive: Any = None
+    keep_alive: Guarded = None
 
 
 DECODER = msgspec.json.Decoder(RoutedFields)
 NAMES_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
-# Fields that keys and accounts rely on.
-GUARDED = frozenset(
-    [
-        "model",
-        "name",
-        "stream",
-        "stream_options",
-        "n",
-        "best_of",
-        "max_tokens",
-        "max_completion_tokens",
-        "max_output_tokens",
-        "continue_token_ids",
-        "keep_alive",
-    ]
-)
-
-
+KINDS = get_type_hints(RoutedFields, include_extras=True)
+GUARDED = frozenset(name for name, kind in KINDS.items() if kind == Guarded)
 PLAIN = frozenset(RoutedFields.__struct_fields__) | {"temperature", "top_p"}  # frequent names without another spelling
 
 

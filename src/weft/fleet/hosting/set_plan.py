@@ -237,9 +237,7 @@ def _best(entry: ModelEntry, model: Model, cluster: Cluster) -> Candidate | None
             kv_dtype=OF_DTYPE[dtype] if config.kv_cache_dtype == "auto" else "fp8",
             workload=Workload(input_len=input_len, output_len=output_len, max_model_len=length),
             objective=cast(Objective, config.objective),
-            constraints=msgspec.structs.replace(
-                layout_constraints(config), tensor_split=config.tensor_split, pipeline_split=config.pipeline_split
-            ),
+            constraints=layout_constraints(config),
             gpu_memory_utilization=None if share == DEFAULT_CONFIG.gpu_memory_utilization else min(share),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,

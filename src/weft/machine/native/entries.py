@@ -40,6 +40,7 @@ class Entries:
         self.panel_size = self._typed("panel_size", SIZE, result=SIZE)
         self.workspace_bytes = self._typed("workspace_bytes", POINTER, *[SIZE] * 4, result=SIZE)
         self.rows_of = self._typed("rows_of", *[POINTER] * 2, SIZE, POINTER)
+        self.setting_names = self._entry("setting_names", result=ctypes.c_char_p)
         self.sample = self._with_threads(self._entry("sample", POINTER, *[SIZE] * 4, *[POINTER] * 3, SIZE))
         self.score = self._with_threads(self._entry("score", POINTER, *[SIZE] * 4, POINTER, SIZE, POINTER, SIZE))
         self.apply_masks = self._with_threads(

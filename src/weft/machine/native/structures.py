@@ -10,7 +10,7 @@ import ctypes
 
 from weft.checkpoint.quantised.schemes import UNIT
 
-POINTER, SIZE, REAL, DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_double
+POINTER, SIZE, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 PANEL = 32  # rows of a weight that are packed together
 WIDEST_HEAD = 256  # head_dim at most
@@ -134,7 +134,7 @@ class StepDescriptor(ctypes.Structure):
     """`Step` of stage.h: the tokens of one call, and how their results are summed over the ranks."""
 
     _fields_ = (
-        *((name, POINTER) for name in ("residual", "angles", "positions", "slots", "row_starts", "context", "tables")),
+        *((name, POINTER) for name in ("residual", "angles", "angle_rows", "slots", "row_starts", "context", "tables")),
         *((name, SIZE) for name in ("tokens", "rows", "table_width", "block_size")),
         ("shared", POINTER),
         ("sum", SumCallback),
@@ -181,12 +181,6 @@ class RoundingDescriptor(ctypes.Structure):
     _fields_ = tuple((name, SIZE) for name in ("type", "rows", "width", "group", "bits", "kind", "lacking", "cols"))
 
 
-class SettingsDescriptor(ctypes.Structure):
-    """`SamplingSettings` of settings.h: the settings of one request, see `ranks/kernels/sampling.py`."""
-
-    _fields_ = tuple((name, DOUBLE) for name in ("temperature", "log_min_p", "top_k", "top_p"))
-
-
 # By their names in C++.
 STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "Matrix": MatrixDescriptor,
@@ -203,7 +197,6 @@ STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "PhaseEntry": PhaseEntry,
     "PhaseLog": PhaseLogDescriptor,
     "Rounding": RoundingDescriptor,
-    "SamplingSettings": SettingsDescriptor,
 }
 CONSTANTS = {
     "PANEL": PANEL,

@@ -13,6 +13,7 @@ from weft.checkpoint.quantised.precision import canonical, weights_by_kind
 from weft.errors import PlanError
 from weft.formatting import format_counts
 from weft.machine.hardware.cluster import Cluster
+from weft.plan.parallelism import Parallelism
 from weft.planner.deployment import DeploymentLayout, deploy
 from weft.planner.note import Note, create_note
 from weft.planner.search.domains import Device, cluster_devices
@@ -123,7 +124,7 @@ def _lay_out(
     precision: str,
     tokens: int,
     devices: Sequence[Device],
-    shares: Sequence[float],
+    shares: tuple[float, ...],
     stages: int,
     dealt: bool,
 ) -> DeploymentLayout | None:
@@ -134,12 +135,15 @@ def _lay_out(
         return None
     layout = deploy(
         shape,
-        tensor_weights=shares,
-        stage_layers=layers,
-        gpus=[device.number for device in devices[: len(shares) * stages]],
+        Parallelism(
+            expert_parallel=len(shares) if dealt else 1,
+            deals_experts=dealt,
+            tensor_split=shares,
+            pipeline_split=layers,
+            devices=tuple(device.number for device in devices[: len(shares) * stages]),
+        ),
         precision=precision,
         kv_dtype="bf16",
-        expert_parallel=len(shares) if dealt else 1,
     )
     held = (_held_bytes(shape, precision, tokens, place) for place in layout.places)
     return layout if all(size <= room for size, room in zip(held, usable, strict=False)) else None

@@ -16,27 +16,24 @@ from weft.machine.hardware.cluster import Cluster, Node
 from weft.machine.hardware.host import Host
 from weft.plan.layout import compute_dtype
 from weft.plan.max_memory import cap_cluster, device_caps, parse_max_memory
+from weft.plan.parallelism import WHOLE_LAYERS, Parallelism, asked_parallelism
 from weft.plan.placement import spread_word
 from weft.plan.plan import Speculation
 from weft.plan.quantization import checkpoint_precision
 
 if TYPE_CHECKING:
     from weft.checkpoint.checkpoint import Checkpoint
-    from weft.planner.question import LayoutConstraints, Question
+    from weft.planner.question import Question
     from weft.planner.search.ranking import Candidate
     from weft.planner.search.search import SearchResult
 
 logger = logging.getLogger("weft")
 
-# Fields of a config that say how to cut the model; if one is set, the search has nothing to decide.
-CUTS = ("tensor_parallel_size", "tensor_split", "pipeline_parallel_size", "pipeline_split", "data_parallel_size")
-
 
 def is_cut(config: EngineConfig, host: Host) -> bool:
     """Return True if the user says how to cut the model, or lets ranks share a GPU."""
-    if any(getattr(config, name) is not None for name in CUTS) or host.environment.get("VLLM_PP_LAYER_PARTITION"):
-        return True
-    return not names_each_once(config, host)
+    cut = asked_parallelism(vars(config), host.environment)
+    return bool(cut.tensor_parallel or cut.pipeline_parallel or cut.data_parallel) or not names_each_once(config, host)
 
 
 def names_each_once(config: EngineConfig, host: Host) -> bool:
@@ -48,9 +45,9 @@ def names_each_once(config: EngineConfig, host: Host) -> bool:
 def leaves_shares_open(config: EngineConfig, host: Host) -> bool:
     """Return True if the user gives the number of ranks and stages only, and the GPUs differ: the search then decides
     their shares."""
-    sizes = {"tensor_parallel_size", "pipeline_parallel_size"}
-    given = {name for name in CUTS if getattr(config, name) is not None}
-    if not given or given - sizes or host.environment.get("VLLM_PP_LAYER_PARTITION"):
+    cut = asked_parallelism(vars(config), host.environment)
+    has_more = cut.tensor_split or cut.pipeline_split or cut.data_parallel
+    if has_more or not (cut.tensor_parallel or cut.pipeline_parallel):
         return False
     ids = config.device_ids or range(len(host.gpus))
     names = {host.gpus[number].name for number in ids if number != "cpu"} if names_each_once(config, host) else ()
@@ -110,7 +107,7 @@ def configs_of_best(
     if config.max_num_batched_tokens is None:
         memory = best.memory.replicas[0]
         log_step_tokens(memory.batched_tokens, memory.batched_reason)
-    return [_engine_config(config, result, best, engine, numbers) for engine in range(best.layout.engines)]
+    return [_engine_config(config, result, best, engine, numbers) for engine in range(best.layout.parallelism.engines)]
 
 
 def _engine_config(
@@ -118,17 +115,12 @@ def _engine_config(
 ) -> EngineConfig:
     """The config of one engine of a layout. `numbers` are the host's numbers of the cluster's GPUs."""
     layout = best.layout
-    ranks = slice(engine * layout.engine_ranks, (engine + 1) * layout.engine_ranks)
+    size = layout.parallelism.engine_ranks
+    ranks = slice(engine * size, (engine + 1) * size)
     return replace(
         config,
         max_num_batched_tokens=best.memory.replicas[engine].batched_tokens,
-        tensor_parallel_size=layout.tensor_parallel,
-        tensor_split=layout.tensor_weights,
-        pipeline_parallel_size=layout.pipeline_parallel,
-        pipeline_split=layout.stage_layers,
-        data_parallel_size=layout.data_parallel if layout.shares_experts else None,
-        enable_expert_parallel=layout.deals_experts,
-        expert_parallel_size=layout.expert_parts,
+        **layout.parallelism.fields,
         device_ids=_device_ids(layout.gpus[ranks], numbers),
         device_map=None,
         gpu_memory_utilization=_shares(config, result.question.cluster, best, ranks),
@@ -157,7 +149,7 @@ def plan_question(
 
     shape, most = checkpoint.shape, config.max_model_len
     devices = [f"cuda:{number}" for number in numbers] + ["cpu"] * (cluster.cpu is not None)
-    dtype = compute_dtype(config, checkpoint, host, devices)
+    dtype = compute_dtype(config.dtype, checkpoint, host, devices).value
     input_len, output_len = default_lengths(None, None, most or shape.longest)
     share = config.gpu_memory_utilization
     return Question(
@@ -177,39 +169,18 @@ def plan_question(
     )
 
 
-def layout_constraints(config: EngineConfig) -> LayoutConstraints:
-    """The parts of a layout that a config decides."""
-    from weft.planner.question import LayoutConstraints
-
-    if config.tensor_parallel_size or config.pipeline_parallel_size:
-        return _constraints_of_sizes(config)
-    strategy = spread_word(config.device_map) if config.device_map else None
+def layout_constraints(config: EngineConfig) -> Parallelism:
+    """The parts of a layout that a config decides; next to a size that is given, another one is 1."""
+    cut, strategy = asked_parallelism(vars(config)), spread_word(config.device_map) if config.device_map else None
+    if cut.tensor_parallel or cut.pipeline_parallel:
+        sizes = {"tensor_parallel": cut.tensor_parallel or 1, "pipeline_parallel": cut.pipeline_parallel or 1}
+        return msgspec.structs.replace(cut, data_parallel=1 if cut.deals_experts else cut.data_parallel, **sizes)
     if strategy is not None:
-        return LayoutConstraints(
-            tensor_parallel=1, data_parallel=1, expert_parallel=False, device_map_strategy=strategy
-        )
-    dealt = config.enable_expert_parallel
-    replicas = None if dealt else config.data_parallel_size
-    several = (replicas or 1) > 1
-    return LayoutConstraints(
-        data_parallel=replicas,
-        expert_parallel=False if several else dealt or None,  # replicas share no experts
-        expert_parts=config.expert_parallel_size,
-    )
-
-
-def _constraints_of_sizes(config: EngineConfig) -> LayoutConstraints:
-    """The constraints of tensor and pipeline parallel sizes: one that is not given is 1."""
-    from weft.planner.question import LayoutConstraints
-
-    dealt = config.enable_expert_parallel
-    return LayoutConstraints(
-        tensor_parallel=config.tensor_parallel_size or 1,
-        pipeline_parallel=config.pipeline_parallel_size or 1,
-        data_parallel=1 if dealt else config.data_parallel_size,
-        expert_parallel=dealt,
-        expert_parts=config.expert_parallel_size,
-    )
+        return msgspec.structs.replace(WHOLE_LAYERS, device_map_strategy=strategy)
+    if cut.deals_experts:
+        return msgspec.structs.replace(cut, data_parallel=0)
+    # Replicas share no experts.
+    return msgspec.structs.replace(cut, deals_experts=False if cut.data_parallel > 1 else None)
 
 
 def part_of(cluster: Cluster, numbers: Sequence[int]) -> Cluster:

@@ -14,7 +14,7 @@ from weft.logs import event_fields
 from weft.machine.hardware.host import Host
 from weft.plan import nodes
 from weft.plan.devices import device_kind
-from weft.plan.layout import build_plan, check_config, check_weights_fit, compute_dtype, expert_cut, rank_cut
+from weft.plan.layout import build_plan, check_config, check_weights_fit, compute_dtype, engine_parallelism
 from weft.plan.placement import apply_device_map
 from weft.plan.plan import Plan, Speculation
 from weft.plan.quantization import checkpoint_precision
@@ -48,12 +48,11 @@ def plan_over_nodes(
         raise ConfigError(f"{flag} is for one node; leave it out with --nnodes", code="option-of-one-node")
     config = nodes.config_over_nodes(config_of_shards(config, checkpoint), checkpoint.shape, hosts)
     check_config(config)
-    weights, stages = rank_cut(config, checkpoint.shape)
-    experts = expert_cut(config, checkpoint.shape, len(weights))
     joined = nodes.joined_host(hosts)
+    cut = engine_parallelism(config, checkpoint.shape, joined.environment)
     if device_kind(config, joined) == "cpu" and config.executor != "ray":
         rooms = [None] * len(hosts)
-    counts = nodes.divide_ranks(len(weights), len(stages) * experts.data_parallel, rooms)
+    counts = nodes.divide_ranks(cut.tensor_parallel, cut.pipeline_parallel * cut.groups, rooms)
     with nodes.named_gpus(hosts):
         whole = build_plan(nodes.seats(config, hosts, counts), checkpoint, joined)
     plan = nodes.over_nodes(whole, hosts, counts)
@@ -88,8 +87,9 @@ def plan_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Pla
         run_plan_file.check_applied(file, plan)
         return plan
     speculative = speculation_of(config, checkpoint)
-    dtype, devices = compute_dtype(config, checkpoint, host, ()), [device_kind(config, host)]
-    config = apply_device_map(config, checkpoint.shape, host, checkpoint_precision(config, checkpoint, dtype, devices))
+    kind = device_kind(config, host)
+    dtype = compute_dtype(config.dtype, checkpoint, host, ["cpu"] * (kind == "cpu")).value
+    config = apply_device_map(config, checkpoint.shape, host, checkpoint_precision(config, checkpoint, dtype, [kind]))
     if device_kind(config, host) == "cpu" or (is_cut(config, host) and not leaves_shares_open(config, host)):
         return plan_of_config(config, checkpoint, host, speculative)
     from weft.probes.machine import host_cluster

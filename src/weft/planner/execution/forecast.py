@@ -134,14 +134,10 @@ def plan_as_candidate(
     precision = precision_of(plan.shape, plan.quantization, plan.schemes, plan.dtype)
     cluster, seats = _rank_devices(plan, host, known)
     layout = DeploymentLayout(
-        tensor_weights=(1.0,) * plan.tensor_parallel,
-        stage_layers=tuple(len(plan.places[ranks[0]].layers) for ranks in plan.tensor_groups[: plan.stages]),
-        data_parallel=plan.data_parallel,
-        expert_parallel=plan.expert_parallel,
+        parallelism=msgspec.structs.replace(plan.parallelism, devices=seats),
         precision=precision,
         kv_dtype=kv_dtype,
         places=plan.places,
-        gpus=seats,
     )
     shares = set() if on_cpu else set(plan.gpu_memory_utilization)
     profile = engine_profile(

@@ -17,8 +17,9 @@ from weft.config import DeviceIds, EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.machine.hardware.host import Host
 from weft.plan.devices import device_kind
-from weft.plan.layout import check_config, rank_cut
+from weft.plan.layout import check_config, engine_parallelism
 from weft.plan.max_memory import device_caps
+from weft.plan.parallelism import asked_parallelism
 from weft.plan.plan import Plan, Speculation
 from weft.plan.shards import config_of_shards
 from weft.plan.split import split
@@ -151,8 +152,8 @@ def _searched(
 
 def _only_sizes(config: EngineConfig, host: Host) -> bool:
     """Return True if the search may choose the shares and the GPUs of a cut."""
-    free = config.tensor_split is None and config.pipeline_split is None
-    return free and config.device_ids is None and not host.environment.get("VLLM_PP_LAYER_PARTITION")
+    cut = asked_parallelism(vars(config), host.environment)
+    return not cut.tensor_split and not cut.pipeline_split and config.device_ids is None
 
 
 def _seats(config: EngineConfig, host: Host) -> tuple[int, ...]:
@@ -178,7 +179,7 @@ def _seats(config: EngineConfig, host: Host) -> tuple[int, ...]:
 
 def _check_room(config: EngineConfig, checkpoint: Checkpoint, host: Host, count: int) -> None:
     """Raise ConfigError or PlanError for more ranks than GPUs."""
-    seats, ranks = _seats(config, host), _ranks(config, checkpoint)
+    seats, ranks = _seats(config, host), engine_parallelism(config, checkpoint.shape, host.environment).replica_size
     if count * ranks > len(seats):
         one = "one GPU each" if ranks == 1 else f"{ranks} GPUs each"
         most = len(seats) // ranks
@@ -190,14 +191,9 @@ def _check_room(config: EngineConfig, checkpoint: Checkpoint, host: Host, count:
         )
 
 
-def _ranks(config: EngineConfig, checkpoint: Checkpoint) -> int:
-    weights, stages = rank_cut(config, checkpoint.shape)
-    return len(weights) * len(stages)
-
-
 def _contiguous(config: EngineConfig, checkpoint: Checkpoint, host: Host, count: int) -> list[EngineConfig]:
     """The replicas of a cut that the user gives, on neighbouring GPUs. Raises ConfigError for other lists of GPUs."""
-    seats, ranks = _seats(config, host), _ranks(config, checkpoint)
+    seats, ranks = _seats(config, host), engine_parallelism(config, checkpoint.shape, host.environment).replica_size
     if config.device_ids is not None and len(seats) != count * ranks:
         raise ConfigError(
             f"device_ids names {len(seats)} GPUs for {count} replicas of {ranks}; give {count * ranks}",
@@ -254,7 +250,7 @@ def _replicas_of_files(config: EngineConfig, checkpoint: Checkpoint, host: Host)
 def _check_size(config: EngineConfig, files: Sequence[PlanFile], engines: int) -> None:
     """Raise ConfigError if --data-parallel-size contradicts the plan."""
     given = config.data_parallel_size
-    sizes = {file.layout.data_parallel for file in files} if len(files) == 1 else {engines}
+    sizes = {file.layout.parallelism.data_parallel for file in files} if len(files) == 1 else {engines}
     if given is not None and given not in sizes:
         raise ConfigError(
             f"data_parallel_size is {given} and {config.plan} has {sizes.pop()}; leave the flag out, or plan again "

@@ -56,13 +56,7 @@ def _layout_fields(plan: PlanFile, checkpoint: Checkpoint, on_gpus: bool) -> dic
     """Fields of a config that a flag must not contradict."""
     best = plan.layout
     fields: dict[str, object] = {
-        "tensor_parallel_size": best.tensor_parallel,
-        "pipeline_parallel_size": best.pipeline_parallel,
-        "tensor_split": best.tensor_split,
-        "pipeline_split": best.pipeline_split,
-        "data_parallel_size": best.data_parallel if best.shares_experts else 1,
-        "enable_expert_parallel": best.deals_experts,
-        "expert_parallel_size": best.expert_parallel if best.deals_experts else None,
+        **best.parallelism.fields,
         "device": "cuda" if on_gpus else "cpu",
         "speculative_config": plan.speculative_config,
     }

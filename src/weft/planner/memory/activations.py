@@ -34,7 +34,7 @@ def activation_bytes(
         draft = draft_on_rank(speculation, place)
         return max(own, step_bytes(draft, whole(draft), tokens, rows, number_bytes)) if draft else own
     factors = profile.activations_experts if shape.experts else profile.activations_dense
-    hidden = shape.q_heads * shape.head_dim if not shape.latent else shape.hidden
+    hidden = max((mixer.heads * mixer.head_dim for mixer in shape.mixers if not mixer.latent_dim), default=shape.hidden)
     passes = int(2 * tokens * hidden * factors.at(place.tp_size))
     logits = LOGITS_BYTES * rows * shape.vocab * place.last
     return max(passes, int(profile.activations_least_MiB.value * MIB)) + logits

@@ -110,7 +110,7 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def fullest(self) -> int:
         """The rank with the least room for KV, counted in tokens."""
-        size = self.layout.replica_size
+        size = self.layout.parallelism.replica_size
         tokens = {
             number * size + rank: memory.kv_room_bytes / memory.kv_block_bytes
             for number, _ in self._distinct()
@@ -143,7 +143,7 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
         return [(first[key], count) for key, count in counts.items()]
 
     def _requests(self, number: int, length: int) -> float:
-        size = self.layout.replica_size
+        size = self.layout.parallelism.replica_size
         places = self.layout.places[number * size : (number + 1) * size]
         replica = self.replicas[number]
         return replica.kv.requests(places, replica.ranks, length)
@@ -174,16 +174,16 @@ def footprint(
             neighbours = _neighbours(layout, cluster, number)
             known[key] = _with_best_budget(memory_of, seats, neighbours, workload.longest, budgets)
         replicas.append(known[key])
-    if layout.shares_experts and profile.name == OURS:
+    if layout.parallelism.shares_experts and profile.name == OURS:
         replicas = _with_equal_room(replicas)
     return Footprint(shape=shape, layout=layout, replicas=tuple(replicas))
 
 
 def _neighbours(layout: DeploymentLayout, cluster: Cluster, number: int) -> list[RankSeat]:
     """The seats of the other attention groups if they share a host's memory with group `number`."""
-    if not layout.shares_experts or not cluster.on_cpu:
+    if not layout.parallelism.shares_experts or not cluster.on_cpu:
         return []
-    others = (layout.replica(other) for other in range(layout.data_parallel) if other != number)
+    others = (layout.replica(other) for other in range(layout.parallelism.data_parallel) if other != number)
     return [(place, cluster.gpus[index], index) for group in others for place, index in group]
 
 

@@ -19,10 +19,11 @@ from weft.formatting import weft_command
 from weft.machine.hardware.cluster import Cluster, Node, default_link
 from weft.machine.hardware.cpus import typical_cpu
 from weft.machine.hardware.gpus import GpuSpec, known_gpus
+from weft.plan.parallelism import Parallelism
 from weft.planner.memory.footprint import Footprint
 from weft.planner.note import Note, create_note
 from weft.planner.profiles import engine_profile
-from weft.planner.question import LayoutConstraints, Question
+from weft.planner.question import Question
 from weft.planner.report.binding import MEASURES, MIN_GAIN
 from weft.planner.search.cuts import Cut
 from weft.planner.search.domains import usable_devices
@@ -74,8 +75,8 @@ def _to_fit(result: SearchResult) -> Iterator[Note]:
             yield from _without_limit(msgspec.structs.replace(question, **{name: None}), flag)
     yield from _with_fewer_bits(question)
     yield from layers_on_cpu(question)
-    if question.constraints != LayoutConstraints():
-        fit = _roomiest(msgspec.structs.replace(question, constraints=LayoutConstraints()))
+    if question.constraints != Parallelism():
+        fit = _roomiest(msgspec.structs.replace(question, constraints=Parallelism()))
         if fit:
             yield create_note("other_cut", cut=str(fit[0]), spare=_to_spare(*fit))
     if is_limited(question.cluster):
@@ -92,8 +93,8 @@ def _to_fit(result: SearchResult) -> Iterator[Note]:
 
 
 def _without_constraints(question: Question) -> Iterator[Note]:
-    if question.constraints != LayoutConstraints():
-        free = search(msgspec.structs.replace(question, constraints=LayoutConstraints()))
+    if question.constraints != Parallelism():
+        free = search(msgspec.structs.replace(question, constraints=Parallelism()))
         if free.best:
             yield create_note("free_layout", cut=str(free.best.cut), gain=0.0, measure="")
 
@@ -259,7 +260,7 @@ def _more_gpus(question: Question) -> Iterator[Note]:
         grown = grown_cluster(cluster, count)
         if grown is None:
             continue
-        fit = _roomiest(msgspec.structs.replace(question, cluster=grown, constraints=LayoutConstraints()))
+        fit = _roomiest(msgspec.structs.replace(question, cluster=grown, constraints=Parallelism()))
         if fit:
             yield create_note("more_gpus", count=count, gpu=gpu.name, cut=str(fit[0]), spare=_to_spare(*fit))
         if fit or count > least + 4 * node:
@@ -281,7 +282,7 @@ def _larger_gpu(question: Question) -> Iterator[Note]:
     if len(set(cluster.gpus)) > 1:
         return
     if on_cpu:  # which its ranks share
-        question = msgspec.structs.replace(question, constraints=LayoutConstraints())
+        question = msgspec.structs.replace(question, constraints=Parallelism())
     for gpu in _larger_gpus(cluster):
         fit = _roomiest(msgspec.structs.replace(question, cluster=with_gpu(cluster, gpu)))
         if fit:
@@ -308,7 +309,7 @@ def _larger_gpus(cluster: Cluster) -> list[GpuSpec]:
 def _to_improve(result: SearchResult, best: Candidate) -> Iterator[Note]:
     question = result.question
     free = best
-    if question.constraints != LayoutConstraints():
+    if question.constraints != Parallelism():
         free = _free_candidate(question, best)
         yield from _gain_without_constraints(question, best, free)
     else:
@@ -326,10 +327,10 @@ def _to_improve(result: SearchResult, best: Candidate) -> Iterator[Note]:
 
 def _free_candidate(question: Question, best: Candidate) -> Candidate:
     """The best candidate without the constraints."""
-    constraints = LayoutConstraints()
+    constraints = Parallelism()
     # The only constraint was to divide experts: half of all layouts have been searched already.
-    if question.constraints == LayoutConstraints(expert_parallel=True):
-        constraints = LayoutConstraints(expert_parallel=False)
+    if question.constraints == Parallelism(deals_experts=True):
+        constraints = Parallelism(deals_experts=False)
     return search(msgspec.structs.replace(question, constraints=constraints)).best or best
 
 
@@ -366,7 +367,7 @@ def _gain_of_fewer_bits(question: Question, best: Candidate) -> Iterator[Note]:
 def _gain_of_hardware(question: Question, best: Candidate) -> Iterator[Note]:
     """All of the memory, if --max-memory limits it; else one more GPU, or one more node."""
     if is_limited(question.cluster):
-        free = msgspec.structs.replace(question, cluster=unlimited(question.cluster), constraints=LayoutConstraints())
+        free = msgspec.structs.replace(question, cluster=unlimited(question.cluster), constraints=Parallelism())
         gains = _gains(question, best, search(free))
         if gains:
             yield create_note("unlimited_memory", gains=gains)
@@ -375,11 +376,12 @@ def _gain_of_hardware(question: Question, best: Candidate) -> Iterator[Note]:
     grown = grown_cluster(cluster, 1) or grown_cluster(cluster, len(cluster.nodes[-1].gpus))
     if grown is None:
         return
-    constraints = LayoutConstraints()
+    constraints = Parallelism()
     if len(grown.nodes) > 1:  # another node is used as the present ones
-        layout, parts = best.layout, question.constraints.expert_parts
-        constraints = LayoutConstraints(
-            tensor_parallel=layout.tensor_parallel, expert_parallel=layout.deals_experts, expert_parts=parts
+        constraints = Parallelism(
+            best.cut.parallelism.tensor_parallel,
+            expert_parallel=question.constraints.expert_parallel,
+            deals_experts=best.cut.parallelism.deals_experts,
         )
     changed = search(msgspec.structs.replace(question, cluster=grown, constraints=constraints))
     gains = _gains(question, best, changed)
@@ -390,15 +392,10 @@ def _gain_of_hardware(question: Question, best: Candidate) -> Iterator[Note]:
 
 def _with_same_cut(question: Question, best: Candidate, **changes: object) -> Question:
     """The question with the cut of the best candidate, and something else changed."""
-    layout = best.layout
-    constraints = msgspec.structs.replace(
-        question.constraints,
-        tensor_parallel=layout.tensor_parallel,
-        pipeline_parallel=layout.pipeline_parallel,
-        data_parallel=layout.data_parallel,
-        expert_parallel=layout.deals_experts,
+    constraints = question.constraints.changed(best.cut.parallelism)
+    return msgspec.structs.replace(
+        question, constraints=constraints, **{"precisions": (best.cut.precision,), **changes}
     )
-    return msgspec.structs.replace(question, constraints=constraints, **{"precisions": (layout.precision,), **changes})
 
 
 def _gains(question: Question, best: Candidate, changed: SearchResult) -> Note | None:
@@ -459,7 +456,7 @@ def layers_on_cpu(question: Question) -> Iterator[Note]:
     """The least of CPU_GB with which the model fits, with the command that plans it."""
     cluster = question.cluster
     one_host = len(cluster.nodes) == 1 and not cluster.on_cpu and cluster.cpu is None
-    if question.engine != "weft" or not one_host or question.constraints != LayoutConstraints():
+    if question.engine != "weft" or not one_host or question.constraints != Parallelism():
         return
     if all(unsupported_reasons(question.shape, precision) for precision in question.precisions):
         return

@@ -99,14 +99,14 @@ def _experts_on_gpus(question: Question, best: Candidate) -> Iterator[Note]:
 
 def _latent_copies(question: Question, best: Candidate) -> Iterator[Note]:
     """Tensor parallelism does not divide a cache of latents, attention groups do."""
-    shape, ranks = question.shape, best.layout.tensor_parallel
-    if shape.latent is None or ranks == 1:
+    shape, ranks = question.shape, best.layout.parallelism.tensor_parallel
+    if not shape.has_latents or ranks == 1:
         return
     yield create_note(
         "latent_kv_copied",
         ranks=ranks,
         token_bytes=kv_bytes_per_token(shape, best.layout.kv_dtype),
-        groups=ranks * best.layout.data_parallel if best.layout.shares_experts else ranks,
+        groups=ranks * best.layout.parallelism.groups,
         experts=shape.experts is not None,
     )
 
@@ -171,7 +171,7 @@ def _speculation(question: Question, best: Candidate | None) -> Iterator[Note]:
         return
     yield create_note("speculation_not_predicted", most=1 + speculation.tokens)
     if speculation.draft and best:
-        *_, rank = best.layout.places[: best.layout.replica_size : best.layout.tensor_parallel]
+        *_, rank = best.layout.places[: best.layout.parallelism.replica_size : best.layout.parallelism.tensor_parallel]
         memory = best.memory.replicas[0].ranks[rank.rank]
         own = kv_bytes_per_token(question.shape, best.layout.kv_dtype, rank)
         yield create_note(
@@ -219,7 +219,7 @@ def _fp8_units(question: Question, best: Candidate) -> Iterator[Note]:
 
 def _padding(question: Question, best: Candidate) -> Iterator[Note]:
     """Engines that cut evenly need whole groups of columns that share a scale on every rank."""
-    ranks, precision = best.layout.tensor_parallel, best.layout.precision
+    ranks, precision = best.layout.parallelism.tensor_parallel, best.layout.precision
     group = scale_columns(question.shape, precision)
     if question.engine not in EVEN or ranks == 1 or group == 1:
         return
@@ -243,7 +243,7 @@ def _ffn_widths(question: Question, best: Candidate) -> dict[str, int]:
     shape, experts = question.shape, question.shape.experts
     if experts is None:
         return {"MLP": shape.ffn}
-    whole_experts = best.layout.expert_parallel > 1
+    whole_experts = best.layout.parallelism.expert_parallel > 1
     return {"MLP": shape.ffn, "experts": 0 if whole_experts else experts.width}
 
 
@@ -277,7 +277,7 @@ def _rounded_split(question: Question, best: Candidate) -> Iterator[Note]:
     if not weights:
         return
     shape = question.shape
-    heads = [len(place.q_heads) for place in best.layout.places[: best.layout.tensor_parallel]]
+    heads = [len(place.q_heads) for place in best.layout.places[: best.layout.parallelism.tensor_parallel]]
     shares = [weight / sum(weights) for weight in weights]
     off = max(abs(count / shape.q_heads - share) for count, share in zip(heads, shares, strict=True))
     if off > ROUNDED:
@@ -291,7 +291,7 @@ def _device_map(question: Question, best: Candidate) -> Iterator[Note]:
     layout = best.layout
     if not question.constraints.devices:
         return
-    if question.shape.tied and layout.pipeline_parallel > 1:
+    if question.shape.tied and layout.parallelism.pipeline_parallel > 1:
         yield create_note("head_copied", gpu=layout.gpus[-1], head_bytes=best.memory.ranks[-1].weights.head)
     if len(set(layout.gpus)) < len(layout.gpus):
         yield create_note("stages_take_turns", gpus=layout.gpus, own_process=question.engine == "weft")

@@ -183,11 +183,8 @@ def node_json(node: Node) -> dict[str, Any]:
 def cut_json(cut: Cut) -> dict[str, Any]:
     return {
         "name": str(cut),
-        "tensor_parallel": cut.tensor_parallel,
-        "pipeline_parallel": cut.pipeline_parallel,
-        "data_parallel": cut.data_parallel,
-        "expert_parallel": cut.expert_parallel,
-        "enable_expert_parallel": cut.deals_experts,
+        **cut.parallelism.sizes,
+        "enable_expert_parallel": cut.parallelism.deals_experts,
         "precision": cut.precision,
     }
 
@@ -200,8 +197,8 @@ def candidate_json(question: Question, candidate: Candidate) -> dict[str, Any]:
     return {
         **cut_json(candidate.cut),
         "kv_cache_dtype": layout.kv_dtype,
-        "tensor_split": list(layout.tensor_weights),
-        "pipeline_split": list(layout.stage_layers),
+        "tensor_split": list(layout.parallelism.weights),
+        "pipeline_split": list(layout.parallelism.pipeline_split),
         "links": links_json(question.cluster, layout),
         "fullest": {
             "rank": memory.fullest,
@@ -250,15 +247,15 @@ def links_json(cluster: Cluster, layout: DeploymentLayout) -> dict[str, str | No
 
 def _groups_by_purpose(cluster: Cluster, layout: DeploymentLayout) -> dict[str, set[frozenset[GpuPosition]]]:
     """The places of the GPUs that send to each other, by purpose."""
-    tensor, gpu_positions = layout.tensor_parallel, [cluster.gpu_positions[index] for index in layout.gpus]
+    tensor, gpu_positions = layout.parallelism.tensor_parallel, [cluster.gpu_positions[index] for index in layout.gpus]
     starts = range(0, len(gpu_positions), tensor)
     groups: dict[str, set[frozenset[GpuPosition]]] = {"tensor": set(), "pipeline": set(), "experts": set()}
     if tensor > 1:
         groups["tensor"] = {frozenset(gpu_positions[start : start + tensor]) for start in starts}
-    if layout.pipeline_parallel > 1:
+    if layout.parallelism.pipeline_parallel > 1:
         senders = [start for start in starts if not layout.places[start].last]
         groups["pipeline"] = {frozenset((gpu_positions[start], gpu_positions[start + tensor])) for start in senders}
-    if layout.shares_experts:
+    if layout.parallelism.shares_experts:
         groups["experts"] = {frozenset(gpu_positions)}
     return groups
 
@@ -276,7 +273,8 @@ def ranks_json(question: Question, candidate: Candidate) -> list[dict[str, Any]]
     rows: list[dict[str, Any]] = []
     used: Counter[int] = Counter()  # bytes of each GPU, by all of its ranks
     for rank, index in enumerate(layout.gpus):
-        memory = candidate.memory.replicas[rank // layout.replica_size].ranks[rank % layout.replica_size]
+        replica, number = divmod(rank, layout.parallelism.replica_size)
+        memory = candidate.memory.replicas[replica].ranks[number]
         row = _rank_json(question.shape, candidate, rank, devices[index])
         row["device"] = device_json(devices[index], first[devices[index].node])
         # The first rank of a GPU counts the bytes that other processes hold.
@@ -291,14 +289,15 @@ def ranks_json(question: Question, candidate: Candidate) -> list[dict[str, Any]]
 
 def _rank_json(shape: ModelShape, candidate: Candidate, rank: int, device: Device) -> dict[str, Any]:
     layout = candidate.layout
-    place, replica = layout.places[rank], candidate.memory.replicas[rank // layout.replica_size]
-    memory = replica.ranks[rank % layout.replica_size]
+    number, position = divmod(rank, layout.parallelism.replica_size)
+    place, replica = layout.places[rank], candidate.memory.replicas[number]
+    memory = replica.ranks[position]
     return {
         "rank": rank,
         "gpu": memory.gpu,
         "gpu_index": device.number,
         "node": device.node,
-        "replica": rank // layout.replica_size,
+        "replica": number,
         "stage": place.stage,
         "first_layer": place.layers.start,
         "layers": len(place.layers),

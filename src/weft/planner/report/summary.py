@@ -39,8 +39,8 @@ def summary_note(result: SearchResult, *, runs: bool) -> Note:
         low=speed * (1 - band),
         high=speed * (1 + band),
         kv_tokens=best.memory.kv_tokens,
-        replicas=best.cut.data_parallel,
-        shared=best.cut.shares_experts,
+        replicas=best.cut.parallelism.data_parallel,
+        shared=best.cut.parallelism.shares_experts,
     )
 
 
@@ -110,10 +110,10 @@ def _attention_groups(question: Question, best: Candidate, candidates: Sequence[
     of its own, or tensor parallelism alone, whose ranks all hold the same latents.
 
     Nothing if the figures do not say so: then another reason has decided, which `choice_reasons` tells."""
-    grouped = best.cut.shares_experts
-    if question.shape.latent is None or not (grouped or best.cut.tensor_parallel > 1):
+    grouped = best.cut.parallelism.shares_experts
+    if not question.shape.has_latents or not (grouped or best.cut.parallelism.tensor_parallel > 1):
         return
-    cuts = [(candidate, candidate.cut) for candidate in candidates]
+    cuts = [(candidate, candidate.cut.parallelism) for candidate in candidates]
     others = [each for each, cut in cuts if cut.shares_experts != grouped and (cut.tensor_parallel > 1 or not grouped)]
     other = max(others, key=lambda candidate: objective_value(question, candidate), default=None)
     if other is None or objective_value(question, other) >= objective_value(question, best):

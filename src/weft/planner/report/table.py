@@ -82,4 +82,4 @@ def layout_json(plan: Plan, num_blocks: int) -> list[dict[str, Any]]:
 
 def count_parameters(shape: ModelShape, place: Place) -> int:
     """Number of parameters that a rank holds."""
-    return sum(prod(parameter_dims(shape, place, parameter)) for _, parameter, _ in rank_parameters(shape, place))
+    return sum(prod(parameter_dims(place, parameter)) for _, parameter, _ in rank_parameters(shape, place))

@@ -19,7 +19,7 @@ from math import inf
 import msgspec
 from msgspec.structs import replace
 
-from weft.checkpoint.architectures.kv import layer_bytes_per_token
+from weft.checkpoint.architectures.kv import kv_specs
 from weft.checkpoint.architectures.place import Span, whole
 from weft.checkpoint.architectures.shape import ModelShape
 from weft.checkpoint.quantised.precision import weight_bytes
@@ -54,13 +54,13 @@ def model_bytes(shape: ModelShape, precision: str, kv_dtype: str, tokens: int, *
         weight_bytes(shape, precision, replace(place, layers=Span(layer, layer + 1), stage=1, stages=3))
         for layer in range(len(shape.layers))
     ]
-    each = layer_bytes_per_token(shape, kv_dtype)
+    sizes = [spec.bytes_per_token for spec in kv_specs(shape, kv_dtype).values()]
     kept = [min(tokens, (window_cache and shape.layers[layer].window) or tokens) for layer in range(len(shape.layers))]
     ends = [replace(place, layers=nothing, stage=stage, stages=2) for stage in range(2)]
     first, last = (weight_bytes(shape, precision, end) for end in ends)
     return ModelBytes(
         weights=layers,
-        sizes=[weights + each * count for weights, count in zip(layers, kept, strict=True)],
+        sizes=[held + size * count for held, size, count in zip(layers, sizes, kept, strict=True)],
         first=first,
         last=last,
         both=weight_bytes(shape, precision, replace(place, layers=nothing)),

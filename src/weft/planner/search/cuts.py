@@ -8,8 +8,8 @@ from itertools import permutations
 
 import msgspec
 
-from weft.planner.deployment import DeploymentLayout
-from weft.planner.question import LayoutConstraints, Question
+from weft.plan.parallelism import Parallelism
+from weft.planner.question import Question
 from weft.planner.search.domains import (
     Device,
     cluster_devices,
@@ -28,61 +28,28 @@ ReplicaGroups = tuple[Group, ...]  # the groups of one replica, stage by stage
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """The sizes of a layout: ranks, stages and replicas.
+    """The sizes of a layout, whose shares are still open. `device` is the word for the device of a single rank."""
 
-    `expert_parallel` is the number of parts into which whole experts are dealt; the ranks of a part divide the columns
-    of its experts. It is 1 if every expert is cut like all else. With `shares_experts` the replicas are attention
-    groups of one engine, and share one set of experts. `device` is the word for the device of a single rank.
-    """
-
-    tensor_parallel: int
-    pipeline_parallel: int
-    data_parallel: int
-    expert_parallel: int
+    parallelism: Parallelism
     precision: str
     device: str = "GPU"
-    shares_experts: bool = False
-
-    @property
-    def expert_columns(self) -> int:
-        """Number of ranks that divide the columns of an expert."""
-        ranks = self.tensor_parallel * (self.data_parallel if self.shares_experts else 1)
-        return max(1, ranks // self.expert_parallel)
-
-    @property
-    def deals_experts(self) -> bool:
-        """True if experts are divided in another way than all else."""
-        return self.expert_parallel > 1 or self.shares_experts
 
     @property
     def flags(self) -> str:
         """The flags that ask for these sizes."""
-        words = [f"-tp {self.tensor_parallel} -pp {self.pipeline_parallel} -dp {self.data_parallel}"]
-        words += ["-ep"] * self.deals_experts
-        words += [f"--expert-parallel-size {self.expert_parallel}"] * (self.deals_experts and self.expert_columns > 1)
+        sizes = self.parallelism
+        words = [f"-tp {sizes.tensor_parallel} -pp {sizes.pipeline_parallel} -dp {sizes.data_parallel}"]
+        words += ["-ep"] * bool(sizes.deals_experts)
+        words += [f"--expert-parallel-size {sizes.expert_size}"] * bool(sizes.expert_size)
         return " ".join(words)
 
     def __str__(self) -> str:
-        words = [f"TP {self.tensor_parallel}"] * (self.tensor_parallel > 1)
-        words += [f"PP {self.pipeline_parallel}"] * (self.pipeline_parallel > 1)
-        words += [f"DP {self.data_parallel}"] * (self.data_parallel > 1)
-        words += [f"EP {self.expert_parallel}"] * (self.expert_parallel > 1)
+        sizes = self.parallelism
+        named = zip(("TP", "PP", "DP", "EP"), sizes.sizes.values(), strict=True)
+        words = [f"{name} {size}" for name, size in named if size > 1]
         # Without attention groups and parts, experts are cut as TP says already.
-        own_columns = self.expert_columns > 1 and self.deals_experts
-        words += [f"MoE TP {self.expert_columns}"] * own_columns
+        words += [f"MoE TP {sizes.expert_columns}"] * bool(sizes.expert_size)
         return f"{' x '.join(words) or f'one {self.device}'}, {self.precision}"
-
-
-def cut_of(layout: DeploymentLayout) -> Cut:
-    """The sizes of a layout."""
-    return Cut(
-        layout.tensor_parallel,
-        layout.pipeline_parallel,
-        layout.data_parallel,
-        layout.expert_parallel,
-        layout.precision,
-        shares_experts=layout.shares_experts,
-    )
 
 
 class CandidateLayout(msgspec.Struct, frozen=True, dict=True):
@@ -157,7 +124,8 @@ def _on_given_devices(question: Question, precision: str, gpus: Sequence[int]) -
     """One replica whose stages lie on the GPUs that the user gave."""
     devices = cluster_devices(question.cluster)
     stages = tuple((devices[number],) for number in gpus)
-    return CandidateLayout(Cut(1, len(stages), 1, 1, precision, _device_word(stages[0])), (stages,))
+    sizes = Parallelism(1, len(stages), 1, 1, deals_experts=False)
+    return CandidateLayout(Cut(sizes, precision, _device_word(stages[0])), (stages,))
 
 
 def _device_word(group: Group) -> str:
@@ -170,10 +138,11 @@ def _of_groups(question: Question, precision: str, tensor: int, groups: list[Gro
         replicas = tuple(place_replicas(groups, stages, count))
         if len(replicas) < count:
             continue
-        for expert, shared in _expert_cuts(question.constraints, tensor, count) if has_experts else [(1, False)]:
+        for parts, dealt in _expert_cuts(question.constraints, tensor, count) if has_experts else [(1, False)]:
+            sizes = Parallelism(tensor, stages, count, parts, dealt)
             # Replicas that share their experts exchange tokens in every layer: a stage of all replicas lies together.
-            placed = _crosswise(groups, stages, count) if shared and stages > 1 else replicas
-            yield CandidateLayout(Cut(tensor, stages, count, expert, precision, device, shared), placed)
+            placed = _crosswise(groups, stages, count) if sizes.shares_experts and stages > 1 else replicas
+            yield CandidateLayout(Cut(sizes, precision, device), placed)
 
 
 def _crosswise(groups: Sequence[Group], stages: int, count: int) -> tuple[ReplicaGroups, ...]:
@@ -191,7 +160,7 @@ def reordered_layouts(question: Question, layout: CandidateLayout) -> Iterator[C
     constraints, cut = question.constraints, layout.cut
     if constraints.devices or constraints.device_map_strategy or constraints.pipeline_split or constraints.tensor_split:
         return
-    if cut.pipeline_parallel > 1:
+    if cut.parallelism.pipeline_parallel > 1:
         yield from _reordered_stages(question, layout)
         return
     by_memory = [
@@ -204,7 +173,7 @@ def reordered_layouts(question: Question, layout: CandidateLayout) -> Iterator[C
 def _reordered_stages(question: Question, layout: CandidateLayout) -> Iterator[CandidateLayout]:
     cut = layout.cut
     groups = [stage for replica in layout.replicas for stage in replica]
-    everything = tensor_groups(interconnect_domains(question.cluster), cut.tensor_parallel)
+    everything = tensor_groups(interconnect_domains(question.cluster), cut.parallelism.tensor_parallel)
     if len({_types(group) for group in everything + groups}) == 1:
         return
     tried = {layout.gpus}
@@ -212,7 +181,7 @@ def _reordered_stages(question: Question, layout: CandidateLayout) -> Iterator[C
         for order in _orders(chosen):
             for replicas in _placements(cut, _ordered(chosen, order)):
                 other = CandidateLayout(cut, replicas)
-                if len(replicas) == cut.data_parallel and other.gpus not in tried:
+                if len(replicas) == cut.parallelism.data_parallel and other.gpus not in tried:
                     tried.add(other.gpus)
                     yield other
 
@@ -229,9 +198,9 @@ def _choices_of_groups(groups: list[Group], everything: list[Group]) -> Iterable
 
 def _placements(cut: Cut, groups: list[Group]) -> Iterator[tuple[ReplicaGroups, ...]]:
     """Ways to place the replicas of a cut on ordered groups: each by itself, and each with stages of all types."""
-    if not cut.shares_experts:
-        yield tuple(place_replicas(groups, cut.pipeline_parallel, cut.data_parallel))
-    yield _crosswise(groups, cut.pipeline_parallel, cut.data_parallel)
+    if not cut.parallelism.shares_experts:
+        yield tuple(place_replicas(groups, cut.parallelism.pipeline_parallel, cut.parallelism.data_parallel))
+    yield _crosswise(groups, cut.parallelism.pipeline_parallel, cut.parallelism.data_parallel)
 
 
 Types = tuple[tuple[str, int | None], ...]
@@ -267,14 +236,13 @@ def _depths(question: Question, groups: int) -> list[tuple[int, int]]:
     return [(depth, groups // depth) for depth in depths if depth <= layers]
 
 
-def _expert_cuts(constraints: LayoutConstraints, tensor: int, count: int) -> list[tuple[int, bool]]:
-    """(parts of the experts, are they shared by all replicas) to try for `count` replicas of `tensor` ranks per stage.
+def _expert_cuts(constraints: Parallelism, tensor: int, count: int) -> list[tuple[int, bool]]:
+    """(parts of the experts, are they dealt out) to try for `count` replicas of `tensor` ranks per stage.
 
     Without the user's choice: every expert cut like all else, and whole experts dealt out to the ranks of a stage of
     all replicas.
     """
-    wanted, ranks = constraints.expert_parallel, tensor * count
-    dealt = constraints.expert_parts or ranks, count > 1
-    if wanted is False or dealt == (1, False):
+    wanted, parts = constraints.deals_experts, constraints.expert_parallel or tensor * count
+    if wanted is False or max(parts, count) == 1:
         return [(1, False)]
-    return [dealt] if wanted else [(1, False), dealt]
+    return [(parts, True)] if wanted else [(1, False), (parts, True)]

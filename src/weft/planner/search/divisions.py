@@ -11,11 +11,12 @@ from weft.checkpoint.quantised.precision import canonical
 from weft.errors import PlanError
 from weft.machine.hardware.gpus import GpuSpec
 from weft.plan.device_map import Spread
+from weft.plan.parallelism import WHOLE_LAYERS
 from weft.plan.quantization import check_planned_cuts
 from weft.planner.deployment import DeploymentLayout, deploy
 from weft.planner.memory.footprint import EngineMemory, footprint
 from weft.planner.profiles import engine_profile, kv_cache_dtype
-from weft.planner.question import LayoutConstraints, Question
+from weft.planner.question import Question
 from weft.planner.search.balance import balance_layers, model_bytes
 from weft.planner.search.cuts import CandidateLayout
 from weft.planner.search.domains import Device, same_gpu_type, usable_devices
@@ -46,11 +47,8 @@ def with_balanced_stages(question: Question, precision: str, strategy: Spread) -
     rooms = [device.gpu.usable_bytes(most) - engine_bytes(device.gpu, 1) for device in gpus]
     layers = balance_layers(msgspec.structs.replace(model, sampling=sampling), rooms, strategy)
     used = [(device.number, count) for device, count in zip(gpus, layers, strict=True) if count]
-    constraints = LayoutConstraints(
-        tensor_parallel=1,
-        pipeline_parallel=len(used),
-        data_parallel=1,
-        expert_parallel=False,
+    constraints = msgspec.structs.replace(
+        WHOLE_LAYERS,
         pipeline_split=tuple(count for _, count in used),
         devices=tuple(number for number, _ in used),
     )
@@ -76,18 +74,14 @@ def divisions(question: Question, layout: CandidateLayout) -> list[DeploymentLay
 
 
 def _deployed(
-    question: Question, layout: CandidateLayout, weights: Sequence[float], layers: Sequence[int]
+    question: Question, layout: CandidateLayout, weights: tuple[float, ...], layers: tuple[int, ...]
 ) -> DeploymentLayout:
     cut = layout.cut
     return deploy(
         question.shape,
-        tensor_weights=weights,
-        stage_layers=layers,
-        gpus=layout.gpus,
+        msgspec.structs.replace(cut.parallelism, tensor_split=weights, pipeline_split=layers, devices=layout.gpus),
         precision=cut.precision,
         kv_dtype=kv_cache_dtype(question, cut.precision),
-        expert_parallel=cut.expert_parallel,
-        shares_experts=cut.shares_experts,
     )
 
 
@@ -100,7 +94,7 @@ def _weakest_of_positions(stages: Sequence[Sequence[Device]]) -> tuple[tuple[flo
 
 
 def _tensor_weights(question: Question, layout: CandidateLayout) -> list[tuple[float, ...]]:
-    ranks = layout.cut.tensor_parallel
+    ranks = layout.cut.parallelism.tensor_parallel
     if question.constraints.tensor_split:
         return [question.constraints.tensor_split]
     even = (1.0,) * ranks
@@ -117,15 +111,14 @@ def _tensor_weights(question: Question, layout: CandidateLayout) -> list[tuple[f
     return list(dict.fromkeys(choices))
 
 
-def _stage_layers(question: Question, layout: CandidateLayout, weights: Sequence[float]) -> list[tuple[int, ...]]:
-    shape, cut, stages = question.shape, layout.cut, layout.cut.pipeline_parallel
+def _stage_layers(question: Question, layout: CandidateLayout, weights: tuple[float, ...]) -> list[tuple[int, ...]]:
+    shape, cut, stages = question.shape, layout.cut, layout.cut.parallelism.pipeline_parallel
     if question.constraints.pipeline_split:
         return [question.constraints.pipeline_split]
     if stages == 1:
         return [(len(shape.layers),)]
     dtype, tokens = kv_cache_dtype(question, cut.precision), question.workload.longest
-    groups = cut.data_parallel if cut.shares_experts else 1
-    sharing = {"data_parallel": groups, "expert_parallel": cut.expert_parallel}
+    sharing = {"data_parallel": cut.parallelism.groups, "expert_parallel": cut.parallelism.expert_parallel}
     capacities = _capacities(question, layout, weights)
     held = engine_profile(question).held_precision(canonical(cut.precision))
     if len({device.gpu.kind for device in layout.devices}) > 1:
@@ -142,10 +135,10 @@ def _stage_layers(question: Question, layout: CandidateLayout, weights: Sequence
     return list(known) or [_even(len(shape.layers), stages)]
 
 
-def _capacities(question: Question, layout: CandidateLayout, weights: Sequence[float]) -> list[list[RankCapacity]]:
+def _capacities(question: Question, layout: CandidateLayout, weights: tuple[float, ...]) -> list[list[RankCapacity]]:
     """The capacity of each rank of each stage. A stage has equally many layers in every replica: as many as the weakest
     GPU of its position can take."""
-    most, tensor = engine_profile(question).utilization_most.value, layout.cut.tensor_parallel
+    most, tensor = engine_profile(question).utilization_most.value, layout.cut.parallelism.tensor_parallel
 
     def capacity(devices: Sequence[Device], engine_bytes: int) -> RankCapacity:
         gpus = {id(device.gpu): device.gpu for device in devices}.values()
@@ -160,10 +153,11 @@ def _capacities(question: Question, layout: CandidateLayout, weights: Sequence[f
     return [ranks[start : start + tensor] for start in range(0, len(ranks), tensor)]
 
 
-def _engine_bytes(question: Question, layout: CandidateLayout, weights: Sequence[float]) -> list[int]:
+def _engine_bytes(question: Question, layout: CandidateLayout, weights: tuple[float, ...]) -> list[int]:
     """Bytes of each rank's GPU that an engine takes for itself, as computed for one replica with even stages."""
-    cut = msgspec.structs.replace(layout.cut, data_parallel=1, expert_parallel=1, shares_experts=False)
-    layers = _even(len(question.shape.layers), cut.pipeline_parallel)
+    replica = msgspec.structs.replace(layout.cut.parallelism, data_parallel=1, expert_parallel=1, deals_experts=False)
+    cut = msgspec.structs.replace(layout.cut, parallelism=replica)
+    layers = _even(len(question.shape.layers), replica.pipeline_parallel)
     one = _deployed(question, CandidateLayout(cut, layout.replicas[:1]), weights, layers)
     engine = with_smallest_budget(engine_profile(question))
     memory = footprint(question.shape, one, question.cluster, engine, question.workload)

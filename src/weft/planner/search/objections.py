@@ -93,15 +93,15 @@ def _whole_layers(question: Question, layout: CandidateLayout) -> Note | None:
     engine, cut = question.engine, layout.cut
     if engine not in LAYERS_ONLY:
         return None
-    if cut.tensor_parallel > 1:
-        return create_note("ranks_share_layer", engine=engine, ranks=cut.tensor_parallel)
-    if cut.deals_experts:
-        return create_note("replicas_share_layer", engine=engine, replicas=cut.data_parallel)
+    if cut.parallelism.tensor_parallel > 1:
+        return create_note("ranks_share_layer", engine=engine, ranks=cut.parallelism.tensor_parallel)
+    if cut.parallelism.deals_experts:
+        return create_note("replicas_share_layer", engine=engine, replicas=cut.parallelism.data_parallel)
     return None
 
 
 def _even_heads(question: Question, layout: CandidateLayout) -> Note | None:
-    ranks, shape, engine = layout.cut.tensor_parallel, question.shape, question.engine
+    ranks, shape, engine = layout.cut.parallelism.tensor_parallel, question.shape, question.engine
     if engine not in EVEN:
         return None
     if len(set(question.constraints.tensor_split or ())) > 1:
@@ -121,7 +121,7 @@ def _even(shape: ModelShape, ranks: int) -> bool:
 
 
 def _depth(question: Question, layout: CandidateLayout) -> Note | None:
-    stages, layers = layout.cut.pipeline_parallel, len(question.shape.layers)
+    stages, layers = layout.cut.parallelism.pipeline_parallel, len(question.shape.layers)
     return create_note("more_stages_than_layers", stages=stages, layers=layers) if stages > layers else None
 
 
@@ -139,9 +139,9 @@ def _shared_gpus(question: Question, layout: CandidateLayout) -> Note | None:
 def _draft_model(question: Question, layout: CandidateLayout) -> Note | None:
     """The rule of `plan.speculation.check_draft_groups`."""
     drafts = question.speculation is not None and question.speculation.draft is not None
-    if not drafts or not layout.cut.shares_experts:
+    if not drafts or not layout.cut.parallelism.shares_experts:
         return None
-    return create_note("draft_of_groups", groups=layout.cut.data_parallel)
+    return create_note("draft_of_groups", groups=layout.cut.parallelism.data_parallel)
 
 
 def unsupported_reasons(shape: ModelShape, precision: str, *, draft: bool = False) -> list[Note]:

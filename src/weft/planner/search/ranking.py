@@ -70,7 +70,8 @@ def single_request_s(question: Question, predicted: Prediction) -> float:
 
 def complexity(layout: DeploymentLayout) -> tuple[int, ...]:
     """A sort key that puts the simpler layout first."""
-    return layout.replica_size, layout.pipeline_parallel, layout.expert_parallel, len(layout.gpus)
+    cut = layout.parallelism
+    return cut.replica_size, cut.pipeline_parallel, cut.expert_parallel, len(layout.gpus)
 
 
 def sort_key(question: Question, candidate: Candidate) -> tuple[float, ...]:

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from weft.errors import PlanError
+from weft.plan.parallelism import WHOLE_LAYERS, Parallelism
 from weft.planner.deployment import DeploymentLayout
 from weft.planner.memory.footprint import Footprint, footprint
 from weft.planner.note import Note, create_note
 from weft.planner.profiles import engine_profile
-from weft.planner.question import LayoutConstraints, Question
+from weft.planner.question import Question
 from weft.planner.search.cuts import CandidateLayout, Cut, candidate_layouts, reordered_layouts
 from weft.planner.search.divisions import divisions, with_balanced_stages
 from weft.planner.search.domains import usable_devices
@@ -73,25 +74,20 @@ def search(question: Question) -> SearchResult:
     return result
 
 
-def _decides_more_than_stages(wanted: LayoutConstraints) -> bool:
+def _decides_more_than_stages(wanted: Parallelism) -> bool:
     """Return True if the user has decided more of the layout than the number and the sizes of pipeline stages."""
-    if wanted.devices or wanted.expert_parallel:
-        return True
-    sizes = (wanted.tensor_parallel, wanted.data_parallel, len(wanted.tensor_split or (1.0,)))
-    return any(size not in (None, 1) for size in sizes)
+    return bool(wanted.devices or wanted.deals_experts or wanted.tensor_parallel > 1 or wanted.data_parallel > 1)
 
 
 def _with_cpu_stage(question: Question) -> Question | None:
     """The question for a pipeline over the CPU and all GPUs; None without a CPU, or for another layout of the user."""
     wanted, gpus = question.constraints, usable_devices(question.cluster)
-    stages = wanted.pipeline_parallel or len(wanted.pipeline_split or ()) or len(gpus) + 1
+    stages = wanted.pipeline_parallel or len(gpus) + 1
     if question.cluster.cpu is None or _decides_more_than_stages(wanted) or not 1 < stages <= len(gpus) + 1:
         return None
-    constraints = LayoutConstraints(
-        tensor_parallel=1,
+    constraints = msgspec.structs.replace(
+        WHOLE_LAYERS,
         pipeline_parallel=stages,
-        data_parallel=1,
-        expert_parallel=False,
         pipeline_split=wanted.pipeline_split,
         devices=(len(question.cluster.gpus), *(device.number for device in gpus[: stages - 1])),
     )
@@ -153,8 +149,8 @@ def fitting_layouts(question: Question, rejected: list[Rejected]) -> Iterator[Fi
         return
     depths: dict[tuple[str, int, int, bool], set[int]] = {}
     for layout in candidate_layouts(question):
-        cut = layout.cut
-        kind = cut.precision, cut.tensor_parallel, cut.expert_columns, cut.expert_parallel > 1
+        cut = layout.cut.parallelism
+        kind = layout.cut.precision, cut.tensor_parallel, cut.expert_columns, cut.expert_parallel > 1
         tried = depths.setdefault(kind, set())
         if len(tried) == DEPTHS and cut.pipeline_parallel not in tried:
             continue

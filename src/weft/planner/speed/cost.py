@@ -142,7 +142,7 @@ def _fastest_alone(replicas: list[PlannedReplica], workload: Workload) -> tuple[
 
 def _limits(memory: Footprint, profile: EngineProfile, workload: Workload) -> list[tuple[float, ConcurrencyLimit]]:
     """(most requests at once, the limit that sets it) for each replica."""
-    stages = memory.layout.pipeline_parallel
+    stages = memory.layout.parallelism.pipeline_parallel
     known: dict[int, tuple[float, ConcurrencyLimit]] = {}
     for replica in memory.replicas:
         if id(replica) not in known:

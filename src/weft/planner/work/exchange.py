@@ -58,17 +58,18 @@ def exchange_cost(
     `link` is between `exchanging_ranks`. With `graphs`, decode steps are CUDA graphs.
     """
     experts = shape.experts
-    kind = exchange_kind(shape, layout.places[0].dp_size, layout.expert_parallel)
+    kind = exchange_kind(shape, layout.parallelism.groups, layout.parallelism.expert_parallel)
     if kind is None or experts is None:
         return None
     result_bytes = shape.hidden * HIDDEN_BYTES
     token_bytes = result_bytes + experts.top_k * CHOICE_BYTES
     if kind == "gather":
         return ExchangeCost(link, token_bytes, result_bytes)
-    parts, ranks = layout.expert_parallel, layout.tensor_parallel * layout.data_parallel
+    cut = layout.parallelism
+    parts, ranks = cut.expert_parallel, cut.tensor_parallel * cut.data_parallel
     sent = parts_chosen(experts, parts) * ranks / parts
-    graph_tokens = GRAPH_ROWS * layout.data_parallel if graphs else 0
-    return ExchangeCost(link, token_bytes, result_bytes, sent, layout.tensor_parallel, ranks, graph_tokens)
+    graph_tokens = GRAPH_ROWS * cut.data_parallel if graphs else 0
+    return ExchangeCost(link, token_bytes, result_bytes, sent, cut.tensor_parallel, ranks, graph_tokens)
 
 
 def parts_chosen(experts: Experts, parts: int) -> float:
@@ -83,7 +84,7 @@ def parts_chosen(experts: Experts, parts: int) -> float:
 
 def stage_ranks(layout: DeploymentLayout, stage: int) -> list[int]:
     """Numbers of the ranks of a stage of all replicas."""
-    tensor, size = layout.tensor_parallel, layout.replica_size
+    tensor, size = layout.parallelism.tensor_parallel, layout.parallelism.replica_size
     firsts = range(stage * tensor, len(layout.gpus), size)
     return [first + t for first in firsts for t in range(tensor)]
 
@@ -91,5 +92,5 @@ def stage_ranks(layout: DeploymentLayout, stage: int) -> list[int]:
 def exchanging_ranks(shape: ModelShape, layout: DeploymentLayout, stage: int) -> list[int]:
     """Numbers of the ranks that exchange tokens with the first rank of a stage, itself included, in our engine."""
     ranks = stage_ranks(layout, stage)
-    kind = exchange_kind(shape, layout.places[0].dp_size, layout.expert_parallel)
-    return ranks[:: layout.tensor_parallel] if kind == "gather" else ranks
+    kind = exchange_kind(shape, layout.parallelism.groups, layout.parallelism.expert_parallel)
+    return ranks[:: layout.parallelism.tensor_parallel] if kind == "gather" else ranks

@@ -50,7 +50,7 @@ def _seats(layout: DeploymentLayout, cluster: Cluster) -> list[tuple[object, ...
     keys = []
     for ranks in layout.replica_slices():
         key: tuple[object, ...] = *signatures[ranks], homes[layout.gpus[ranks.start]].link
-        if layout.replica_size > 1:
+        if layout.parallelism.replica_size > 1:
             places = [homes[gpu] for gpu in layout.gpus[ranks]]
             key += tuple((home.node - places[0].node, home.link, home.group) for home in places)
         keys.append(key)
@@ -131,9 +131,9 @@ class PlannedReplica:
     ) -> None:
         self.profile = profile
         # Replicas that share their experts step together, and the experts serve the tokens of all of them.
-        self.sharing = layout.data_parallel if layout.shares_experts else 1
+        self.sharing = layout.parallelism.groups
         precision = canonical(layout.precision)
-        held, tensor = profile.held_precision(precision), layout.tensor_parallel
+        held, tensor = profile.held_precision(precision), layout.parallelism.tensor_parallel
         number_bytes = FP32_BYTES if precision == "fp32" else HIDDEN_BYTES
         seats = layout.replica(number)
 

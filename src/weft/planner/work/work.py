@@ -7,11 +7,10 @@ from functools import lru_cache
 
 import msgspec
 
-from weft.checkpoint.architectures.axes import owned
-from weft.checkpoint.architectures.kv import layer_bytes_per_token
+from weft.checkpoint.architectures.kv import mixer_spec
 from weft.checkpoint.architectures.parameters import Parameter, layer_parameters, outer_parameters
-from weft.checkpoint.architectures.place import Place, Span
-from weft.checkpoint.architectures.shape import Experts, ModelShape
+from weft.checkpoint.architectures.place import HeadSpans, Place, Span
+from weft.checkpoint.architectures.shape import Experts, LatentAttention, Mixer, ModelShape
 from weft.checkpoint.quantised.precision import OTHERS, parameter_bytes, similar_layers
 
 
@@ -77,12 +76,13 @@ def rank_work(shape: ModelShape, precision: str, kv_dtype: str, place: Place) ->
     `precision` is a result of `canonical` or `held_precision` of `checkpoint.quantised.precision`.
     """
     # Only the size of a rank's share counts, not its position: ranks of a stage, and stages, do equal work.
-    names = ("q_heads", "kv_heads", "ffn", "vocab", "experts", "expert_ffn", "shared_ffn")
+    names = ("ffn", "vocab", "experts", "expert_ffn", "shared_ffn")
     spans = {name: Span(0, len(getattr(place, name))) for name in names}
+    heads = tuple((counts, HeadSpans(*(Span(0, len(span)) for span in own))) for counts, own in place.heads)
     # Any two stages will do: only being the first or the last one matters.
     stage, stages = (1, 2) if place.last else (0, 2)
     share = msgspec.structs.replace(
-        place, rank=0, tp_rank=0, dp_rank=0, stage=stage, stages=stages, layers=Span(0, 0), **spans
+        place, rank=0, tp_rank=0, dp_rank=0, stage=stage, stages=stages, layers=Span(0, 0), heads=heads, **spans
     )
     return _work(shape, precision, kv_dtype, share, layer_kinds(shape, precision, place.layers))
 
@@ -106,7 +106,7 @@ def _work(
     layers: dict[LayerWork, int] = {}
     for (window, layer), count in kinds:
         products, experts = _layer(shape, precision, share, layer)
-        attention = _attention(shape, kv_dtype, share, window)
+        attention = _attention(shape.layers[layer].mixer, kv_dtype, share, window)
         one = LayerWork(count=0, sums=shape.layers[layer].sums, products=products, experts=experts, attention=attention)
         layers[one] = layers.get(one, 0) + count
     *_, head = outer_parameters(shape)
@@ -141,26 +141,26 @@ def _layer(
 
 
 def _product(shape: ModelShape, precision: str, place: Place, parameter: Parameter, layer: int) -> MatrixProduct:
-    rows = sum(len(owned(shape, place, part.rows)) for part in parameter.parts)
+    rows = sum(len(part.rows.owned(place)) for part in parameter.parts)
     cols = parameter.parts[0].cols
     assert cols is not None
-    numbers = rows * len(owned(shape, place, cols))
+    numbers = rows * len(cols.owned(place))
     size = parameter_bytes(shape, precision, place, parameter, layer)
     return MatrixProduct(numbers, size, precision not in OTHERS and size >= 2 * numbers)
 
 
-def _attention(shape: ModelShape, kv_dtype: str, place: Place, window: int | None) -> AttentionWork:
-    heads = len(place.q_heads)
-    if latent := shape.latent:
+def _attention(mixer: Mixer, kv_dtype: str, place: Place, window: int | None) -> AttentionWork:
+    heads = len(place.heads_of(mixer.head_counts).q)
+    if isinstance(mixer, LatentAttention):
         # Decode works on the cached vectors themselves, with the up-projections moved to the query and the output.
-        rank, rope = latent.kv_lora_rank, latent.rope_dim
+        rank, rope = mixer.kv_lora_rank, mixer.rope_dim
         key, value = rank + rope, rank
-        prompt = latent.nope_dim + rope + latent.v_dim
+        prompt = mixer.nope_dim + rope + mixer.v_dim
     else:
-        key = value = shape.head_dim
+        key = value = mixer.head_dim
         prompt = key + value
     return AttentionWork(
-        cache_bytes=layer_bytes_per_token(shape, kv_dtype, place),
+        cache_bytes=mixer_spec(mixer, place, kv_dtype).bytes_per_token,
         decode_flops=2.0 * heads * (key + value),
         prefill_flops=2.0 * heads * prompt,
         window=window,

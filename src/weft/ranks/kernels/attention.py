@@ -63,19 +63,21 @@ class AttentionShape:
 
     @classmethod
     def from_plan(cls, plan: Plan, rank: int) -> AttentionShape:
-        """The shape of attention on a rank of a plan."""
-        place, shape, dtype = plan.places[rank], plan.shape, getattr(torch, plan.dtype)
-        layers, layout = range(place.layers.start, place.layers.stop), plan.kv_layout
-        pairs = ((layout.group_of(layer), shape.layers[layer].window) for layer in layers)
+        """The shape of attention on a rank of a plan, whose layers have equal heads (`plan.rules.check_heads`)."""
+        place, layout, dtype = plan.places[rank], plan.kv_layout, getattr(torch, plan.dtype)
+        mixers = {layer: plan.shape.layers[layer].mixer for layer in range(place.layers.start, place.layers.stop)}
+        pairs = ((layout.group_of(layer), mixer.window) for layer, mixer in mixers.items())
+        mixer = next(iter(mixers.values()))
+        q_heads, kv_heads = map(len, place.heads_of(mixer.head_counts))
         return cls(
-            q_heads=len(place.q_heads),
-            kv_heads=len(place.kv_heads),
-            head_dim=shape.head_dim,
-            windows=tuple(dict.fromkeys(shape.layers[layer].window for layer in layers)),
+            q_heads=q_heads,
+            kv_heads=kv_heads,
+            head_dim=mixer.head_dim,
+            windows=tuple(dict.fromkeys(mixer.window for mixer in mixers.values())),
             groups=tuple(dict.fromkeys(pairs)) if len(layout.groups) > 1 else (),
-            scale=shape.mixer.scale,
-            sinks=isinstance(shape.mixer, Attention) and shape.mixer.sinks,
-            latent=shape.latent,
+            scale=mixer.scale,
+            sinks=isinstance(mixer, Attention) and mixer.sinks,
+            latent=mixer if isinstance(mixer, LatentAttention) else None,
             dtype=dtype,
             cache_dtype=torch.float8_e4m3fn if plan.kv_dtype == "fp8" else dtype,
             block_size=plan.block_size,

@@ -67,7 +67,7 @@ class Pointwise(Protocol):
     def rotate_and_store(
         self, qkv: torch.Tensor, q_heads: int, rope: torch.Tensor, cache: KVCache, batch: Batch, norm: HeadNorm | None
     ) -> torch.Tensor:
-        """Rotate q and k of qkv [T, (q + 2 kv heads) * head_dim] by the rows of `rope` at their positions, after `norm`
+        """Rotate q and k of qkv [T, (q + 2 kv heads) * head_dim] by the batch's `angle_rows` of `rope`, after `norm`
         if there is one. Write k and v to the batch's slots; return q [T, q_heads, head_dim]."""
         ...
 

@@ -34,11 +34,12 @@ NO_ROWS = Lengths(np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64))
 class Batch:
     """T tokens of R rows, row after row. Tensors are on the rank's device, int32 if no other dtype is given.
 
-    `positions` [T]: of tokens in their text. `slots` [T] int64: of each token's key and value in the KV cache, block *
-    block_size + offset. `row_starts` [R+1]: index of each row's first token. `context` [R]: number of the row's tokens
-    in the cache after this step. `tables` [R, max_blocks]: the row's blocks in order. The first `decodes` rows have one
-    token each. `order` [decodes]: their numbers, the longest contexts first, the order of decode attention: a long row
-    that begins last would run alone at the end.
+    `positions` [T]: of tokens in their text. `angle_rows` [T]: row of the rotary tables that turns each token; the
+    position, unless a model gives its tokens several positions, as the parts of a picture have. `slots` [T] int64: of
+    each token's key and value in the KV cache, block * block_size + offset. `row_starts` [R+1]: index of each row's
+    first token. `context` [R]: number of the row's tokens in the cache after this step. `tables` [R, max_blocks]: the
+    row's blocks in order. The first `decodes` rows have one token each. `order` [decodes]: their numbers, the longest
+    contexts first, the order of decode attention: a long row that begins last would run alone at the end.
 
     `group_tokens` are the numbers of tokens of all attention groups in the step, empty for one group. `forms` divides
     the rows of a model with latent attention, None if all are in the absorbed form.
@@ -66,6 +67,11 @@ class Batch:
     others: tuple[Batch, ...] = ()
     group_tokens: tuple[int, ...] = ()
     forms: LatentForms | None = None
+    turns: torch.Tensor | None = None  # `angle_rows` that are not the positions
+
+    @property
+    def angle_rows(self) -> torch.Tensor:
+        return self.positions if self.turns is None else self.turns
 
     @property
     def groups(self) -> tuple[Batch, ...]:

@@ -12,35 +12,43 @@ from weft.machine.native.structures import MASK_BITS
 
 Array = TypeVar("Array", bound=np.ndarray | torch.Tensor)
 
-# Columns of `SlotSettings`.
-TEMPERATURE, LOG_MIN_P, TOP_K, TOP_P = range(4)
+# Columns of `SlotSettings`, as the kernels read them; cpp/sampling.h has the same names.
+COLUMNS = ("temperature", "log_min_p", "top_k", "top_p")
+TEMPERATURE, LOG_MIN_P, TOP_K, TOP_P = range(len(COLUMNS))
 
 
 class SamplingSettings(NamedTuple):
-    """Settings that one request's tokens are drawn with. Mirrored in native/cpp/settings.h.
+    """The parameters of a request that its tokens are drawn with, by their names in SamplingParams.
 
-    `temperature` 0 is greedy sampling, a `top_k` of 0 keeps all tokens.
+    `temperature` 0 is greedy sampling, and so is a `top_k` of 1; a `top_k` of 0 keeps all tokens.
     """
 
-    temperature: float
-    log_min_p: float
-    top_k: float
-    top_p: float
+    temperature: float = 1.0
+    min_p: float = 0.0
+    top_k: float = 0
+    top_p: float = 1.0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0 or self.top_k == 1
 
     @property
     def filters(self) -> bool:
         """True if some tokens may be filtered out before one is drawn."""
-        return self.temperature > 0 and (self.log_min_p > -math.inf or self.top_k > 0 or self.top_p < 1)
+        return not self.greedy and (self.min_p > 0 or self.top_k > 0 or self.top_p < 1)
 
-
-NEUTRAL = SamplingSettings(temperature=1.0, log_min_p=-math.inf, top_k=0, top_p=1.0)
+    @property
+    def row(self) -> tuple[float, ...]:
+        """The values of COLUMNS."""
+        log_min_p = math.log(self.min_p) if self.min_p else -math.inf
+        return 0.0 if self.greedy else self.temperature, log_min_p, self.top_k, self.top_p
 
 
 class SettingsUpdate(NamedTuple, Generic[Array]):
     """Sampling settings that have changed, for a token sampler that keeps them on the device."""
 
     slots: Array  # [n] int64
-    columns: Array  # [n, 4] float64, see `SlotSettings`
+    columns: Array  # [n, len(COLUMNS)] float64, see `SlotSettings`
     keys: Array  # [n] int64
 
 
@@ -116,15 +124,15 @@ def mask_words(vocab: int) -> int:
 
 
 class SlotSettings:
-    """Sampling settings by request slot: `columns` [slots, 4] float64, each row a request's `SamplingSettings`, and the
-    `keys` [slots] uint64 of the random streams."""
+    """Sampling settings by request slot: `columns` [slots, len(COLUMNS)] float64, and the `keys` [slots] uint64 of the
+    random streams."""
 
     def __init__(self, slots: int) -> None:
-        self.columns = np.tile(np.array(NEUTRAL, dtype=np.float64), (slots, 1))
+        self.columns = np.tile(np.array(SamplingSettings().row, dtype=np.float64), (slots, 1))
         self.keys = np.zeros(slots, dtype=np.uint64)
 
     def admit(self, slot: int, settings: SamplingSettings, key: int) -> None:
-        self.columns[slot] = settings
+        self.columns[slot] = settings.row
         self.keys[slot] = key
 
 

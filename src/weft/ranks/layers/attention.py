@@ -20,7 +20,7 @@ class AttentionBlock:
     def __init__(self, spec: Attention, place: Place, weights: LayerWeights, rope: RopeTable) -> None:
         assert spec.qk_norm in ("none", "head"), f"not computed: {spec}"
         self.spec, self.kernels, self.rope = spec, weights.kernels, rope
-        self.q_heads = len(place.q_heads)
+        self.q_heads = len(place.heads_of(spec.head_counts).q)
         self.qkv = weights.column_linear("attention.qkv")
         self.head_norm: HeadNorm | None = None
         if spec.qk_norm == "head":

@@ -21,7 +21,7 @@ class LatentAttentionBlock:
 
     def __init__(self, spec: LatentAttention, place: Place, weights: LayerWeights, rope: RopeTable) -> None:
         self.spec, self.kernels, self.rope = spec, weights.kernels, rope
-        self.q_heads = len(place.q_heads)
+        self.q_heads = len(place.heads_of(spec.head_counts).q)
         if spec.q_lora_rank is None:
             self.q_down = self.q_norm = None
             self.q_up = weights.column_linear("attention.q")

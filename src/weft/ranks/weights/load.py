@@ -15,7 +15,6 @@ from typing import Protocol
 import msgspec
 import torch
 
-from weft.checkpoint.architectures.axes import owned
 from weft.checkpoint.architectures.parameters import parameter_dims, rank_parameters
 from weft.checkpoint.architectures.place import Place, Span
 from weft.checkpoint.tensor_index import expected_tensors, locate_tensors
@@ -27,17 +26,13 @@ from weft.ranks.quant.rounding import Rounding, round_into
 from weft.ranks.weights.derive import derive_parameters
 from weft.ranks.weights.dummy import DummyWeights
 from weft.ranks.weights.finite import NotFiniteError
-from weft.ranks.weights.fp8 import Fp8Weights
-from weft.ranks.weights.mxfp4 import Mxfp4Weights
-from weft.ranks.weights.packed import PackedWeights
+from weft.ranks.weights.published import PublishedWeights
 from weft.ranks.weights.quantised import quantise
 from weft.ranks.weights.sharded import read_shard
-from weft.ranks.weights.signed import SignedWeights
 from weft.ranks.weights.stored import StoredWeights
-from weft.ranks.weights.tabled import BitsAndBytesWeights
 
 # Fields of a Fill that the loader knows. With any other field set it would load the wrong numbers in silence.
-KNOWN_FIELDS = frozenset({"param", "source", "rows", "cols", "at", "expert"})
+KNOWN_FIELDS = frozenset({"param", "source", "rows", "cols", "at", "expert", "unit"})
 REPORT_S = 0.1  # least seconds between two reports of the bytes that are read
 
 
@@ -90,7 +85,7 @@ def allocate_parameters(
     for name, parameter, layer in rank_parameters(shape, place):
         if names is not None and name not in names:
             continue
-        dims, cols = parameter_dims(shape, place, parameter), parameter.parts[0].cols
+        dims, cols = parameter_dims(place, parameter), parameter.parts[0].cols
         scheme = checkpoint_scheme(parameter, layer, plan.schemes) if cols else None
         if scheme is None or cols is None:
             where = device if parameter.is_read_directly else matrices or device
@@ -98,7 +93,7 @@ def allocate_parameters(
         else:
             *experts, rows, _ = dims
             targets[name] = QuantisedWeight.empty(
-                scheme, rows, owned(shape, place, cols), dtype, matrices or device, tuple(experts)
+                scheme, rows, cols.owned(place), dtype, matrices or device, tuple(experts)
             )
     return targets
 
@@ -108,14 +103,7 @@ def open_source(plan: Plan) -> WeightSource:
     if plan.load_format == "dummy":
         return DummyWeights(dict(expected_tensors(plan.shape)), plan.seed)
     infos = locate_tensors(plan.checkpoint, plan.load_format, plan.shape)
-    published = plan.shape.published
-    if published is None:
-        return StoredWeights(infos)
-    if published.floating:
-        return Fp8Weights(infos)
-    if published.wide:
-        return (SignedWeights if published.wide == "signed" else BitsAndBytesWeights)(infos)
-    return Mxfp4Weights(infos) if published.method == "mxfp4" else PackedWeights(infos)
+    return StoredWeights(infos) if plan.shape.published is None else PublishedWeights(infos)
 
 
 def load_weights(
@@ -158,7 +146,7 @@ def load_weights(
                 fill.rows,
                 fill.cols,
                 width=dims[fill.source][-1],
-                head_dim=plan.shape.head_dim,
+                unit=fill.unit,
                 into=into,
                 dtype=source.dtype(fill.source),
                 rounding=rounding,

@@ -102,7 +102,7 @@ def quantise(
     rows: Span,
     cols: Span,
     width: int,
-    head_dim: int,
+    unit: int,
     into: QuantisedWeight,
     dtype: torch.dtype = torch.float32,
     rounding: Rounding = round_into,
@@ -110,26 +110,26 @@ def quantise(
 ) -> None:
     """Read rows and columns of a matrix and round them to the scheme of `into`.
 
-    The matrix is `width` columns wide and is read in `dtype`; its rows may be interleaved heads of `head_dim` rows.
+    The matrix is `width` columns wide and is read in `dtype`; its rows may be interleaved heads of `unit` rows.
     Groups that are cut are read whole: every rank that has some of a group finds the same scale. `importance` of the
     columns is for schemes whose groups are never cut.
     """
     group = into.scheme.group
     whole = Span(cols.start - into.lacking, min(-(-cols.stop // group) * group, width))
     assert importance is None or len(importance) == len(whole)
-    for band in row_bands(rows, len(whole), head_dim, into.device):
+    for band in row_bands(rows, len(whole), unit, into.device):
         weight = torch.empty(len(band), len(whole), dtype=dtype, device=into.device)
         read_range(band, whole, weight)
         rounding(weight, into.narrow(0, band.start - rows.start, len(band)), importance)
 
 
-def row_bands(rows: Span, width: int, head_dim: int, device: torch.device) -> Iterator[Span]:
+def row_bands(rows: Span, width: int, unit: int, device: torch.device) -> Iterator[Span]:
     """Cut rows of `width` elements into bands that are read and rounded at once on the device.
 
-    A band holds whole heads of `head_dim` rows, which may be interleaved.
+    A band holds whole heads of `unit` rows, which may be interleaved.
     """
     elements = BAND if device.type == "cpu" else GPU_BAND
-    step = max(1, elements // width // head_dim) * head_dim
+    step = max(1, elements // width // unit) * unit
     for row in range(rows.start, rows.stop, step):
         yield Span(row, min(row + step, rows.stop))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from weft.checkpoint.architectures.place import Place
-from weft.checkpoint.architectures.shape import ModelShape
+from weft.checkpoint.architectures.shape import LatentAttention, Mixer
 from weft.errors import ConfigError
 from weft.machine.hardware import host
 from weft.machine.hardware.cuda import BUS_ORDER, ORDER_VARIABLE, uuid_digits
@@ -78,29 +79,43 @@ def memory_in_use(device: torch.device) -> tuple[int, int | None, int | None]:
 def allocate_caches(plan: Plan, rank: int, dtype: torch.dtype, device: torch.device, num_blocks: int) -> list[KVCache]:
     """Allocate a KV cache of `num_blocks` blocks for each layer of a rank.
 
-    The i-th layers of all KV groups have the same memory, since a block belongs to one group at a time.
+    The i-th layers of all KV groups have the same memory, since a block belongs to one group at a time; layers with
+    caches of other dims are counted apart.
     """
     place, layout = plan.places[rank], plan.kv_layout
-    memory: list[KVCache] = []
-    counts, caches = [0] * len(layout.groups), []
+    memory: dict[tuple[CacheDims, int], KVCache] = {}
+    counts: Counter[tuple[CacheDims, int]] = Counter()  # of the layers of a group
+    caches = []
     for layer in range(place.layers.start, place.layers.stop):
-        group = layout.group_of(layer)
-        if counts[group] == len(memory):
-            memory.append(allocate_cache(plan.shape, place, dtype, device, (num_blocks, plan.block_size)))
-        caches.append(replace(memory[counts[group]], group=group))
-        counts[group] += 1
+        mixer, group = plan.shape.layers[layer].mixer, layout.group_of(layer)
+        dims = cache_dims(mixer, place)
+        key = dims, counts[dims, group]
+        if key not in memory:
+            memory[key] = allocate_cache(mixer, place, dtype, device, (num_blocks, plan.block_size))
+        caches.append(replace(memory[key], group=group))
+        counts[dims, group] += 1
     return caches
 
 
+CacheDims = tuple[int, int]  # heads of a token, and their length
+
+
+def cache_dims(mixer: Mixer, place: Place) -> CacheDims:
+    """Dims of a token in the keys that a rank caches of a layer."""
+    if isinstance(mixer, LatentAttention):
+        return 1, mixer.latent_dim
+    return len(place.heads_of(mixer.head_counts).kv), mixer.head_dim
+
+
 def allocate_cache(
-    shape: ModelShape, place: Place, dtype: torch.dtype, device: torch.device, blocks: tuple[int, int]
+    mixer: Mixer, place: Place, dtype: torch.dtype, device: torch.device, blocks: tuple[int, int]
 ) -> KVCache:
     """Allocate the KV cache of one layer; `blocks` are the number of blocks and the tokens of a block."""
-    if shape.latent:
-        dims = (*blocks, 1, shape.latent.latent_dim)
-        return KVCache.of_latents(allocate_zeros(dims, dtype, device), shape.latent.kv_lora_rank)
-    dims = (*blocks, len(place.kv_heads), shape.head_dim)
-    return KVCache(allocate_zeros(dims, dtype, device), allocate_zeros(dims, dtype, device))
+    dims = (*blocks, *cache_dims(mixer, place))
+    keys = allocate_zeros(dims, dtype, device)
+    if isinstance(mixer, LatentAttention):
+        return KVCache.of_latents(keys, mixer.kv_lora_rank)
+    return KVCache(keys, allocate_zeros(dims, dtype, device))
 
 
 def allocate_zeros(dims: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -58,19 +58,20 @@ def measure_importance(
     dtype = getattr(torch, plan.dtype)
     # By the model alone: engines with other limits have the same weights.
     tokens = min(TOKENS, shape.longest)
-    # One cache for all layers, which run one after the other.
-    cache = allocate_cache(shape, place, dtype, device, (1, tokens))
+    # One cache for all layers with equal mixers, which run one after the other.
+    mixers = [shape.layers[layer].mixer for layer in range(place.layers.start, place.layers.stop)]
+    caches = {mixer: allocate_cache(mixer, place, dtype, device, (1, tokens)) for mixer in dict.fromkeys(mixers)}
     incoming = None if place.first else links.stage.recv((tokens, shape.hidden), dtype)
     with reader_threads(device) as pool:
         whole = {name for name, parameter, _ in rank_parameters(shape, place) if parameter.is_read_directly}
-        matrices = StreamedMatrices(source, targets, rank_fills(shape, place), shape.head_dim, pool, whole)
+        matrices = StreamedMatrices(source, targets, rank_fills(shape, place), pool, whole)
         derive_parameters(shape, targets)
         kernels = replace(create_plain_kernels(), matrices=matrices)
         exchange = create_exchange(plan.exchange, links, plan.places, rank, device)
         model = create_model(shape, plan.places, rank, dict(targets), links.tensor, kernels, exchange=exchange)
         model.fill_ropes(tokens, shape.max_positions, device)
         batch = replace(random_batch(shape.vocab, tokens, device), group_tokens=(tokens,) * plan.data_parallel)
-        hidden = model.hidden(incoming, [cache] * len(place.layers), batch)
+        hidden = model.hidden(incoming, [caches[mixer] for mixer in mixers], batch)
     if not place.last:
         links.stage.send(hidden)
     return matrices.importance
@@ -116,13 +117,12 @@ class StreamedMatrices(PlainMatrices):
         source: WeightSource,
         targets: Mapping[str, torch.Tensor | QuantisedWeight],
         fills: Iterable[Fill],
-        head_dim: int,
         pool: Executor,
         whole: Collection[str],
     ) -> None:
         super().__init__()
         self.importance: dict[str, torch.Tensor] = {}
-        self._source, self._head_dim, self._pool = source, head_dim, pool
+        self._source, self._pool = source, pool
         self._fills = defaultdict[str, list[Fill]](list)
         for fill in fills:
             check_fill(fill)
@@ -142,7 +142,7 @@ class StreamedMatrices(PlainMatrices):
             bands = [
                 (fill, rows)
                 for fill in self._fills[name]
-                for rows in row_bands(fill.rows, x.shape[1], self._head_dim, x.device)
+                for rows in row_bands(fill.rows, x.shape[1], fill.unit, x.device)
             ]
             if x.device.type == "cpu":
                 for multiplication in [self._pool.submit(self._multiply, x, *band, y) for band in bands]:

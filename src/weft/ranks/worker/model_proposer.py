@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
+import torch
 
 from weft.engine.core.params import SamplingParams
 from weft.engine.core.speculation import common_prefix_length
@@ -93,8 +94,9 @@ class ModelProposer:
         """Give a slot to a request."""
         self._texts[admission.slot] = SlotText([*admission.prompt, *admission.output])
 
-    def note(self, step: StepPlan) -> None:
-        """Note the tokens of a step's rows, and that the draft has computed nothing of their new blocks."""
+    def note(self, step: StepPlan, hidden: torch.Tensor) -> None:
+        """Note the tokens of a step's rows, and that the draft has computed nothing of their new blocks. It computes
+        states of its own, not from `hidden`."""
         tokens, slots = iter(step.tokens), self._slots
         for slot, start, count, blocks in zip(step.slots, step.starts, step.counts, step.blocks[0], strict=True):
             self._texts[slot].replace_from(start, list(islice(tokens, count)))

@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 
 from weft.checkpoint.architectures.compose import shape_within
-from weft.checkpoint.architectures.kv import layer_bytes_per_token
+from weft.checkpoint.architectures.kv import kv_specs
 from weft.engine.core.commands import PrepareSwap
 from weft.engine.core.params import SamplingParams
 from weft.engine.core.step import StepPlan
@@ -68,6 +68,9 @@ class ModelRunner:
         self.dtype: torch.dtype = getattr(torch, plan.dtype)
         self.attention = AttentionShape.from_plan(plan, rank)
         self.caches: Sequence[KVCache] = []
+        # Bytes of a token's KV in a layer, on average over the ranks of the stage.
+        specs = kv_specs(plan.shape, plan.kv_dtype).values()
+        self._token_bytes = max(spec.bytes_per_token for spec in specs) // links.tensor.size
         self._num_blocks = 0  # of the KV cache, asleep too
         # A GPU's weights, asleep.
         self._copies = HostCopies(len(plan.ranks_of(plan.devices[rank].node)))
@@ -400,8 +403,7 @@ class ModelRunner:
             (count - 1) * start + count * (count - 1) // 2
             for start, count in zip(step.starts, step.counts, strict=True)
         )
-        token_bytes = layer_bytes_per_token(self.plan.shape, self.plan.kv_dtype) // self.links.tensor.size
-        return read_again * token_bytes <= EAGER_BYTES
+        return read_again * self._token_bytes <= EAGER_BYTES
 
     def fill_batch(self, staged: StagedStep, *, eager: bool = False) -> Batch:
         """Turn a staged step into a batch: in a graph's tensors if it can be replayed, unless `eager`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -189,9 +188,7 @@ class Sampler:
 
 def sampling_settings(params: SamplingParams) -> SamplingSettings:
     """The settings that a request's tokens are drawn with."""
-    greedy = params.greedy or params.top_k == 1
-    log_min_p = math.log(params.min_p) if params.min_p else -math.inf
-    return SamplingSettings(0.0 if greedy else params.temperature, log_min_p, params.top_k, params.top_p)
+    return SamplingSettings(*[getattr(params, name) for name in SamplingSettings._fields])
 
 
 def split_logprobs(

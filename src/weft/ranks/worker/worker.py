@@ -257,8 +257,6 @@ class Worker:
             step, arrays, singly=runner.runs_singly(step), expands_from=runner.expands_from
         )
         batch = runner.fill_batch(staged)
-        if self.proposer:
-            self.proposer.note(step)
         incoming = None
         if not self.place.first:
             dims = (len(step.tokens), self.plan.shape.hidden)
@@ -271,6 +269,8 @@ class Worker:
         if not self.place.last:
             self.links.stage.send(hidden)
             return None
+        if self.proposer:
+            self.proposer.note(step, hidden)
         with self._traced("sampling"):
             result = self._finish(step, hidden, samples, tensors)
         if step.draft_requests and any(step.draft_requests):
@@ -413,8 +413,9 @@ class Proposer(Protocol):
         """Give a slot to a request."""
         ...
 
-    def note(self, step: StepPlan) -> None:
-        """Note the rows of a step, whose new blocks the request slots have already."""
+    def note(self, step: StepPlan, hidden: torch.Tensor) -> None:
+        """Note the rows of a step, whose new blocks the request slots have already, and the last layer's result for
+        their tokens, `hidden` [T, hidden], whose memory the next step may take."""
         ...
 
     def propose(self, step: StepPlan, sampled: list[int]) -> dict[int, list[int]]:

@@ -18,6 +18,7 @@ from weft.checkpoint.quantised.precision import OF_DTYPE
 from weft.machine.hardware.calibration import Calibration, MeasuredFigure, QuantisedFigures
 from weft.machine.hardware.cluster import Cluster, Node
 from weft.machine.hardware.gpus import GpuSpec
+from weft.plan.parallelism import Parallelism
 from weft.planner.deployment import Workload, deploy
 from weft.planner.profiles import calibrated, load_profile
 from weft.planner.work.replica import PlannedReplica
@@ -64,9 +65,7 @@ class PointPredictor:
         self._layouts = {
             (model, precision): deploy(
                 shape,
-                tensor_weights=[1.0],
-                stage_layers=[len(shape.layers)],
-                gpus=[0],
+                Parallelism(1, pipeline_split=(len(shape.layers),), devices=(0,)),
                 precision=precision,
                 kv_dtype=self.whole,
             )

@@ -20,6 +20,7 @@ from weft.engine.core.request import Request
 from weft.engine.core.scheduler import Scheduler
 from weft.engine.core.step import StepPlan, StepResult
 from weft.engine.core.token_ids import TokenIds
+from weft.engine.core.view import SchedulerSettings
 from weft.engine.frontend.collector import Collector
 
 PROMPT, ANSWER, BLOCK = 128, 100_000, 16  # tokens; no request ends during the measurement
@@ -38,8 +39,7 @@ def make_scheduler(running: int, *, lookahead: bool) -> Scheduler:
     """A scheduler with KV blocks for `running` requests and their outputs, as an engine creates it."""
     groups = kv_groups([KVSpec(kind="heads")])
     layout = KVLayout(groups=groups, block_size=BLOCK, chunk=running * PROMPT)
-    return Scheduler(
-        kv=KVManager(layout, running * (PROMPT + ANSWER) // BLOCK, max_num_seqs=running, caching=True),
+    settings = SchedulerSettings(
         max_num_seqs=running,
         max_num_batched_tokens=running * PROMPT,
         max_num_queued=running,
@@ -48,6 +48,8 @@ def make_scheduler(running: int, *, lookahead: bool) -> Scheduler:
         policy="fcfs",
         lookahead=lookahead,
     )
+    kv = KVManager(layout, running * (PROMPT + ANSWER) // BLOCK, max_num_seqs=running, caching=True)
+    return Scheduler(settings, kv)
 
 
 class SchedulerSteps:
@@ -66,8 +68,8 @@ class SchedulerSteps:
             self()
 
     def __call__(self) -> None:
-        while len(self._flights) < self._depth and (plan := self._scheduler.schedule()):
-            self._flights.append(plan)
+        while len(self._flights) < self._depth and (scheduled := self._scheduler.schedule()):
+            self._flights.append(scheduled.step)
         self._scheduler.apply(sample_result(self._flights.popleft()))
 
 

@@ -9,8 +9,9 @@ import msgspec
 from weft.checkpoint.architectures.kv import number_bytes
 from weft.errors import PlanError
 from weft.formatting import weft_command
+from weft.plan.parallelism import Parallelism
 from weft.planner.note import Note, create_note
-from weft.planner.question import LayoutConstraints, Question
+from weft.planner.question import Question
 from weft.planner.search.objections import unsupported_reasons
 from weft.planner.search.ranking import Candidate
 from weft.planner.search.search import SearchResult, closest_miss, search
@@ -82,7 +83,7 @@ def _alternative(
             f"{target.title} cannot run {describe_plan(wanted)}: {problem}; no other plan for it fits either",
             code="target-cannot-run-plan",
         )
-    if answer.question.constraints == LayoutConstraints():
+    if answer.question.constraints == Parallelism():
         return "best", possible[0]  # in the order of the objective
     return "nearest", min(possible, key=lambda plan: cut_distance(wanted.cut, plan[1].cut))
 
@@ -123,8 +124,8 @@ def alternatives(answer: SearchResult) -> Iterator[tuple[Question, Candidate]]:
     """Yield the other plans with their questions; plans within the user's settings come first."""
     question = answer.question
     yield from ((question, candidate) for candidate in answer.candidates)
-    if question.constraints != LayoutConstraints():
-        free = msgspec.structs.replace(question, constraints=LayoutConstraints())
+    if question.constraints != Parallelism():
+        free = msgspec.structs.replace(question, constraints=Parallelism())
         yield from ((free, candidate) for candidate in search(free).candidates)
 
 

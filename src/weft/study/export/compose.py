@@ -32,7 +32,7 @@ CPU_TORCH = "https://download.pytorch.org/whl/cpu"  # without gigabytes of CUDA
 
 def unsupported(question: Question, layout: DeploymentLayout) -> str:
     """The reason why containers of one machine cannot run a layout, in words."""
-    if spans_nodes(question, layout) or (layout.shares_experts and len(question.cluster.nodes) > 1):
+    if spans_nodes(question, layout) or (layout.parallelism.shares_experts and len(question.cluster.nodes) > 1):
         return "a container is on one machine; --emit vllm or kuberay spans several"
     return engines.unsupported(question, layout)
 

@@ -84,7 +84,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
         work, memory, most = self.question.workload, self.candidate.memory, self.question.shape.longest
         if work.max_model_len:
             return work.max_model_len
-        if memory.max_concurrency(most) * SURE >= self.candidate.layout.data_parallel:
+        if memory.max_concurrency(most) * SURE >= self.candidate.layout.parallelism.data_parallel:
             return most
         sure = int(memory.longest * SURE)
         return max(work.longest, sure - sure % ROUND)
@@ -109,7 +109,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     def _ranks(self, server: ReplicaServer | None) -> Iterator[list[tuple[RankMemory, GpuSpec]]]:
         """Ranks of each replica with their GPUs."""
         layout, gpus, replicas = self.candidate.layout, self.question.cluster.gpus, self.candidate.memory.replicas
-        numbers = [server.number] if server and len(server.replicas) == 1 else range(layout.data_parallel)
+        numbers = [server.number] if server and len(server.replicas) == 1 else range(layout.parallelism.data_parallel)
         for number in numbers:
             own_gpus = (gpus[index] for _, index in layout.replica(number))
             yield list(zip(replicas[number].ranks, own_gpus, strict=True))
@@ -138,14 +138,14 @@ def plan_servers(
     layout, gpus = candidate.layout, cluster_devices(question.cluster)
     first = {device.node: device.number for device in reversed(gpus)}
     replicas: list[tuple[NodeShare, ...]] = []
-    for number in range(layout.data_parallel):
+    for number in range(layout.parallelism.data_parallel):
         by_node: dict[int, list[str]] = {}
         for _, index in layout.replica(number):
             node = gpus[index].node
             local = index - first[node]
             by_node.setdefault(node, []).append(visible[local] if visible else f"{local}")
         replicas.append(tuple(NodeShare(node, tuple(names)) for node, names in by_node.items()))
-    if layout.shares_experts:
+    if layout.parallelism.shares_experts:
         return (ReplicaServer(0, tuple(replicas), port),)
     planned: list[ReplicaServer] = []
     for number, replica in enumerate(replicas):

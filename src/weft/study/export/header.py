@@ -9,9 +9,9 @@ import msgspec
 
 from weft._version import __version__
 from weft.formatting import format_counts
+from weft.plan.parallelism import Parallelism
 from weft.planner.deployment import DeploymentLayout
 from weft.planner.report.notes import notes
-from weft.planner.search.cuts import cut_of
 from weft.planner.search.ranking import Candidate
 from weft.study.export.deployment import Deployment, ReplicaServer
 from weft.study.export.shell import Placeholder
@@ -58,25 +58,25 @@ def plan_paragraph(deployment: Deployment) -> str:
 
 def describe_cut(layout: DeploymentLayout) -> str:
     """The cut in words, as in "tensor parallel 2, 2 replicas"."""
-    ranks = layout.replica(0)[: layout.tensor_parallel]
+    cut = layout.parallelism
     words = []
-    if layout.tensor_parallel > 1:
-        heads = ", ".join(f"{len(place.q_heads)}" for place, _ in ranks)
-        words.append(f"tensor parallel {layout.tensor_parallel}" + (f" ({heads} heads)" if is_uneven(layout) else ""))
-    if layout.pipeline_parallel > 1:
-        words.append(f"a pipeline of {' + '.join(map(str, layout.stage_layers))} layers")
-    if layout.deals_experts:
-        words.append(_describe_experts(layout))
-    if layout.shares_experts:
-        words.append(f"{layout.data_parallel} attention groups that share the experts")
-    elif layout.data_parallel > 1:
-        words.append(f"{layout.data_parallel} replicas")
+    if cut.tensor_parallel > 1:
+        heads = ", ".join(f"{len(place.q_heads)}" for place, _ in layout.replica(0)[: cut.tensor_parallel])
+        words.append(f"tensor parallel {cut.tensor_parallel}" + (f" ({heads} heads)" if is_uneven(layout) else ""))
+    if cut.pipeline_parallel > 1:
+        words.append(f"a pipeline of {' + '.join(map(str, cut.pipeline_split))} layers")
+    if cut.deals_experts:
+        words.append(_describe_experts(cut))
+    if cut.shares_experts:
+        words.append(f"{cut.data_parallel} attention groups that share the experts")
+    elif cut.data_parallel > 1:
+        words.append(f"{cut.data_parallel} replicas")
     return ", ".join(words) or "one rank"
 
 
-def _describe_experts(layout: DeploymentLayout) -> str:
+def _describe_experts(cut: Parallelism) -> str:
     """The cut of the experts in words, of a layout that deals them out."""
-    parts, columns = layout.expert_parallel, cut_of(layout).expert_columns
+    parts, columns = cut.expert_parallel, cut.expert_columns
     if parts == 1:
         return f"every expert cut over {columns} ranks"
     return f"experts dealt out to {parts} ranks" if columns == 1 else f"experts in {parts} parts of {columns} ranks"
@@ -87,7 +87,7 @@ def describe_plan(candidate: Candidate) -> str:
     layout = candidate.layout
     if not is_uneven(layout):
         return f"{candidate.cut}"
-    heads = [f"{len(place.q_heads)}" for place, _ in layout.replica(0)[: layout.tensor_parallel]]
+    heads = [f"{len(place.q_heads)}" for place, _ in layout.replica(0)[: layout.parallelism.tensor_parallel]]
     return f"{candidate.cut} with {', '.join(heads[:-1])} and {heads[-1]} query heads"
 
 

@@ -101,7 +101,7 @@ def omitted_options(deployment: Deployment) -> list[str]:
             "the other replicas: the node calls one address, here the first replica's; with weft plan --emit nginx in "
             "front of all of them, put nginx's address into VLLM_HOST and ollamaHost"
         )
-    if len(deployment.nodes) > 1 or deployment.candidate.layout.shares_experts:
+    if len(deployment.nodes) > 1 or deployment.candidate.layout.parallelism.shares_experts:
         omissions.append("the address: the node is assumed to run next to the first server")
     return omissions
 

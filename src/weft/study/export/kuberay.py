@@ -35,7 +35,7 @@ def unsupported(question: Question, layout: DeploymentLayout) -> str:
     """The reason why the engine cannot run a layout in a Ray cluster, in words."""
     if question.engine == "weft":
         return kuberay_weft.unsupported(question, layout)
-    if layout.shares_experts:
+    if layout.parallelism.shares_experts:
         return "its replicas share no experts: each is a separate vLLM"
     return vllm.unsupported(question, layout)
 
@@ -92,7 +92,7 @@ def container_image(deployment: Deployment) -> str:
 
 def vllm_application(deployment: Deployment) -> dict[str, Any]:
     """Ray Serve's application of vLLM: an OpenAI API for the replicas."""
-    layout = deployment.candidate.layout
+    cut = deployment.candidate.layout.parallelism
     config: dict[str, Any] = {}
     config["model_loading_config"] = {"model_id": deployment.names[0], "model_source": deployment.checkpoint.word}
     config["engine_kwargs"] = {
@@ -100,8 +100,8 @@ def vllm_application(deployment: Deployment) -> dict[str, Any]:
     }
     # All of a replica is on one node if the plan has it so.
     strategy = "PACK" if deployment.spans_nodes else "STRICT_PACK"
-    config["placement_group_config"] = {"bundles": [{"CPU": 1, "GPU": 1}] * layout.replica_size, "strategy": strategy}
-    config["deployment_config"] = {"num_replicas": layout.data_parallel, "max_ongoing_requests": deployment.batch[1]}
+    config["placement_group_config"] = {"bundles": [{"CPU": 1, "GPU": 1}] * cut.replica_size, "strategy": strategy}
+    config["deployment_config"] = {"num_replicas": cut.data_parallel, "max_ongoing_requests": deployment.batch[1]}
     if vllm.partition_variables(deployment):
         config["runtime_env"] = {"env_vars": vllm.partition_variables(deployment)}
     return {
@@ -164,7 +164,7 @@ def selects_nodes(deployment: Deployment) -> bool:
 
 def has_mixed_replicas(deployment: Deployment) -> bool:
     """Return True if a replica has GPUs of several types."""
-    size = deployment.candidate.layout.replica_size
+    size = deployment.candidate.layout.parallelism.replica_size
     names = [deployment.question.cluster.gpus[index].name for index in deployment.candidate.layout.gpus]
     return any(len(set(names[start : start + size])) > 1 for start in range(0, len(names), size))
 

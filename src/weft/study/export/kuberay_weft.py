@@ -32,7 +32,7 @@ def unsupported(question: Question, layout: DeploymentLayout) -> str:
     gpu = question.cluster.gpus[layout.gpus[0]]
     if gpu.kind == "cpu":
         return "its nodes have GPUs; --emit compose is for a CPU, or describe GPUs with --gpus"
-    if gpu.gfx or layout.shares_experts:
+    if gpu.gfx or layout.parallelism.shares_experts:
         return weft_serve.unsupported(question, layout)
     return ""
 
@@ -79,7 +79,7 @@ def serve_application(deployment: Deployment) -> dict[str, Any]:
 def batch_command(deployment: Deployment) -> str:
     """Command of an offline batch on all engines of the plan."""
     flags = {**weft_serve.engine_flags(deployment, deployment.servers[0])}
-    if not deployment.candidate.layout.shares_experts:
+    if not deployment.candidate.layout.parallelism.shares_experts:
         flags["data-parallel-size"] = len(deployment.servers)
     if deployment.spans_nodes:
         flags["distributed-executor-backend"] = "ray"

@@ -22,7 +22,7 @@ PORT = 11434  # Ollama's default
 
 def unsupported(question: Question, layout: DeploymentLayout) -> str:
     """The reason why Ollama cannot run a layout, in words."""
-    if layout.shares_experts:
+    if layout.parallelism.shares_experts:
         return "its replicas share no experts: each has all of them"
     return "it uses the GPUs of its own node only" if spans_nodes(question, layout) else ""
 
@@ -95,7 +95,7 @@ def server_variables(deployment: Deployment) -> dict[str, str]:
         "OLLAMA_KEEP_ALIVE": "-1",  # never unload the model
         "OLLAMA_FLASH_ATTENTION": "1",
     }
-    if deployment.candidate.layout.replica_size > 1:
+    if deployment.candidate.layout.parallelism.replica_size > 1:
         variables["OLLAMA_SCHED_SPREAD"] = "1"
     if deployment.candidate.layout.kv_dtype in ("fp8", "fp8_e4m3", "fp8_e5m2", "int8"):
         variables["OLLAMA_KV_CACHE_TYPE"] = "q8_0"
@@ -111,14 +111,14 @@ def parallel_requests(deployment: Deployment) -> int:
 def omitted_options(deployment: Deployment) -> list[str]:
     """Differences between the plan and what Ollama does, in words."""
     layout, omissions = deployment.candidate.layout, []
-    if layout.pipeline_parallel > 1:
-        split = " + ".join(map(str, layout.stage_layers))
+    if layout.parallelism.pipeline_parallel > 1:
+        split = " + ".join(map(str, layout.parallelism.pipeline_split))
         omissions += [
             f"the split of {split} layers: Ollama distributes layers by each GPU's free memory and accepts no split",
             "more speed from more GPUs: their memory adds up, but a token passes them one after the other; with tensor "
             "parallelism (weft plan --emit weft or vllm) they work at the same time",
         ]
-    if layout.replica_size == 1 and len(deployment.question.cluster.gpus) > 1:
+    if layout.parallelism.replica_size == 1 and len(deployment.question.cluster.gpus) > 1:
         omissions.append(
             "the GPUs' numbers inside Ollama: it takes one GPU if the model fits, here the only one that it sees"
         )

@@ -61,6 +61,5 @@ def cut_distance(wanted: Cut, other: Cut) -> float:
 
 
 def _sizes(cut: Cut) -> tuple[int, ...]:
-    ranks = cut.tensor_parallel * cut.pipeline_parallel
-    sizes = cut.tensor_parallel, cut.pipeline_parallel, cut.data_parallel, cut.expert_parallel, ranks, ranks
-    return *sizes, 1 + cut.shares_experts
+    sizes = cut.parallelism
+    return *sizes.sizes.values(), sizes.replica_size, sizes.replica_size, 1 + sizes.shares_experts

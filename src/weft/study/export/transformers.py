@@ -35,7 +35,7 @@ def unsupported(question: Question, layout: DeploymentLayout) -> str:
             f"it has {REMOTE_CODE_ARCHITECTURE} only as code in the checkpoint, and Weft does not turn on "
             "trust_remote_code"
         )
-    if layout.shares_experts:
+    if layout.parallelism.shares_experts:
         return "replicas share no experts: each has all of them"
     return "a device map is for the GPUs of one node" if spans_nodes(question, layout) else ""
 
@@ -62,7 +62,7 @@ def transformers_files(deployment: Deployment) -> list[ExportFile]:
 def device_map(deployment: Deployment) -> list[str]:
     """Lines of a dictionary with each module's GPU, counted within the replica."""
     shape, layout = deployment.question.shape, deployment.candidate.layout
-    if hosts.on_cpu(deployment) or layout.replica_size == 1:
+    if hosts.on_cpu(deployment) or layout.parallelism.replica_size == 1:
         return [f'"": {json.dumps("cpu") if hosts.on_cpu(deployment) else 0}']
     first, layer, norm, head = module_names(shape)
     numbers = gpu_numbers(layout)
@@ -92,7 +92,7 @@ def sees_pictures(shape: ModelShape) -> bool:
 
 def gpu_numbers(layout: DeploymentLayout) -> list[int]:
     """GPU of each stage, counted within its replica."""
-    gpus = layout.gpus[: layout.replica_size]
+    gpus = layout.gpus[: layout.parallelism.replica_size]
     return [list(dict.fromkeys(gpus)).index(gpu) for gpu in gpus]
 
 
@@ -113,7 +113,7 @@ def max_memory(deployment: Deployment) -> str:
 def omitted_options(deployment: Deployment) -> list[str]:
     """Differences from what the plan may suggest, in words."""
     layout, omissions = deployment.candidate.layout, []
-    if layout.pipeline_parallel > 1:
+    if layout.parallelism.pipeline_parallel > 1:
         omissions.append(
             "stages that work at the same time: with a device map one GPU works after the other, a token at a time"
         )

@@ -38,11 +38,11 @@ def unsupported(question: Question, layout: DeploymentLayout) -> str:
         return "it has one rank on a GPU"
     if layout.kv_dtype == "int8":
         return "its KV cache has no int8; --kv-cache-dtype fp8 takes as many bytes"
-    if layout.expert_parts is not None and layout.expert_parallel > 1:
+    if layout.parallelism.expert_size is not None and layout.parallelism.expert_parallel > 1:
         return "it deals whole experts out to all ranks, or cuts every expert over all of them"
-    if layout.shares_experts and layout.pipeline_parallel > 1:
+    if layout.parallelism.shares_experts and layout.parallelism.pipeline_parallel > 1:
         return "its replicas share experts with tensor parallelism only, not in a pipeline"
-    if layout.shares_experts and spans_nodes(question, layout):
+    if layout.parallelism.shares_experts and spans_nodes(question, layout):
         return "a replica that shares experts must be on one node"
     return ""
 
@@ -178,7 +178,7 @@ def engine_flags(deployment: Deployment, server: ReplicaServer | None = None) ->
     flags: dict[str, Value] = {
         **{f"{kind}-parallel-size": size for kind, size in parallel_sizes(layout).items() if size > 1},
         # With several attention groups and without this flag, vLLM cuts every expert over the ranks of all groups.
-        "enable-expert-parallel": layout.expert_parallel > 1,
+        "enable-expert-parallel": layout.parallelism.expert_parallel > 1,
         "max-model-len": deployment.max_model_len,
         "max-num-seqs": requests,
         "max-num-batched-tokens": tokens,
@@ -199,12 +199,12 @@ def engine_flags(deployment: Deployment, server: ReplicaServer | None = None) ->
 
 def parallel_sizes(layout: DeploymentLayout) -> dict[str, int]:
     """Sizes of tensor and pipeline parallelism."""
-    return {"tensor": layout.tensor_parallel, "pipeline": layout.pipeline_parallel}
+    return {"tensor": layout.parallelism.tensor_parallel, "pipeline": layout.parallelism.pipeline_parallel}
 
 
 def partition_variables(deployment: Deployment) -> dict[str, str]:
     """Variables with the number of layers of each stage, if there are several stages."""
-    layers = deployment.candidate.layout.stage_layers
+    layers = deployment.candidate.layout.parallelism.pipeline_split
     return {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, layers))} if len(layers) > 1 else {}
 
 
@@ -247,4 +247,4 @@ def next_steps(deployment: Deployment) -> list[str]:
 
 def has_shared_experts(deployment: Deployment) -> bool:
     """Return True if the replicas share their experts."""
-    return deployment.candidate.layout.shares_experts
+    return deployment.candidate.layout.parallelism.shares_experts

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import msgspec
+
 from weft.checkpoint.architectures.kv import number_bytes
 from weft.config import KV_CACHE_DTYPES
 from weft.plan import speculation
@@ -28,7 +30,7 @@ def unsupported(question: Question, layout: DeploymentLayout) -> str:
         return "Weft runs on NVIDIA's GPUs and on CPUs; --emit vllm is for other GPUs"
     if spans_nodes(question, layout):
         return "Weft runs each replica on one node; --emit vllm spans several"
-    if layout.shares_experts and len({device.node for device in used_devices(question, layout)}) > 1:
+    if layout.parallelism.shares_experts and len({device.node for device in used_devices(question, layout)}) > 1:
         return "Weft runs all attention groups that share experts on one node; --emit vllm spans several"
     return ""
 
@@ -92,19 +94,20 @@ def engine_flags(deployment: Deployment, server: ReplicaServer) -> Flags:
 def _layout_flags(deployment: Deployment) -> dict[str, Value]:
     layout = deployment.candidate.layout
     flags: dict[str, Value] = {}
-    if layout.tensor_parallel > 1 and len(set(layout.tensor_weights)) == 1:
-        flags["tensor-parallel-size"] = layout.tensor_parallel
-    elif layout.tensor_parallel > 1:
+    cut = layout.parallelism
+    if cut.tensor_parallel > 1 and len(set(cut.weights)) == 1:
+        flags["tensor-parallel-size"] = cut.tensor_parallel
+    elif cut.tensor_parallel > 1:
         flags["tensor-split"] = ",".join(short_weights(deployment))
-    if layout.pipeline_parallel > 1:
-        flags["pipeline-split"] = ",".join(map(str, layout.stage_layers))
-    if layout.shares_experts:
-        flags["data-parallel-size"] = layout.data_parallel
-    flags["enable-expert-parallel"] = layout.deals_experts
-    if layout.expert_parts:
-        flags["expert-parallel-size"] = layout.expert_parts
+    if cut.pipeline_parallel > 1:
+        flags["pipeline-split"] = ",".join(map(str, cut.pipeline_split))
+    if cut.shares_experts:
+        flags["data-parallel-size"] = cut.data_parallel
+    flags["enable-expert-parallel"] = bool(cut.deals_experts)
+    if cut.expert_size:
+        flags["expert-parallel-size"] = cut.expert_size
     if crowded(layout) and not on_cpu(deployment):
-        gpus = layout.gpus[: layout.replica_size]
+        gpus = layout.gpus[: cut.replica_size]
         flags["device-ids"] = ",".join(f"{list(dict.fromkeys(gpus)).index(gpu)}" for gpu in gpus)
     return flags
 
@@ -120,23 +123,15 @@ def _memory_flags(deployment: Deployment, server: ReplicaServer) -> dict[str, Va
 
 def short_weights(deployment: Deployment) -> list[str]:
     """Weights of an uneven tensor split in the fewest digits that give the same cut; a search gives bytes."""
-    layout, least = deployment.candidate.layout, min(deployment.candidate.layout.tensor_weights)
-    exact = [f"{weight:g}" for weight in layout.tensor_weights]
-    tries = [[f"{weight / least:.{digits}g}" for weight in layout.tensor_weights] for digits in range(1, 17)]
+    layout, weights = deployment.candidate.layout, deployment.candidate.layout.parallelism.weights
+    exact = [f"{weight:g}" for weight in weights]
+    tries = [[f"{weight / min(weights):.{digits}g}" for weight in weights] for digits in range(1, 17)]
     for words in [exact, *tries] if max(map(len, exact)) <= SHORT else tries:
-        cut = deploy(
-            deployment.question.shape,
-            tensor_weights=[float(word) for word in words],
-            stage_layers=layout.stage_layers,
-            gpus=layout.gpus,
-            precision=layout.precision,
-            kv_dtype=layout.kv_dtype,
-            expert_parallel=layout.expert_parallel,
-            shares_experts=layout.shares_experts,
-        )
+        short = msgspec.structs.replace(layout.parallelism, tensor_split=tuple(map(float, words)))
+        cut = deploy(deployment.question.shape, short, precision=layout.precision, kv_dtype=layout.kv_dtype)
         if cut.places == layout.places:
             return words
-    return [f"{weight!r}" for weight in layout.tensor_weights]
+    return [f"{weight!r}" for weight in weights]
 
 
 def omitted_options(deployment: Deployment) -> list[str]:

@@ -17,27 +17,24 @@ from weft.engine.core.params import SamplingParams
 from weft.engine.core.request import Output, Request
 from weft.engine.core.scheduler import Scheduler
 from weft.engine.core.step import LockStep, LockStepResult, StepPlan, StepResult
+from weft.engine.core.view import SchedulerSettings
 from weft.planner.speed.steps import StepPredictor, StepSeconds
 from weft.study.simulate.simulated_request import SimulatedRequest
+from weft.study.simulate.steady import steady
 from weft.study.simulate.tally import SimulatedTimes, Tally
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Step times and scheduler limits of one replica, or of one engine of several attention groups.
+    """Step times and schedulers of one replica, or of one engine of several attention groups.
 
-    `predictors` has an entry per attention group. The limits are each group's. `stages` steps are in flight at once,
-    and with `lookahead` one more. `num_blocks` KV blocks are kept as `kv` says.
+    `predictors` has an entry per attention group. `scheduler` are the settings of each group's scheduler: `stages`
+    steps are in flight at once, and with `lookahead` one more. `num_blocks` KV blocks are kept as `kv` says.
     """
 
     predictors: tuple[StepPredictor, ...]
     kv: KVLayout
     num_blocks: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_num_queued: int
-    max_model_len: int
-    stages: int
-    lookahead: bool = False
+    scheduler: SchedulerSettings
 
     @property
     def all_blocks(self) -> int:
@@ -47,7 +44,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def most(self) -> int:
         """Number of requests that all groups accept at once."""
-        return len(self.predictors) * (self.max_num_queued + self.max_num_seqs)
+        return len(self.predictors) * (self.scheduler.max_num_queued + self.scheduler.max_num_seqs)
 
 
 class Stretch:
@@ -95,15 +92,16 @@ class SimulatedReplica:
     def __init__(self, spec: ReplicaSpec, tally: Tally, *, prefix_caching: bool, stretches: bool = True) -> None:
         self.due = inf
         # A lone request may outgrow a small cache, and ends there.
-        self.longest = spec.kv.longest(spec.num_blocks, spec.max_model_len)
+        settings = spec.scheduler
+        self.longest = spec.kv.longest(spec.num_blocks, settings.max_model_len)
         self.most = spec.most
         self._groups = [_create_scheduler(spec, prefix_caching) for _ in spec.predictors]
         self.scheduler = self._groups[0] if len(self._groups) == 1 else GroupedScheduler(self._groups)
         self._predictors, self._tally, self._stretches = spec.predictors, tally, stretches
         self._blocks_per_token = spec.kv.blocks_per_token
-        self._stages, self._depth = spec.stages, spec.stages + spec.lookahead
+        self._stages, self._depth = settings.stages, settings.stages + settings.lookahead
         self._flights: deque[tuple[StepResult | LockStepResult, float]] = deque()  # steps' results, and their times
-        self._keys = [[0] * spec.max_num_seqs for _ in spec.predictors]  # by group: key of the request in each slot
+        self._keys = [[0] * settings.max_num_seqs for _ in spec.predictors]  # by group: key of the request in each slot
         self._last_result_s = 0.0
         self._stretch: Stretch | None = None
         self._unfinished: dict[str, SimulatedTimes] = {}
@@ -158,14 +156,14 @@ class SimulatedReplica:
         while len(flights) < self._depth and self._stretch is None:
             if stretches and self._stretches and self._begin_stretch(now):
                 break
-            plan = scheduler.schedule()
-            if plan is None:
+            scheduled = scheduler.schedule()
+            if scheduled is None:
                 break
-            for id in scheduler.started:
+            for id in scheduled.started:
                 self._unfinished[id].began_s = now
-            cost = self._step_seconds(plan)
+            cost = self._step_seconds(scheduled.step)
             self._last_result_s = max(now + cost.latency_s, self._last_result_s + cost.interval_s)
-            flights.append((self._sample(plan), self._last_result_s))
+            flights.append((self._sample(scheduled.step), self._last_result_s))
         self._update_due()
 
     def _update_due(self) -> None:
@@ -201,8 +199,8 @@ class SimulatedReplica:
     def _finish_step(self, *, stretches: bool = True) -> list[SimulatedTimes]:
         """Apply the result of the oldest step in flight. Return the requests that have ended."""
         result, now = self._flights.popleft()
-        blocks = sum(group.blocks_used for group in self._groups)
-        self._count_use(now, blocks, sum(len(group.running) for group in self._groups))
+        blocks = sum(group.kv.used for group in self._groups)
+        self._count_use(now, blocks, sum(len(group.table.running) for group in self._groups))
         ended, gaps, tally = [], [], self._tally
         outputs = self._apply(result)
         for output in outputs:
@@ -232,10 +230,10 @@ class SimulatedReplica:
 
     def _begin_stretch(self, now: float) -> bool:
         """Begin a stretch, if possible."""
-        steady = self._groups[0].steady() if len(self._groups) == 1 else None
-        if steady is None:
+        rest = steady(self._groups[0].view) if len(self._groups) == 1 else None
+        if rest is None:
             return False
-        rounds, groups = steady
+        rounds, groups = rest
         for window in filter(None, self._predictors[0].windows):
             # The rounds' times grow evenly until a context reaches the window of a layer; a new stretch begins there.
             below = [context for group in groups for context in group if context < window]
@@ -256,9 +254,9 @@ class SimulatedReplica:
         if not stretch.rounds:
             return []
         scheduler, tally, now = self._groups[0], self._tally, stretch.end_s
-        took_s, running = now - stretch.start_s, list(scheduler.running)
+        took_s, running = now - stretch.start_s, list(scheduler.table.running)
         tokens = stretch.rounds * len(running)
-        self._count_use(now, scheduler.blocks_used + tokens / 2 * self._blocks_per_token, len(running))
+        self._count_use(now, scheduler.kv.used + tokens / 2 * self._blocks_per_token, len(running))
         ended = scheduler.advance(stretch.rounds)
         for id in running:
             times = self._unfinished[id]
@@ -280,23 +278,9 @@ class SimulatedReplica:
 
 def _create_scheduler(spec: ReplicaSpec, prefix_caching: bool) -> Scheduler:
     """The scheduler of one attention group. Without a prefix cache, blocks are interchangeable."""
-    kv = KVManager(
-        spec.kv,
-        spec.num_blocks,
-        max_num_seqs=spec.max_num_seqs,
-        caching=prefix_caching,
-        counted=not prefix_caching,
-    )
-    return Scheduler(
-        kv=kv,
-        max_num_seqs=spec.max_num_seqs,
-        max_num_batched_tokens=spec.max_num_batched_tokens,
-        max_num_queued=spec.max_num_queued,
-        max_model_len=spec.max_model_len,
-        stages=spec.stages,
-        policy="fcfs",
-        lookahead=spec.lookahead,
-    )
+    blocks, slots = spec.num_blocks, spec.scheduler.max_num_seqs
+    kv = KVManager(spec.kv, blocks, max_num_seqs=slots, caching=prefix_caching, counted=not prefix_caching)
+    return Scheduler(spec.scheduler, kv)
 
 
 def _sampled(plan: StepPlan, keys: list[int]) -> StepResult:

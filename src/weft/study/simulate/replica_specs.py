@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from weft.config import EngineConfig
+from weft.engine.core.view import SchedulerSettings
 from weft.errors import PlanError
 from weft.planner.memory.footprint import ReplicaMemory
 from weft.planner.memory.request_kv import BLOCK
@@ -42,7 +43,7 @@ def replica_specs(question: Question, candidate: Candidate, limits: SchedulerLim
     cache: dict[tuple[int, int], ReplicaSpec] = {}
     specs = []
     planned = build_replicas(question.shape, candidate.layout, question.cluster, profile)
-    if candidate.layout.shares_experts:
+    if candidate.layout.parallelism.shares_experts:
         groups = tuple(predictors.setdefault(id(replica), StepPredictor(replica)) for replica in planned)
         specs.append(_replica_spec(question, candidate, limits, profile, groups, candidate.memory.replicas[0]))
         _require_kv_blocks(specs, candidate)
@@ -74,23 +75,26 @@ def _replica_spec(
     predictors: tuple[StepPredictor, ...],
     memory: ReplicaMemory,
 ) -> ReplicaSpec:
-    layout = candidate.layout
+    depth = candidate.layout.parallelism.pipeline_parallel
     # An engine without pipelining has one step in flight, which passes through one GPU after the other.
-    stages = layout.pipeline_parallel if profile.pipelined.value else 1
+    stages = depth if profile.pipelined.value else 1
     # On GPUs, if there is no pipeline, as in plan.layout.lookahead.
     lookahead = not question.cluster.on_cpu if limits.lookahead is None else limits.lookahead
     max_num_seqs = limits.max_num_seqs
     if not max_num_seqs:
         _, sequences = zip(*(profile.batch_limits(rank.memory_bytes) for rank in memory.ranks), strict=True)
-        max_num_seqs = min(sequences) * (layout.pipeline_parallel if profile.max_num_seqs_by_stage.value else 1)
+        max_num_seqs = min(sequences) * (depth if profile.max_num_seqs_by_stage.value else 1)
     return ReplicaSpec(
         predictors=predictors,
         kv=memory.kv.layout,
         num_blocks=memory.num_blocks,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=memory.batched_tokens,
-        max_num_queued=limits.max_num_queued,
-        max_model_len=question.workload.max_model_len or question.shape.longest,
-        stages=stages,
-        lookahead=lookahead and stages == 1,
+        scheduler=SchedulerSettings(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=memory.batched_tokens,
+            max_num_queued=limits.max_num_queued,
+            max_model_len=question.workload.max_model_len or question.shape.longest,
+            stages=stages,
+            policy="fcfs",
+            lookahead=lookahead and stages == 1,
+        ),
     )

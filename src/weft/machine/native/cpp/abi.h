@@ -46,7 +46,7 @@ constexpr AbiEntry ABI[] = {
     STRUCTURE(Latent), FIELD(Latent, projection), FIELD(Latent, q_down), FIELD(Latent, kv_down), FIELD(Latent, q_norm),
     FIELD(Latent, kv_norm), FIELD(Latent, interleaved),
     FIELD(Latent, expands_from), FIELD(Latent, expanded_bytes), FIELD(Latent, q_eps), FIELD(Latent, kv_eps),
-    STRUCTURE(Step), FIELD(Step, residual), FIELD(Step, angles), FIELD(Step, positions), FIELD(Step, slots),
+    STRUCTURE(Step), FIELD(Step, residual), FIELD(Step, angles), FIELD(Step, angle_rows), FIELD(Step, slots),
     FIELD(Step, row_starts), FIELD(Step, context), FIELD(Step, tables), FIELD(Step, tokens), FIELD(Step, rows),
     FIELD(Step, table_width), FIELD(Step, block_size), FIELD(Step, shared), FIELD(Step, sum),
     FIELD(Step, exchange), FIELD(Step, phases), FIELD(Step, fixed_order),
@@ -59,8 +59,6 @@ constexpr AbiEntry ABI[] = {
     FIELD(Shared, slot_bytes), FIELD(Shared, times),
     STRUCTURE(Rounding), FIELD(Rounding, type), FIELD(Rounding, rows), FIELD(Rounding, width), FIELD(Rounding, group),
     FIELD(Rounding, bits), FIELD(Rounding, kind), FIELD(Rounding, lacking), FIELD(Rounding, cols),
-    STRUCTURE(SamplingSettings), FIELD(SamplingSettings, temperature), FIELD(SamplingSettings, log_min_p),
-    FIELD(SamplingSettings, top_k), FIELD(SamplingSettings, top_p),
     CONSTANT(PANEL), CONSTANT(BLOCK), CONSTANT(WIDEST_HEAD), CONSTANT(WIDEST_GROUP), CONSTANT(WIDEST_LATENT),
     CONSTANT(LONGEST_GROUP),
     CONSTANT(WORKSPACE_ALIGNMENT), CONSTANT(PHASES), CONSTANT(Lowest::MIDDLE), CONSTANT(Lowest::ZERO), CONSTANT(Lowest::MINIMUM),
@@ -117,8 +115,6 @@ static_assert(listed_fields("PhaseLog") == field_count<PhaseLog>(), "list all fi
 static_assert(listed_fields("Exchange") == field_count<Exchange>(), "list all fields of Exchange in abi.h");
 static_assert(listed_fields("Shared") == field_count<Shared>(), "list all fields of Shared in abi.h");
 static_assert(listed_fields("Rounding") == field_count<Rounding>(), "list all fields of Rounding in abi.h");
-static_assert(listed_fields("SamplingSettings") == field_count<SamplingSettings>(),
-              "list all fields of SamplingSettings in abi.h");
 
 // The list above, and the number of its entries.
 ENTRY const AbiEntry *weft_abi(int64_t *count) {

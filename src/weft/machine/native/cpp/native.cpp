@@ -64,13 +64,13 @@ template <class T> void silu_mul(const T *gate_up, T *out, int64_t rows, int64_t
 
 template <class T>
 void rotate_and_store(const Heads<T> &heads, const T *qkv, T *q, T *keys, T *values, const float *table,
-                      const int32_t *positions, const int64_t *slots, int64_t tokens, int64_t block_size,
+                      const int32_t *angle_rows, const int64_t *slots, int64_t tokens, int64_t block_size,
                       int64_t threads) {
     together(threads, tokens >= 4, [&](Team &team) {
         team.each(tokens, [&](int64_t first, int64_t last) {
             for (int64_t t = first; t < last; t++)
                 rotate(heads, qkv + t * heads.width(), q + t * heads.q_heads * heads.head_dim,
-                       table + int64_t(positions[t]) * heads.head_dim, [&](int64_t head, const T *key, const T *value) {
+                       table + int64_t(angle_rows[t]) * heads.head_dim, [&](int64_t head, const T *key, const T *value) {
                            store(key, value, keys, values, slots[t], head, block_size, heads.kv_heads, heads.head_dim);
                        });
         });
@@ -91,12 +91,12 @@ template <class T> void attend_latents(const PagedLatents<T> &attention, int64_t
 
 template <class T>
 void store_latents(const LatentRows<T> &rows, T *q, const T *latents, T *cache, const float *table,
-                   const int32_t *positions, const int64_t *slots, int64_t tokens, int64_t threads) {
+                   const int32_t *angle_rows, const int64_t *slots, int64_t tokens, int64_t threads) {
     together(threads, tokens >= 4, [&](Team &team) {
         team.each(tokens, [&](int64_t first, int64_t last) {
             for (int64_t t = first; t < last; t++)
                 rows.run(q + t * rows.heads * rows.head_dim(), latents + t * rows.width(),
-                         cache + slots[t] * rows.width(), table + int64_t(positions[t]) * rows.rope_dim);
+                         cache + slots[t] * rows.width(), table + int64_t(angle_rows[t]) * rows.rope_dim);
         });
     });
 }
@@ -133,11 +133,11 @@ void expand_latents(const LatentProjection &p, const T *latents, int64_t count, 
         silu_mul(gate_up, out, rows, width, threads);                                                                  \
     }                                                                                                                  \
     ENTRY void weft_rotate_and_store_##NAME(                                                                           \
-        const T *qkv, T *q, T *keys, T *values, const float *table, const int32_t *positions, const int64_t *slots,    \
+        const T *qkv, T *q, T *keys, T *values, const float *table, const int32_t *angle_rows, const int64_t *slots,    \
         const T *q_norm, const T *k_norm, float eps, int64_t tokens, int64_t q_heads, int64_t kv_heads,                \
         int64_t head_dim, int64_t block_size, int64_t threads) {                                                       \
         rotate_and_store(Heads<T>{q_heads, kv_heads, head_dim, q_norm, k_norm, eps}, qkv, q, keys, values, table,      \
-                         positions, slots, tokens, block_size, threads);                                               \
+                         angle_rows, slots, tokens, block_size, threads);                                               \
     }                                                                                                                  \
     ENTRY void weft_attend_##NAME(const T *q, const T *keys, const T *values, T *out, const int32_t *row_starts,       \
                                   const int32_t *context, const int32_t *tables, int64_t table_width, int64_t rows,    \
@@ -157,11 +157,11 @@ void expand_latents(const LatentProjection &p, const T *latents, int64_t count, 
         attend_latents(PagedLatents<T>{q, latents, out, all, heads, rank, width, scale, lse, 0}, threads);             \
     }                                                                                                                  \
     ENTRY void weft_store_latents_##NAME(T *q, const T *latents, T *cache, const float *table,                         \
-                                         const int32_t *positions, const int64_t *slots, const T *norm, float eps,     \
+                                         const int32_t *angle_rows, const int64_t *slots, const T *norm, float eps,     \
                                          int64_t interleaved, int64_t tokens, int64_t heads, int64_t rank,             \
                                          int64_t rope_dim, int64_t nope_dim, int64_t threads) {                        \
         store_latents(LatentRows<T>{heads, rank, rope_dim, nope_dim, norm, eps, interleaved != 0}, q, latents, cache,  \
-                      table, positions, slots, tokens, threads);                                                       \
+                      table, angle_rows, slots, tokens, threads);                                                       \
     }                                                                                                                  \
     ENTRY void weft_absorb_##NAME(const LatentProjection *p, const T *q, int64_t tokens, T *out, int64_t threads) {    \
         absorb(*p, q, tokens, out, threads);                                                                           \

@@ -8,6 +8,17 @@
 #include "settings.h"
 #include "team.h"
 
+// The settings of one request: COLUMNS of ranks/kernels/sampling.py, which compares the names.
+#define SAMPLING_SETTINGS(COLUMN) COLUMN(temperature) COLUMN(log_min_p) COLUMN(top_k) COLUMN(top_p)
+#define FIELD(NAME) double NAME;
+#define NAME_OF(NAME) #NAME " "
+struct SamplingSettings {
+    SAMPLING_SETTINGS(FIELD)
+};
+constexpr char SETTING_NAMES[] = SAMPLING_SETTINGS(NAME_OF);  // with a space behind each
+#undef FIELD
+#undef NAME_OF
+
 constexpr int64_t NUCLEUS = 64;  // tokens: more than top-p keeps of most rows
 
 // Number `index` of a random stream, exponentially distributed: see `exponentials` of ranks/kernels/random.py.

@@ -10,8 +10,3 @@ constexpr int64_t NOT_FINITE = -1;       // in place of a token of logits that a
 constexpr uint64_t SPLITMIX_STEP = 0x9E3779B97F4A7C15;
 constexpr uint64_t SPLITMIX_FIRST = 0xBF58476D1CE4E5B9;
 constexpr uint64_t SPLITMIX_SECOND = 0x94D049BB133111EB;
-
-// Those of one request, see `SamplingSettings` of ranks/kernels/sampling.py.
-struct SamplingSettings {
-    double temperature, log_min_p, top_k, top_p;
-};

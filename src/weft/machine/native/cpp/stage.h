@@ -48,7 +48,7 @@ struct PhaseLog {
 struct Step {
     void *residual;  // [tokens, hidden]: the layers' input and result
     const float *angles;
-    const int32_t *positions;
+    const int32_t *angle_rows;
     const int64_t *slots;  // [groups, tokens]
     const int32_t *row_starts, *context;
     const int32_t *tables;  // [groups, rows, table_width]
@@ -182,7 +182,7 @@ template <class T> class Stage {
             for (int64_t t = first; t < last; t++)
                 stored.run(space.qkv + t * l.qkv.rows, space.latents + t * stored.width(),
                            static_cast<T *>(l.keys) + slots[t] * stored.width(),
-                           step.angles + int64_t(step.positions[t]) * p.rope_dim);
+                           step.angles + int64_t(step.angle_rows[t]) * p.rope_dim);
         });
         PagedLatents<T> paged = paged_latents(l);
         auto ready = [&] { prepare(l.out, space.mixed, 0, step.tokens); };
@@ -224,7 +224,7 @@ template <class T> class Stage {
         auto rotated = [&](int64_t first, int64_t last) {
             for (int64_t t = first; t < last; t++)
                 rotate(heads, space.qkv + t * width, space.qkv + t * width,
-                       step.angles + int64_t(step.positions[t]) * l.head_dim,
+                       step.angles + int64_t(step.angle_rows[t]) * l.head_dim,
                        [&](int64_t head, const T *key, const T *value) {
                            store(key, value, keys, values, slots[t], head, step.block_size, l.kv_heads,
                                  l.head_dim);

@@ -33,6 +33,7 @@ template void dequantised_sums<Float4>(const Packed &, const bf16 *, int64_t, fl
 template void dequantised_sums<SignedOctets>(const Packed &, const bf16 *, int64_t, float *);
 #endif
 
+ENTRY const char *weft_setting_names() { return SETTING_NAMES; }
 ENTRY void weft_sample(const void *logits, int64_t size, int64_t rows, int64_t vocab, int64_t stride,
                        const SamplingSettings *settings, const uint64_t *streams, int64_t *tokens, int64_t threads) {
     sample(logits, size, rows, vocab, stride, settings, streams, tokens, threads);

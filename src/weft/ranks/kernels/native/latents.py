@@ -44,7 +44,7 @@ class NativeLatents:
             latents.data_ptr(),
             cache.keys.data_ptr(),
             rope.data_ptr(),
-            batch.positions.data_ptr(),
+            batch.angle_rows.data_ptr(),
             batch.slots.data_ptr(),
             norm.weight.data_ptr(),
             norm.eps,

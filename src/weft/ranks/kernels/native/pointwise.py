@@ -78,7 +78,7 @@ class NativePointwise:
             cache.keys.data_ptr(),
             cache.values.data_ptr(),
             rope.data_ptr(),
-            batch.positions.data_ptr(),
+            batch.angle_rows.data_ptr(),
             batch.slots.data_ptr(),
             norm.query.data_ptr() if norm else None,
             norm.key.data_ptr() if norm else None,

@@ -7,7 +7,7 @@ import torch
 
 from weft.machine.native.entries import Entries
 from weft.ranks.kernels.random import seeds
-from weft.ranks.kernels.sampling import HostTokenSampler, SampledRows
+from weft.ranks.kernels.sampling import COLUMNS, HostTokenSampler, SampledRows
 
 
 class NativeSampling:
@@ -17,6 +17,8 @@ class NativeSampling:
         self._entries = entries
 
     def create_token_sampler(self, slots: int) -> NativeTokenSampler:
+        theirs = tuple(self._entries.setting_names().decode().split())
+        assert theirs == COLUMNS, f"sampling settings are {theirs} in C++ and {COLUMNS} in Python"
         return NativeTokenSampler(slots, self._entries)
 
     def score(self, logits: torch.Tensor, targets: torch.Tensor, top: int) -> torch.Tensor:

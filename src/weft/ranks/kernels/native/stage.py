@@ -74,7 +74,7 @@ class NativeStage:
         step = StepDescriptor(
             residual.data_ptr(),
             rope.data_ptr(),
-            batch.positions.data_ptr(),
+            batch.angle_rows.data_ptr(),
             batch.slots.data_ptr(),
             batch.row_starts.data_ptr(),
             batch.context.data_ptr(),

@@ -29,7 +29,7 @@ class PlainLatents:
         interleaved: bool,
     ) -> None:
         rank = len(norm.weight)
-        angles = rope[batch.positions]
+        angles = rope[batch.angle_rows]
         normed = F.rms_norm(latents[:, :rank].float(), (rank,), eps=norm.eps).to(latents.dtype) * norm.weight
         rotated = rotate(latents[:, rank:], angles, interleaved)
         slots = cache.keys.flatten(0, 2)

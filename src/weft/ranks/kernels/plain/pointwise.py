@@ -51,7 +51,7 @@ class PlainPointwise:
         q, k, v = heads.split((q_heads, kv_heads, kv_heads), dim=1)
         if norm is not None:
             q, k = self.norm(q, norm.query, norm.eps), self.norm(k, norm.key, norm.eps)
-        cos, sin = rope[batch.positions].unsqueeze(1).chunk(2, dim=-1)
+        cos, sin = rope[batch.angle_rows].unsqueeze(1).chunk(2, dim=-1)
         # Both caches as rows of slots: [num_blocks * block_size, kv_heads, head_dim].
         cache.keys.flatten(0, 1).index_copy_(0, batch.slots, _rotate(k, cos, sin))
         cache.values.flatten(0, 1).index_copy_(0, batch.slots, v)

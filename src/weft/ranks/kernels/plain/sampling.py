@@ -93,9 +93,8 @@ def _likeliest(logits: torch.Tensor, count: int) -> torch.Tensor:
 def weigh(logits: torch.Tensor, settings: np.ndarray) -> torch.Tensor:
     """Weights in proportion to the tokens' probabilities, 0 for those filtered out: [R, V] float32.
 
-    `logits` [R, V] float32 are not changed; `settings` [R, 4] float64 are rows of `SlotSettings.columns`, with
-    temperatures above 0. A top-k of 0 or of V and more keeps all tokens. Top-p is a share of the mass that min-p and
-    top-k leave.
+    `logits` [R, V] float32 are not changed; `settings` are R rows of `SlotSettings.columns`, with temperatures above 0.
+    A top-k of 0 or of V and more keeps all tokens. Top-p is a share of the mass that min-p and top-k leave.
     """
     vocab, device = logits.shape[1], logits.device
     columns = copy_to_device(settings, device)

@@ -284,11 +284,11 @@ def _turn(source, target, angles, exists, half, INTERLEAVED: tl.constexpr, HALF:
 
 @triton.jit
 def _store_latents(
-    q, latents, cache, rope, positions, slots, norm, eps, heads, head_dim, rank, half,
+    q, latents, cache, rope, angle_rows, slots, norm, eps, heads, head_dim, rank, half,
     INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    angles = rope + tl.load(positions + token).to(tl.int64) * 2 * half
+    angles = rope + tl.load(angle_rows + token).to(tl.int64) * 2 * half
     if part > 0:
         head = (part - 1) * HEADS + tl.arange(0, HEADS)[:, None]
         turned = q + (token * heads + head + 1) * head_dim - 2 * half
@@ -425,7 +425,7 @@ class TritonLatents:
             latents,
             cache.keys,
             rope,
-            batch.positions,
+            batch.angle_rows,
             batch.slots,
             norm.weight,
             norm.eps,

@@ -112,7 +112,7 @@ def _store_halves(start, target, a, b, columns, half, mask):
 
 @triton.jit
 def _rotate_and_store(
-    qkv, q, keys, values, rope, positions, slots, q_norm, k_norm, eps, q_heads, kv_heads, half,
+    qkv, q, keys, values, rope, angle_rows, slots, q_norm, k_norm, eps, q_heads, kv_heads, half,
     NORM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -123,7 +123,7 @@ def _rotate_and_store(
     source = qkv + (token * heads + head)[:, None] * 2 * half + columns[None, :]
     a, b = tl.load(source, exists, other=0.0), tl.load(source + half, exists, other=0.0)
     slot = tl.load(slots + token)
-    angles = rope + tl.load(positions + token).to(tl.int64) * 2 * half
+    angles = rope + tl.load(angle_rows + token).to(tl.int64) * 2 * half
     cos = tl.load(angles + columns, inside, other=0.0)[None, :]
     sin = tl.load(angles + half + columns, inside, other=0.0)[None, :]
     c, d = a, b
@@ -159,7 +159,7 @@ def rotate_and_store(
         cache.keys,
         cache.values,
         rope,
-        batch.positions,
+        batch.angle_rows,
         batch.slots,
         *weights,
         head_norm.eps if head_norm else 0.0,

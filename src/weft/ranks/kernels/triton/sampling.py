@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from weft.machine.native.structures import MASK_BITS
-from weft.ranks.kernels import streams
+from weft.ranks.kernels import sampling, streams
 
 BLOCK = streams.SAMPLING_BLOCK
 SURVEY_BLOCKS = 16  # blocks that one program reads
@@ -24,6 +24,9 @@ STEP = tl.constexpr(streams.SPLITMIX_STEP)
 FIRST = tl.constexpr(streams.SPLITMIX_FIRST)
 SECOND = tl.constexpr(streams.SPLITMIX_SECOND)
 NOT_FINITE = tl.constexpr(streams.NOT_FINITE)
+COLUMNS = tl.constexpr(len(sampling.COLUMNS))
+TEMPERATURE, LOG_MIN_P = tl.constexpr(sampling.TEMPERATURE), tl.constexpr(sampling.LOG_MIN_P)
+TOP_K, TOP_P = tl.constexpr(sampling.TOP_K), tl.constexpr(sampling.TOP_P)
 LOWEST_PLACE = tl.constexpr(-(2**31))  # below the place of any float
 HIGHEST_PLACE = tl.constexpr(2**31 - 1)  # the place of NaN, which greedy sampling takes for the greatest
 
@@ -81,7 +84,7 @@ def _survey(
 ):
     """Store, for each block, the place of its greatest logit, and the sum of weights relative to that logit."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
-    temperature = tl.load(settings + tl.load(slots + row) * 4).to(tl.float32)
+    temperature = tl.load(settings + tl.load(slots + row) * COLUMNS + TEMPERATURE).to(tl.float32)
     block = first + tl.arange(0, BLOCKS)
     x = _tile(logits + row * stride, block, vocab, BLOCK)
     top = tl.max(_order_bits(x), 1)
@@ -179,9 +182,9 @@ def _filter(
 ):  # fmt: skip
     """Store the lowest logit of a row that min-p, top-k and top-p keep, and its blocks' sums over kept logits only."""
     row = tl.program_id(0).to(tl.int64)
-    mine = settings + tl.load(slots + row) * 4
-    temperature, log_min_p = tl.load(mine).to(tl.float32), tl.load(mine + 1).to(tl.float32)
-    top_k, top_p = tl.load(mine + 2), tl.load(mine + 3)
+    mine = settings + tl.load(slots + row) * COLUMNS
+    temperature, log_min_p = tl.load(mine + TEMPERATURE).to(tl.float32), tl.load(mine + LOG_MIN_P).to(tl.float32)
+    top_k, top_p = tl.load(mine + TOP_K), tl.load(mine + TOP_P)
     logits, listed, tops, sums = logits + row * stride, lists + row * blocks, tops + row * blocks, sums + row * blocks
     every = tl.arange(0, ALL)
     top = tl.load(tops + every, every < blocks, other=LOWEST_PLACE)
@@ -222,7 +225,7 @@ def _draw(
     """Store a row's token: the winner of its two races, or, for a greedy row, the first of its greatest logits."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
-    temperature = tl.load(settings + slot * 4).to(tl.float32)
+    temperature = tl.load(settings + slot * COLUMNS + TEMPERATURE).to(tl.float32)
     key = tl.load(keys + slot).to(tl.uint64, bitcast=True)
     stream = _mix(_mix(key) + tl.load(positions + row).to(tl.uint64) * STEP)
     block, member = tl.arange(0, ALL), tl.arange(0, BLOCK)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import nn
 
-from weft.checkpoint.architectures.axes import Extent, owned
+from weft.checkpoint.architectures.axes import Axis
 from weft.checkpoint.architectures.library import LibraryTensor, merged_name
 from weft.checkpoint.architectures.place import Place, Span
 from weft.checkpoint.architectures.shape import ModelShape
@@ -64,7 +64,7 @@ class LibraryDecoder:
         ]
         self._model = shape.library
         self._device = next(iter(tensors.values())).device
-        self._step = Step(no_rotation(shape.head_dim, self._device))
+        self._step = Step()
         try:
             self._build(tensors)
         except ClassError as error:
@@ -128,7 +128,7 @@ class LibraryDecoder:
 
     def _fill_layer(self, layer: nn.Module, number: int, tensors: Tensors) -> None:
         """Give a layer its products, its other parameters and its attention."""
-        own = self._model.kinds[self._model.layers[number]]
+        own, mixer = self._model.kinds[self._model.layers[number]], self.shape.layers[number].mixer
         for group in self._model.merged:
             self._fill_merged(layer, number, group, tensors)
         for tensor in own:
@@ -146,9 +146,9 @@ class LibraryDecoder:
                 module.paged_layer = PagedLayer(  # type: ignore[assignment]
                     self._step,
                     number - self.place.layers.start,
-                    self.shape.layers[number].window,
-                    self.shape.q_heads,
-                    self.place,
+                    mixer,
+                    self.place.heads_of(mixer.head_counts),
+                    no_rotation(mixer.head_dim, self._device),
                     self.kernels,
                 )
 
@@ -184,7 +184,7 @@ class LibraryDecoder:
 
     def _owned(self, length: int, *, cut: bool) -> list[Span]:
         """Each tensor-parallel rank's part of a dimension."""
-        return [owned(self.shape, place, Extent(length, cut)) for place in self._places]
+        return [Axis(length, cut="even" if cut else None).owned(place) for place in self._places]
 
     def _fill_outer(self, causal: nn.Module, tensors: Tensors) -> None:
         """Set the parameters outside the layers that this stage has."""

@@ -1,0 +1,1 @@
+"""Published weight formats, a module each: its fields in config.json, its tensors, and its names in other systems."""

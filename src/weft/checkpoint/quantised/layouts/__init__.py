@@ -1,0 +1,1 @@
+"""Layouts of stored matrices that several published formats have."""
