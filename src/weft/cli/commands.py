@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from weft.cli.flags import cluster_flags, command_flags
 from weft.cli.flags.batch_flags import BatchArguments
@@ -15,8 +15,7 @@ from weft.cli.flags.plan_flags import PlanArguments
 from weft.cli.flags.simulate_flags import SimulateArguments
 
 
-@dataclass(frozen=True, kw_only=True)
-class Command:
+class Command(msgspec.Struct, frozen=True, kw_only=True):
     """`weft NAME ARGUMENT [flags]`.
 
     `argument` is MODEL, another word that `about` explains, or empty. `arguments` is the struct that declares the flags

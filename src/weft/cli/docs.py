@@ -6,12 +6,13 @@ from pathlib import Path
 
 from weft.cli import glossary
 from weft.cli.commands import COMMANDS, Command
-from weft.cli.flags.declared import Flag
-from weft.cli.flags.flags import ENGINE
+from weft.cli.flags.declared import Flag, flag_groups
+from weft.cli.flags.flags import EngineFlags
 from weft.cli.parser import default_text
 from weft.cli.short_help import ABOUT
 from weft.engine.client.vllm import VLLMArgument, vllm_arguments
 
+ENGINE = flag_groups(EngineFlags)
 PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
 
 INTRODUCTION = f"""# The command line

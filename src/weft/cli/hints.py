@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
 from weft.cli.commands import COMMANDS, Command
-from weft.cli.flags.flags import ENGINE
+from weft.cli.flags.declared import flag_groups
+from weft.cli.flags.flags import EngineFlags
 
 SIMILAR = 0.7  # as difflib counts; less similar names would mislead
 # The parallel sizes in SGLang's spelling.
@@ -149,7 +150,7 @@ def _commands_with_flag(name: str) -> list[str]:
 
 def _in_other_commands(command: Command, name: str, subject: str = "it") -> str:
     """The hint for a flag that only other commands have; "" if none has the flag."""
-    if ENGINE[0] in command.groups and name in IN_ENGINE_COMMANDS:
+    if flag_groups(EngineFlags)[0] in command.groups and name in IN_ENGINE_COMMANDS:
         return IN_ENGINE_COMMANDS[name].format(name=command.name)
     if command.name == "serve" and name in SAMPLING_NAMES:
         return IN_REQUESTS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from weft.checkpoint.files.yaml_text import load_yaml
@@ -13,7 +13,7 @@ from weft.cli import hints, short_help
 from weft.cli.commands import COMMANDS, Command
 from weft.cli.flags import vllm
 from weft.cli.flags.declared import Flag, fill
-from weft.cli.flags.flags import ENGINE
+from weft.cli.flags.flags import flags_of_engine
 from weft.errors import WeftError, error_reason
 from weft.regular_files import SETTINGS_BYTES, read_regular_text
 
@@ -25,7 +25,6 @@ logger = logging.getLogger("weft.cli")
 LIST = "models"
 BOOK = ("vllm_instances", "served_models")  # keys of The Infernet Book
 SET_KEYS = (LIST, *BOOK)
-ENGINE_FLAGS = tuple(flag for _, flags in ENGINE for flag in flags if flag.name != "model")
 
 
 class UsageError(WeftError):
@@ -304,16 +303,12 @@ def front_content(content: Mapping[Any, Any]) -> dict[Any, Any]:
     """The part of a set's file that holds flags of the address, such as its port."""
     if LIST not in content:
         return {}  # the configuration of a node
-    engine = flags_by_name(ENGINE_FLAGS)
+    engine = flags_of_engine()
     return {key: value for key, value in content.items() if key not in SET_KEYS and spelled_name(key) not in engine}
 
 
 def spelled_name(key: object) -> str:
     return full_spelling(f"--{key}")[2:]
-
-
-def flags_by_name(flags: Iterable[Flag]) -> dict[str, Flag]:
-    return {flag.name: flag for flag in flags}
 
 
 def warn_of_vllm_key(command: Command, key: object, value: Any, path: str) -> None:

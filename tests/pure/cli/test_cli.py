@@ -28,7 +28,8 @@ from weft.cli import docs, main, short_help
 from weft.cli.commands import COMMANDS
 from weft.cli.flags import values, vllm
 from weft.cli.flags.command_flags import RunArguments
-from weft.cli.flags.flags import ENGINE, SAMPLING, SERVER, engine_config, sampling_options, serve_options
+from weft.cli.flags.declared import flag_groups, flags_of
+from weft.cli.flags.flags import EngineFlags, Sampling, engine_config, sampling_options, serve_options
 from weft.cli.parser import UsageError, build_parser
 from weft.cli.run import demo, run
 from weft.config import EngineConfig, declared_options
@@ -55,10 +56,10 @@ def test_nothing_said_is_the_config_s_defaults() -> None:
 
 
 def test_every_flag_is_a_field_and_every_field_a_flag() -> None:
-    engine_flags = {flag.dest for _, group in ENGINE for flag in group}
+    engine_flags = {flag.dest for _, group in flag_groups(EngineFlags) for flag in group}
     assert engine_flags == {f.name for f in fields(EngineConfig)}
-    assert {flag.dest for flag in SERVER} == set(declared_options(ServeOptions))
-    assert {flag.dest for flag in SAMPLING} <= set(SamplingParams.__struct_fields__)
+    assert {flag.dest for flag in flags_of(ServeOptions)} == set(declared_options(ServeOptions))
+    assert {flag.dest for flag in flags_of(Sampling)} <= set(SamplingParams.__struct_fields__)
 
 
 def test_engine_flags() -> None:
@@ -163,7 +164,7 @@ def test_flags_of_vllm_that_we_lack_are_named_and_swallowed(caplog: pytest.LogCa
 
 def test_no_flag_is_both_ours_and_lacking() -> None:
     # What is only planned may have flags for layouts that the engine does not run yet.
-    engine = {flag for _, flags in ENGINE for flag in flags}
+    engine = {flag for _, flags in flag_groups(EngineFlags) for flag in flags}
     planned = set(COMMANDS["plan"].flags) - engine
     ours = {flag.name for command in COMMANDS.values() for flag in command.flags if flag not in planned}
     assert not ours & set(vllm_arguments())

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from weft._version import __version__
 from weft.checkpoint import lookup
 from weft.cli.flags.bench_flags import LoadArguments, Prompts, SweepArguments, Target
-from weft.cli.flags.flags import ENGINE, EngineFlags
+from weft.cli.flags.flags import EngineFlags, flags_of_engine
 from weft.cli.main import INTERRUPTED
 from weft.cli.parser import UsageError, typed_flags
 from weft.engine.client.progress import ProgressBar
@@ -334,7 +334,7 @@ def engine_flags(engine: EngineFlags) -> list[str]:
     """The engine's flags as words of the `weft serve` command line."""
     flags: list[str] = []
     values = engine.values()
-    for flag in (flag for _, group in ENGINE for flag in group if flag.name != "model"):
+    for flag in flags_of_engine().values():
         if flag.dest in engine.given:
             value = values[flag.dest]
             value = "auto" if value is None else list(value) if isinstance(value, tuple) else value

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Annotated, Any, Protocol
 
 from weft.cli.flags import values
-from weft.cli.flags.declared import Bundle, Flags, Group, flag, flag_groups, flags_of, group_values
+from weft.cli.flags.declared import Bundle, Flag, Flags, Group, flag, flag_groups, group_values
 from weft.config import (
     EngineConfig,
     LayoutOptions,
@@ -59,14 +60,10 @@ class Sampling(Flags):
     ignore_eos: bool = flag(False, help="continue after the model's end token")
 
 
-ENGINE = flag_groups(EngineFlags)
-SERVER = flags_of(ServeOptions)
-SAMPLING = flags_of(Sampling)
-
-
-def engine_flag(name: str) -> Any:
-    """The engine's flag of this name, for commands that have the same one."""
-    return next(flag for _, flags in ENGINE for flag in flags if flag.name == name)
+@cache
+def flags_of_engine() -> dict[str, Flag]:
+    """The engine's flags by name, without --model."""
+    return {flag.name: flag for _, flags in flag_groups(EngineFlags) for flag in flags if flag.name != "model"}
 
 
 class EngineArguments(Protocol):

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 from weft.checkpoint.quantised.schemes import ONLINE_QUANTIZATIONS
 from weft.cli.flags import values
 from weft.cli.flags.declared import Arguments, Bundle, Flags, Group, flag
-from weft.cli.flags.flags import engine_flag
 from weft.config import DeviceMap, EngineConfig, MaxMemory
 from weft.http.options import ServeOptions
 
@@ -137,9 +136,9 @@ class Layout(Flags):
         "Default: tensor-parallel size times data-parallel size",
     )
     tensor_split: tuple[float, ...] | None = flag(metavar="2,1", help="share of each tensor-parallel rank")
-    pipeline_split: tuple[int, ...] | None = engine_flag("pipeline-split")
-    device_map: DeviceMap | None = engine_flag("device-map")
-    max_memory: MaxMemory | None = engine_flag("max-memory")
+    pipeline_split: tuple[int, ...] | None = flag()
+    device_map: DeviceMap | None = flag()
+    max_memory: MaxMemory | None = flag()
     gpu_memory_utilization: float | None = flag(
         parse=share,
         metavar="SHARE",
@@ -169,7 +168,7 @@ class PlannedEngine(Flags):
         "its "
         "gain in speed is not predicted",
     )
-    deterministic: bool = engine_flag("deterministic")
+    deterministic: bool = flag(False)
 
 
 class Aim(Flags):
@@ -228,10 +227,10 @@ class PlanAnswer(Flags):
 class Source(Flags):
     """The version of the model, and the way to it."""
 
-    model: str = engine_flag("model")
+    model: str = flag("")
     refresh: bool = flag(False, help="ask the hub even about a model in Weft's catalogue")
-    revision: str | None = engine_flag("revision")
-    hf_token: str | None = engine_flag("hf-token")
+    revision: str | None = flag()
+    hf_token: str | None = flag()
 
 
 class Export(Flags):

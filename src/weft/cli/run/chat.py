@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from weft.cli import engine, terminal
 from weft.cli.flags.command_flags import ChatArguments
-from weft.cli.flags.declared import Flag
-from weft.cli.flags.flags import SAMPLING, sampling_options
+from weft.cli.flags.declared import Flag, flags_of
+from weft.cli.flags.flags import Sampling, sampling_options
 from weft.cli.hints import did_you_mean
 from weft.engine.core.params import SamplingParams
 from weft.errors import ConfigError, RequestError, error_reason
@@ -28,7 +28,7 @@ CTRL_C_HINT = "Ctrl-C once more ends the chat; so do Ctrl-D and /exit"
 HELP_INDENT = 19  # columns before the explanation of a command
 Messages = list[dict[str, str]]
 SWITCH = {"on": True, "off": False}
-FLAGS = {flag.dest: flag for flag in SAMPLING}
+FLAGS = {flag.dest: flag for flag in flags_of(Sampling)}
 
 # Values in words, where the value alone says little.
 NOT_SET = {"max_tokens": "up to the context's end", "seed": "random", "stop": "none", "top_k": "all tokens"}

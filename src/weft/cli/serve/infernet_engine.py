@@ -82,7 +82,7 @@ def read_environment(environment: Mapping[str, str]) -> tuple[ServeArguments, En
     except ValueError as error:
         raise UsageError(f"{VARIABLE} cannot be split into words: {error}", code="invalid-flag-value") from None
     # The server's flags are known too: of these the names count, and the others have nothing to act on.
-    arguments: ServeArguments = parse_command(replace(COMMANDS["serve"], needs_model=False), argv)
+    arguments: ServeArguments = parse_command(COMMANDS["serve"], argv)
     if not arguments.model and environment.get(MODEL):
         arguments = arguments.with_model(environment[MODEL])
     return arguments, engine_config(arguments, model="")

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from argparse import SUPPRESS
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from weft.api.ollama.keep_alive import parse_keep_alive
 from weft.cli.flags.command_flags import ServeArguments
-from weft.cli.flags.declared import Flag
-from weft.cli.flags.flags import SERVER, EngineFlags, engine_config
+from weft.cli.flags.declared import Flag, flags_of
+from weft.cli.flags.flags import EngineFlags, engine_config, flags_of_engine
 from weft.cli.parser import (
-    ENGINE_FLAGS,
     LIST,
     Parser,
     UsageError,
     add_flag,
     fill_arguments,
-    flags_by_name,
     is_set,
     parsed_values,
     read_config_file,
@@ -27,14 +25,16 @@ from weft.cli.parser import (
 from weft.config import EngineConfig, Scope
 from weft.errors import ConfigError, nearest_name
 from weft.fleet.hosting.model_set import ModelEntry, ModelSet, check_model_set
-from weft.http.options import scoped_options
+from weft.http.options import ServeOptions, scoped_options
 
 if TYPE_CHECKING:
     from weft.study.export.infernet_config import NodeConfig
 
 OWN = ("name", "model", "keep-alive", "priority", "load")  # fields of a model that are no flags of its engine
-# With options of the server that concern the answers of one model; all others are the address's.
-MODEL_FLAGS = (*ENGINE_FLAGS, *(flag for flag in SERVER if flag.dest in scoped_options(Scope.EACH)))
+SERVER_FLAGS = {flag.name: flag for flag in flags_of(ServeOptions)}
+# Options of the server that concern the answers of one model; all others are the address's.
+ANSWERS = {name: flag for name, flag in SERVER_FLAGS.items() if flag.dest in scoped_options(Scope.EACH)}
+MODEL_FLAGS = {**flags_of_engine(), **ANSWERS}
 
 
 def read_model_set(path: str) -> ModelSet | None:
@@ -57,7 +57,7 @@ def _listed_models(content: Mapping[Any, Any], path: str) -> ModelSet:
         raise ConfigError(
             f"models in {path} is no list; write it as models: [{{name: small, model: demo}}]", code="models-not-list"
         )
-    engine = flags_by_name(ENGINE_FLAGS)
+    engine = flags_of_engine()
     common = {engine[spelled_name(key)]: value for key, value in content.items() if spelled_name(key) in engine}
     entries = tuple(_entry(row, number, common, path) for number, row in enumerate(rows, 1))
     return ModelSet(entries=entries, source=path)
@@ -96,21 +96,20 @@ def _fields(row: object, where: str) -> dict[Any, Any]:
 
 def _flags_of_fields(fields: Mapping[Any, Any], where: str) -> dict[Flag, Any]:
     """The values of the fields that are flags. Raises ConfigError for a field that is no flag of a model."""
-    flags = flags_by_name(MODEL_FLAGS)
     values = {key: value for key, value in fields.items() if key not in OWN}
     for key in values:
-        if key not in flags:
-            raise _unknown_field(key, flags, where)
-    return {flags[key]: value for key, value in values.items()}
+        if key not in MODEL_FLAGS:
+            raise _unknown_field(key, where)
+    return {MODEL_FLAGS[key]: value for key, value in values.items()}
 
 
-def _unknown_field(key: object, flags: Iterable[str], where: str) -> ConfigError:
-    if key in flags_by_name(SERVER):
+def _unknown_field(key: object, where: str) -> ConfigError:
+    if key in SERVER_FLAGS:
         return ConfigError(
             f"{where} has {key!r}, which is about the address of all models; put it next to the list",
             code="address-flag-of-model",
         )
-    near = nearest_name(str(key), [*OWN, *flags], {"keepalive": "keep-alive", "names": "name"})
+    near = nearest_name(str(key), [*OWN, *MODEL_FLAGS], {"keepalive": "keep-alive", "names": "name"})
     return ConfigError(f"{where} has the unknown field {key!r}{near}", code="unknown-field")
 
 
@@ -139,7 +138,7 @@ def _names(value: object, model: str, where: str) -> tuple[str, ...]:
 def config_of_flags(model: str, flags: list[str], where: str) -> EngineConfig:
     """The engine's options that flags give. Raises ConfigError and UsageError, which name the model at fault."""
     parser = Parser(prog=where, add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
-    for flag in MODEL_FLAGS:
+    for flag in MODEL_FLAGS.values():
         add_flag(parser.add_argument_group(), flag)
     try:
         parsed = {**parsed_values(parser.parse_args(flags)), "model": model}
@@ -183,7 +182,7 @@ def models_of_node(node: NodeConfig, path: str) -> ModelSet:
 
 def check_front_flags(engine: EngineFlags, source: str) -> None:
     """Raise UsageError for an engine's flag given with a set: it would be unclear which engine it is for."""
-    misplaced = next((flag for flag in ENGINE_FLAGS if flag.dest in engine.given), None)
+    misplaced = next((flag for flag in flags_of_engine().values() if flag.dest in engine.given), None)
     if misplaced is not None:
         raise UsageError(
             f"{misplaced.long} is about one engine, and {source} has several; put {misplaced.name} into the file, for "
