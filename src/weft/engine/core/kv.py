@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 from weft.checkpoint.architectures.kv import STATES, KVGroup, KVLayout
@@ -234,25 +236,48 @@ class KVManager:
         if self.frees:
             self.free_behind(sequence, end - 1)
 
-    def advance_in_turns(self, turns: list[Sequence], rounds: int, *, unknown: int) -> None:
-        """Bring sequences to the state after `rounds` rounds of steps, in which each computes one token in its turn."""
-        starts = [sequence.computed for sequence in turns]
+    def advance_in_turns(self, orders: list[list[list[Sequence]]], rounds: int, *, unknown: int) -> None:
+        """Bring sequences to the state after `rounds` rounds of steps, in which each computes one token.
+
+        Each of the `orders` has the rows of the steps of a round; the rounds alternate between them.
+        """
+        starts = {sequence: sequence.computed for rows in orders[0] for sequence in rows}
         if self.caching:
             # In the order of the steps: of equal blocks the first is found again, and the blocks freed last stay
             # longest.
-            for number, turn in sorted(
-                (number, turn) for turn, start in enumerate(starts) for number in self._rounds_of_change(start, rounds)
-            ):
-                self.advance(turns[turn], starts[turn] + number, unknown=unknown)
-        for sequence, start in zip(turns, starts, strict=True):
+            places = [
+                {sequence: (step, row) for step, rows in enumerate(order) for row, sequence in enumerate(rows)}
+                for order in orders
+            ]
+            changes = sorted(
+                (number, *places[(number - 1) % len(places)][sequence], sequence)
+                for sequence, start in starts.items()
+                for number in self._rounds_of_change(start, rounds)
+            )
+            for _, step in groupby(changes, key=itemgetter(0, 1)):
+                self._take_step([(sequence, starts[sequence] + number) for number, _, _, sequence in step], unknown)
+        for sequence, start in starts.items():
             self.advance(sequence, start + rounds, unknown=unknown)
+
+    def _take_step(self, rows: list[tuple[Sequence, int]], unknown: int) -> None:
+        """Bring sequences to the state after a step of one token each, up to the position given with each."""
+        if self.frees:
+            # A step frees blocks before any of its rows takes one.
+            for sequence, end in rows:
+                if sequence.computed < end - 1:
+                    self.advance(sequence, end - 1, unknown=unknown)
+                self.free_behind(sequence, end - 1)
+        for sequence, end in rows:
+            self.advance(sequence, end, unknown=unknown)
 
     def _rounds_of_change(self, start: int, rounds: int) -> set[int]:
         """Numbers, from 1 on, of the rounds in which a sequence that computes position `start` in the first one fills,
         takes or frees a block."""
         size = self.block_size
         changes = {0, size - 1, *((group.reach or 0) % size for group in self._limited)}
-        return {number for change in changes for number in range((change - start) % size + 1, rounds + 1, size)}
+        numbers = {number for change in changes for number in range((change - start) % size + 1, rounds + 1, size)}
+        # The first step after a chunk of a prompt frees all blocks that only the chunk has read.
+        return numbers | {1} if self.frees else numbers
 
     def register_full_blocks(self, sequence: Sequence, known: int | None = None) -> None:
         """Add the blocks that scheduled tokens fill to the prefix cache, up to `known` tokens, or to all known
