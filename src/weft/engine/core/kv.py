@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import groupby
-from operator import itemgetter
 from typing import NamedTuple
 
 from weft.checkpoint.architectures.kv import STATES, KVGroup, KVLayout
@@ -221,63 +219,44 @@ class KVManager:
         end = (sequence.computed + count) // self.block_size * self.block_size
         return end - sequence.computed if self.has_states and self.caching and end > sequence.computed else count
 
-    def advance(self, sequence: Sequence, end: int, *, unknown: int = 0) -> None:
-        """Bring a sequence to the state after steps of one token each, up to position `end`.
+    def advance(self, orders: list[list[list[Sequence]]], rounds: int, *, unknown: int) -> None:
+        """Bring sequences to the state after `rounds` rounds of steps, in which each computes one token.
 
-        When such a step is scheduled, the last `unknown` of the tokens that it and earlier ones compute are not known.
+        Each of the `orders` has the rows of the steps of a round; the rounds alternate between them. When a step is
+        scheduled, the last `unknown` of the tokens that it and earlier steps compute are not known.
         """
+        if self.caching:
+            # Of equal blocks the first is found again, and the blocks freed last stay longest.
+            for number in range(rounds):
+                for rows in orders[number % len(orders)]:
+                    self._take_step(rows, unknown)
+        else:
+            for rows in orders[0]:
+                for sequence in rows:
+                    self._take_steps(sequence, sequence.computed + rounds)
+
+    def _take_step(self, rows: list[Sequence], unknown: int) -> None:
+        """Bring sequences to the state after a step of one token each."""
+        if self.frees:
+            for sequence in rows:
+                self.free_behind(sequence, sequence.computed)
+        for sequence in rows:
+            if sequence.computed == sequence.room:
+                self.grow_tables(sequence, sequence.room + 1)
+            sequence.computed += 1
+            if (sequence.computed - unknown) // self.block_size > sequence.registered:
+                self.register_full_blocks(sequence, sequence.computed - unknown)
+
+    def _take_steps(self, sequence: Sequence, end: int) -> None:
+        """Bring a sequence to the state after steps of one token each, up to position `end`."""
         while sequence.computed < end:
             if self.frees:
                 self.free_behind(sequence, sequence.computed)
             if sequence.computed == sequence.room:
                 self.grow_tables(sequence, sequence.room + 1 if self.frees else end)
             sequence.computed = min(end, sequence.room)
-            self.register_full_blocks(sequence, sequence.computed - unknown)
         if self.frees:
             self.free_behind(sequence, end - 1)
-
-    def advance_in_turns(self, orders: list[list[list[Sequence]]], rounds: int, *, unknown: int) -> None:
-        """Bring sequences to the state after `rounds` rounds of steps, in which each computes one token.
-
-        Each of the `orders` has the rows of the steps of a round; the rounds alternate between them.
-        """
-        starts = {sequence: sequence.computed for rows in orders[0] for sequence in rows}
-        if self.caching:
-            # In the order of the steps: of equal blocks the first is found again, and the blocks freed last stay
-            # longest.
-            places = [
-                {sequence: (step, row) for step, rows in enumerate(order) for row, sequence in enumerate(rows)}
-                for order in orders
-            ]
-            changes = sorted(
-                (number, *places[(number - 1) % len(places)][sequence], sequence)
-                for sequence, start in starts.items()
-                for number in self._rounds_of_change(start, rounds)
-            )
-            for _, step in groupby(changes, key=itemgetter(0, 1)):
-                self._take_step([(sequence, starts[sequence] + number) for number, _, _, sequence in step], unknown)
-        for sequence, start in starts.items():
-            self.advance(sequence, start + rounds, unknown=unknown)
-
-    def _take_step(self, rows: list[tuple[Sequence, int]], unknown: int) -> None:
-        """Bring sequences to the state after a step of one token each, up to the position given with each."""
-        if self.frees:
-            # A step frees blocks before any of its rows takes one.
-            for sequence, end in rows:
-                if sequence.computed < end - 1:
-                    self.advance(sequence, end - 1, unknown=unknown)
-                self.free_behind(sequence, end - 1)
-        for sequence, end in rows:
-            self.advance(sequence, end, unknown=unknown)
-
-    def _rounds_of_change(self, start: int, rounds: int) -> set[int]:
-        """Numbers, from 1 on, of the rounds in which a sequence that computes position `start` in the first one fills,
-        takes or frees a block."""
-        size = self.block_size
-        changes = {0, size - 1, *((group.reach or 0) % size for group in self._limited)}
-        numbers = {number for change in changes for number in range((change - start) % size + 1, rounds + 1, size)}
-        # The first step after a chunk of a prompt frees all blocks that only the chunk has read.
-        return numbers | {1} if self.frees else numbers
 
     def register_full_blocks(self, sequence: Sequence, known: int | None = None) -> None:
         """Add the blocks that scheduled tokens fill to the prefix cache, up to `known` tokens, or to all known

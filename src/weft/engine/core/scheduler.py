@@ -449,14 +449,14 @@ class Scheduler:
             # The token that a step computes is still being sampled when it is scheduled. Its rows are then in the order
             # of the step before the last, whose result has been applied: the orders of two steps alternate.
             ahead = self.table.in_flight[0]
-            self.kv.advance_in_turns([steps, [ahead.rows]], rounds, unknown=1)
+            self.kv.advance([steps, [ahead.rows]], rounds, unknown=1)
             if rounds % 2:
                 self.table.take(steps[0])
                 for sequence in ahead.rows:
                     self.table.await_turn(sequence)
                 ahead.reorder(steps[0])
         else:
-            self.kv.advance_in_turns([steps], rounds, unknown=0)
+            self.kv.advance([steps], rounds, unknown=0)
         ended = [sequence for sequence in running if len(sequence.tokens) >= sequence.limit]
         # All requests of the last step get their blocks before any request frees its own.
         for sequence in ended:
