@@ -226,7 +226,7 @@ class KVManager:
         scheduled, the last `unknown` of the tokens that it and earlier steps compute are not known.
         """
         if self.caching:
-            # Of equal blocks the first is found again, and the blocks freed last stay longest.
+            # The order of steps counts: the first of equal blocks is found again, and blocks freed last stay longest.
             for number in range(rounds):
                 for rows in orders[number % len(orders)]:
                     self._take_step(rows, unknown)
