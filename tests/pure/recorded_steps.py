@@ -166,7 +166,7 @@ def draw_request(random: Random, id: str, settings: Settings) -> Request:
         prompt_logprobs=0 if random.random() < 0.1 else None,
         logprobs=0 if random.random() < 0.1 else None,
         presence_penalty=0.5 if random.random() < 0.1 else 0.0,
-        stop_token_ids=[VOCAB - 1] if random.random() < 0.1 else [],
+        stop_token_ids=(VOCAB - 1,) if random.random() < 0.1 else (),
     )
     answered = [1] * random.randint(1, 4) if most is None and not grammar and random.random() < 0.2 else []
     return Request(

@@ -219,40 +219,44 @@ class KVManager:
         end = (sequence.computed + count) // self.block_size * self.block_size
         return end - sequence.computed if self.has_states and self.caching and end > sequence.computed else count
 
-    def advance(self, sequence: Sequence, end: int, *, unknown: int = 0) -> None:
-        """Bring a sequence to the state after steps of one token each, up to position `end`.
+    def advance(self, orders: list[list[list[Sequence]]], rounds: int, *, unknown: int) -> None:
+        """Bring sequences to the state after `rounds` rounds of steps, in which each computes one token.
 
-        When such a step is scheduled, the last `unknown` of the tokens that it and earlier ones compute are not known.
+        Each of the `orders` has the rows of the steps of a round; the rounds alternate between them. When a step is
+        scheduled, the last `unknown` of the tokens that it and earlier steps compute are not known.
         """
+        if self.caching:
+            # The order of steps counts: the first of equal blocks is found again, and blocks freed last stay longest.
+            for number in range(rounds):
+                for rows in orders[number % len(orders)]:
+                    self._take_step(rows, unknown)
+        else:
+            for rows in orders[0]:
+                for sequence in rows:
+                    self._take_steps(sequence, sequence.computed + rounds)
+
+    def _take_step(self, rows: list[Sequence], unknown: int) -> None:
+        """Bring sequences to the state after a step of one token each."""
+        if self.frees:
+            for sequence in rows:
+                self.free_behind(sequence, sequence.computed)
+        for sequence in rows:
+            if sequence.computed == sequence.room:
+                self.grow_tables(sequence, sequence.room + 1)
+            sequence.computed += 1
+            if (sequence.computed - unknown) // self.block_size > sequence.registered:
+                self.register_full_blocks(sequence, sequence.computed - unknown)
+
+    def _take_steps(self, sequence: Sequence, end: int) -> None:
+        """Bring a sequence to the state after steps of one token each, up to position `end`."""
         while sequence.computed < end:
             if self.frees:
                 self.free_behind(sequence, sequence.computed)
             if sequence.computed == sequence.room:
                 self.grow_tables(sequence, sequence.room + 1 if self.frees else end)
             sequence.computed = min(end, sequence.room)
-            self.register_full_blocks(sequence, sequence.computed - unknown)
         if self.frees:
             self.free_behind(sequence, end - 1)
-
-    def advance_in_turns(self, turns: list[Sequence], rounds: int, *, unknown: int) -> None:
-        """Bring sequences to the state after `rounds` rounds of steps, in which each computes one token in its turn."""
-        starts = [sequence.computed for sequence in turns]
-        if self.caching:
-            # In the order of the steps: of equal blocks the first is found again, and the blocks freed last stay
-            # longest.
-            for number, turn in sorted(
-                (number, turn) for turn, start in enumerate(starts) for number in self._rounds_of_change(start, rounds)
-            ):
-                self.advance(turns[turn], starts[turn] + number, unknown=unknown)
-        for sequence, start in zip(turns, starts, strict=True):
-            self.advance(sequence, start + rounds, unknown=unknown)
-
-    def _rounds_of_change(self, start: int, rounds: int) -> set[int]:
-        """Numbers, from 1 on, of the rounds in which a sequence that computes position `start` in the first one fills,
-        takes or frees a block."""
-        size = self.block_size
-        changes = {0, size - 1, *((group.reach or 0) % size for group in self._limited)}
-        return {number for change in changes for number in range((change - start) % size + 1, rounds + 1, size)}
 
     def register_full_blocks(self, sequence: Sequence, known: int | None = None) -> None:
         """Add the blocks that scheduled tokens fill to the prefix cache, up to `known` tokens, or to all known

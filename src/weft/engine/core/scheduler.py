@@ -431,8 +431,9 @@ class Scheduler:
         """Advance by `rounds` rounds in which all running requests decode, and no other request is admitted.
 
         No request ends before the last round, and none then if a step is in flight. The state becomes the same as after
-        single steps that sample each request's last token again. The steps in flight stay in flight. Returns the ids of
-        the requests that have ended. The counters of the policy "fair" stay as they are.
+        single steps that sample each request's last token again. The steps in flight stay in flight; with lookahead the
+        rows may get another order. Returns the ids of the requests that have ended. The counters of the policy "fair"
+        stay as they are.
         """
         counters, running = self._counters, self.table.running.values()
         steps = self.table.turns(lookahead=self._lookahead)
@@ -444,9 +445,18 @@ class Scheduler:
         counters.computed_tokens += rounds * len(running)
         for sequence in running:
             sequence.tokens += [sequence.tokens[-1]] * rounds
-        # With lookahead, the token that a step computes is still being sampled when it is scheduled.
-        turns = [sequence for rows in steps for sequence in rows]
-        self.kv.advance_in_turns(turns, rounds, unknown=int(self._lookahead))
+        if self._lookahead:
+            # The token that a step computes is still being sampled when it is scheduled. Its rows are then in the order
+            # of the step before the last, whose result has been applied: the orders of two steps alternate.
+            ahead = self.table.in_flight[0]
+            self.kv.advance([steps, [ahead.rows]], rounds, unknown=1)
+            if rounds % 2:
+                self.table.take(steps[0])
+                for sequence in ahead.rows:
+                    self.table.await_turn(sequence)
+                ahead.reorder(steps[0])
+        else:
+            self.kv.advance([steps], rounds, unknown=0)
         ended = [sequence for sequence in running if len(sequence.tokens) >= sequence.limit]
         # All requests of the last step get their blocks before any request frees its own.
         for sequence in ended:

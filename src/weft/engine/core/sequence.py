@@ -192,3 +192,8 @@ class Flight:
                 rows.append((sequence.matcher, plan.tokens[end - drafted : end]))
         if rows:  # none if every constrained row is a chunk of a prompt
             plan.masks = dict(zip(slots, grammars.masks(rows), strict=True))
+
+    def reorder(self, rows: list[Sequence]) -> None:
+        """Put the rows of a step of decodes into another order."""
+        self.rows = rows
+        self.plan.slots = [sequence.slot for sequence in rows]

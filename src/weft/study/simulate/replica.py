@@ -100,7 +100,8 @@ class SimulatedReplica:
         self._predictors, self._tally, self._stretches = spec.predictors, tally, stretches
         self._blocks_per_token = spec.kv.blocks_per_token
         self._stages, self._depth = settings.stages, settings.stages + settings.lookahead
-        self._flights: deque[tuple[StepResult | LockStepResult, float]] = deque()  # steps' results, and their times
+        # The steps in flight, with the times of their results and the results.
+        self._flights: deque[tuple[StepPlan | LockStep, float, StepResult | LockStepResult]] = deque()
         self._keys = [[0] * settings.max_num_seqs for _ in spec.predictors]  # by group: key of the request in each slot
         self._last_result_s = 0.0
         self._stretch: Stretch | None = None
@@ -163,7 +164,7 @@ class SimulatedReplica:
                 self._unfinished[id].began_s = now
             cost = self._step_seconds(scheduled.step)
             self._last_result_s = max(now + cost.latency_s, self._last_result_s + cost.interval_s)
-            flights.append((self._sample(scheduled.step), self._last_result_s))
+            flights.append((scheduled.step, self._last_result_s, self._sample(scheduled.step)))
         self._update_due()
 
     def _update_due(self) -> None:
@@ -198,7 +199,7 @@ class SimulatedReplica:
 
     def _finish_step(self, *, stretches: bool = True) -> list[SimulatedTimes]:
         """Apply the result of the oldest step in flight. Return the requests that have ended."""
-        result, now = self._flights.popleft()
+        _, now, result = self._flights.popleft()
         blocks = sum(group.kv.used for group in self._groups)
         self._count_use(now, blocks, sum(len(group.table.running) for group in self._groups))
         ended, gaps, tally = [], [], self._tally
@@ -265,8 +266,8 @@ class SimulatedReplica:
             times.last_s = now if self._depth == 1 else times.last_s + took_s
         tally.count_tokens_evenly(stretch.start_s, now, tokens)
         tally.count_stretch(now, stretch.rounds, len(running), stretch.first_s, stretch.growth_s)
-        # The steps in flight now are the earlier steps, a few tokens later.
-        self._flights = deque((result, result_s + took_s) for result, result_s in self._flights)
+        # The steps in flight now are the earlier steps, a few tokens later; their rows may have another order.
+        self._flights = deque((step, result_s + took_s, self._sample(step)) for step, result_s, _ in self._flights)
         self._last_result_s += took_s
         return [self._unfinished.pop(id) for id in ended]
 
