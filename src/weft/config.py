@@ -23,12 +23,12 @@ MaxMemory = dict[int | str, int | str]  # of each device to be used: bytes, or a
 
 
 class Scope(Flag):
-    """Who has a server's option where several models share an address."""
+    """The owner of a server's option where several models share an address."""
 
     ADDRESS = auto()  # the server at the address
     MODELS = auto()  # each model's server, which the address passes it on to
     EACH = auto()  # each model's server; a model may have a value of its own, in the file of the set
-    SINGLE = auto()  # nobody: only a server of one model has it
+    SINGLE = auto()  # only a server of one model
 
 
 @dataclass(frozen=True, kw_only=True)
