@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from weft.cli.flags import plan_flags, values
 from weft.cli.flags.declared import Arguments, Flags, Group, flag
-from weft.cli.flags.plan_flags import MAX_NUM_SEQS, RATE, SLO, THINK, USERS, Aim, Hardware, Layout, Source
+from weft.cli.flags.plan_flags import RATE, SLO, THINK, USERS, Aim, Hardware, Layout, LimitFlags, Source
 from weft.config import EngineConfig
 
 USUAL_POLICY = "least_conn"
@@ -109,7 +109,11 @@ class Service(Flags):
     policy: str = flag(
         USUAL_POLICY, parse=policy, choices=policy_names, help="rule that picks the replica for a request"
     )
-    max_num_seqs: int | None = MAX_NUM_SEQS
+
+
+class Queue(Flags):
+    """The queue of each replica."""
+
     max_num_queued_reqs: int | None = flag(
         parse=values.at_least(0),
         config_default=EngineConfig.max_num_queued_reqs,
@@ -150,4 +154,6 @@ class SimulateArguments(Arguments):
     aim: Annotated[Aim, Group("layout")]
     load: Load
     service: Service
+    limits: Annotated[LimitFlags, Group("service")]
+    queue: Annotated[Queue, Group("service")]
     answer: SimulationAnswer
