@@ -23,12 +23,12 @@ MaxMemory = dict[int | str, int | str]  # of each device to be used: bytes, or a
 
 
 class Scope(Flag):
-    """The owner of a server's option where several models share an address."""
+    """The servers that have an option where several models share an address."""
 
     ADDRESS = auto()  # the server at the address
     MODELS = auto()  # each model's server, which the address passes it on to
     EACH = auto()  # each model's server; a model may have a value of its own, in the file of the set
-    SINGLE = auto()  # only a server of one model
+    SINGLE = auto()  # none of them: only a server of one model has it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Option:
     - `choices`: the values that are allowed; () allows all.
     - `synonyms`: other names of the choices, which the config replaces.
     - `minimum`: the smallest number that is allowed.
-    - `scope`: of an option of the HTTP server, who has it where several models share an address.
+    - `scope`: the servers that have an option of the HTTP server where several models share an address.
 
     For the command line:
 

@@ -454,3 +454,10 @@ def test_layers_that_differ_in_their_heads_are_planned_and_not_run() -> None:
     assert (first.layers, second.layers) == (tuple(range(0, 30, 2)), tuple(range(1, 30, 2)))
     with refuses(PlanError, "several-kinds-of-attention", "9 query and 1 KV heads of 128", "3 KV heads of 64"):
         plan(shape=shape)
+
+
+def test_a_plan_logs_what_decided_its_kernels(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", logger="weft")
+    plan(host(environment={"VLLM_ATTENTION_BACKEND": "TORCH_SDPA"}), dtype="float32")
+    (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("dtype ")]
+    assert line == "dtype float32 (--dtype), attention torch (VLLM_ATTENTION_BACKEND), products own (the default)"

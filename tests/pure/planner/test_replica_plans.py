@@ -85,6 +85,13 @@ def test_named_gpus_are_dealt_out_in_their_order() -> None:
     assert devices(plans) == [["cuda:3", "cuda:1"], ["cuda:2", "cuda:0"]]
 
 
+def test_replicas_count_the_stages_of_vllms_variable() -> None:
+    where = rig(FOUR, FOUR, FOUR, FOUR, environment={"VLLM_PP_LAYER_PARTITION": "20,20"})
+    plans = replicas("Qwen3-14B", where, data_parallel_size=2)
+    assert devices(plans) == [["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"]]
+    assert [one.plan.parallelism.pipeline_split for one in plans] == [(20, 20)] * 2
+
+
 def test_replicas_of_a_mixture_share_no_experts() -> None:
     plans = replicas("Qwen3-30B-A3B", rig(H100, H100), data_parallel_size=2)
     assert len(plans) == 2

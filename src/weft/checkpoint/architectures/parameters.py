@@ -262,7 +262,7 @@ class _LayerTable:
         down = [("self_attn.kv_a_proj_with_mqa", Axis(spec.latent_dim))]
         yield from self.linear("attention.kv_down", down, self.hidden, bias=spec.bias)
         yield from self.norm("attention.kv_norm", "self_attn.kv_a_layernorm", kv_rank)
-        # Of each head: its key without the rotary part, and its value.
+        # For each head: its key without the rotary part, and its value.
         up = [("self_attn.kv_b_proj", query_heads(spec, spec.nope_dim + spec.v_dim))]
         yield from self.linear("attention.kv_up", up, kv_rank, role="expansion")
         values = query_heads(spec, spec.v_dim)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 OWN = ("name", "model", "keep-alive", "priority", "load")  # fields of a model that are no flags of its engine
 SERVER_FLAGS = {flag.name: flag for flag in flags_of(ServeOptions)}
-# The server's options that concern the answers of one model; the others are the address's.
+# Options of the server that concern the answers of one model; all others are the address's.
 ANSWERS = {name: flag for name, flag in SERVER_FLAGS.items() if flag.dest in scoped_options(Scope.EACH)}
 MODEL_FLAGS = {**flags_of_engine(), **ANSWERS}
 

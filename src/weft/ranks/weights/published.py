@@ -17,6 +17,7 @@ from weft.ranks.weights.stored import StoredWeights, rows_at_once
 
 logger = logging.getLogger("weft")
 
+SIGN = 128  # a bit: from -128 .. 127 to 0 .. 255
 LOOKUP = TABLES | {"mxfp4": MXFP4_VALUES}  # values of 4-bit numbers
 
 
@@ -32,7 +33,7 @@ class PublishedWeights(StoredWeights):
             return
         for chunk, at in _row_chunks(info, rows, into.device):
             part = Range(source, chunk, cols or Span(0, info.dims[1]), info.group, into.device)
-            into[at : at + len(chunk)].copy_(_values(info, READERS[type(info)](info, part)))
+            into[at : at + len(chunk)].copy_(_values(info, part, READERS[type(info)](info, part)))
 
     def holds(self, source: str, scheme: str) -> bool:
         info = self.tensors[source]
@@ -52,6 +53,8 @@ class PublishedWeights(StoredWeights):
             stored = READERS[type(info)](info, Range(source, chunk, cols, into.scheme.group, into.device))
             part = into.narrow(0, at, len(chunk))
             part.values.copy_(pack_nibbles(stored.numbers) if info.bits == 4 else stored.numbers)
+            if info.numbers == "signed":
+                part.values.bitwise_xor_(SIGN)
             is_rounded = part.scales.dtype == torch.float16
             part.scales.copy_(self._round_scales(source, stored.scales) if is_rounded else stored.scales)
             self._fill_zeros(source, info, stored.zeros, part)
@@ -104,16 +107,19 @@ def _row_chunks(info: Packed, rows: Span, device: torch.device) -> Iterator[tupl
         yield Span(row, min(row + step, rows.stop)), row - rows.start
 
 
-def _values(info: Packed, stored: StoredRange) -> torch.Tensor:
+def _values(info: Packed, part: Range, stored: StoredRange) -> torch.Tensor:
     """The weights that numbers stand for: [rows, cols] float32."""
-    numbers, scales = stored.numbers, stored.scales.to(stored.numbers.device)
+    numbers, scales = stored.numbers, stored.scales.to(part.device)
+    groups = part.column_groups() if stored.order is None else stored.order
     if info.numbers == "fp8":
         values = numbers.view(torch.float8_e4m3fn).float()
+    elif info.numbers == "signed":
+        values = numbers.view(torch.int8).float()
     elif info.numbers in LOOKUP:
-        values = torch.tensor(LOOKUP[info.numbers], device=numbers.device).take(numbers.long())
+        values = torch.tensor(LOOKUP[info.numbers], device=part.device).take(numbers.long())
     elif stored.zeros is None:
         values = numbers.float().sub_(1 << info.bits - 1)
     else:
-        values = numbers.float().sub_(stored.zeros.float()[:, stored.groups])
+        values = numbers.float().sub_(stored.zeros.float()[:, groups])
     scales = torch.exp2(scales.float() - 127) if scales.dtype == torch.uint8 else scales.float()
-    return values.mul_(scales[:, stored.groups])
+    return values.mul_(scales if scales.shape[1] == 1 else scales[:, groups])

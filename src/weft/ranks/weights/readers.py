@@ -27,7 +27,6 @@ from weft.ranks.weights.stored import DENSE, map_bytes, view_bytes
 DTYPES = DENSE | {"I32": torch.int32}
 TABLE_TOLERANCE = 1e-3  # absolute; some old files round bitsandbytes' tables to four digits
 NOT_A_NUMBER = 127  # the bits of E4M3's NaN, without its sign
-SIGN = 128  # a bit: from -128 .. 127 to 0 .. 255
 
 
 class Range(NamedTuple):
@@ -43,36 +42,34 @@ class Range(NamedTuple):
         """The first column of each group that holds some of the columns."""
         return torch.arange(self.cols.start // self.group, -(-self.cols.stop // self.group)) * self.group
 
+    def column_groups(self) -> torch.Tensor:
+        """The group of each column, among the groups of the range: [cols] int64."""
+        columns = torch.arange(self.cols.start, self.cols.stop, device=self.device)
+        return columns // self.group - self.cols.start // self.group
+
 
 class StoredRange(NamedTuple):
-    """A range of a matrix as a scheme holds it.
+    """A range of a matrix as a scheme holds it, but for the sign of signed integers.
 
     `numbers` are [rows, cols] uint8 on the device, `scales` and `zeros` (None: in the middle of the range) [rows,
-    groups], `groups` the group of each column.
+    groups]. `order` is the group of each column, if a group's columns lie apart.
     """
 
     numbers: torch.Tensor
     scales: torch.Tensor
-    zeros: torch.Tensor | None
-    groups: torch.Tensor
-
-
-def spread_groups(part: Range) -> torch.Tensor:
-    """Index of each column's group among the groups of a range: [cols] int64."""
-    columns = torch.arange(part.cols.start, part.cols.stop, device=part.device)
-    return columns // part.group - part.cols.start // part.group
+    zeros: torch.Tensor | None = None
+    order: torch.Tensor | None = None
 
 
 def _read_words(info: PackedWords, part: Range) -> StoredRange:
     """Numbers, scales and zero points."""
-    if info.order is None:
-        groups, group_of = Span(part.cols.start // info.group, -(-part.cols.stop // info.group)), spread_groups(part)
-    else:  # the columns of a group lie apart
+    groups, order = Span(part.cols.start // info.group, -(-part.cols.stop // info.group)), None
+    if info.order is not None:
         groups = Span(0, -(-info.dims[1] // info.group))
         whole = view_bytes(map_bytes(info.order, 0, info.order.nbytes), torch.int32)
-        group_of = whole[part.cols.start : part.cols.stop].long().to(part.device)
+        order = whole[part.cols.start : part.cols.stop].long().to(part.device)
     scales = check_finite(_read_tensor(info, info.scales, part.rows, groups))
-    return StoredRange(_word_numbers(info, part), scales, _word_zeros(info, part, groups), group_of)
+    return StoredRange(_word_numbers(info, part), scales, _word_zeros(info, part, groups), order)
 
 
 def _word_numbers(info: PackedWords, part: Range) -> torch.Tensor:
@@ -133,20 +130,13 @@ def _unpack_rows(info: PackedWords, words: torch.Tensor, rows: Span) -> torch.Te
 
 
 def _read_bytes(info: PackedBytes, part: Range) -> StoredRange:
-    """FP8 numbers, or signed integers as unsigned ones. Raises ModelError for an FP8 value that is no number."""
+    """FP8 numbers or signed integers, as they are. Raises ModelError for an FP8 value that is no number."""
     numbers = _read_rows(info, info.values, part.rows)[:, part.cols.start : part.cols.stop]
-    is_signed = info.numbers == "signed"
-    if not is_signed and numbers.bitwise_and(NOT_A_NUMBER).eq(NOT_A_NUMBER).any():
+    if info.numbers == "fp8" and numbers.bitwise_and(NOT_A_NUMBER).eq(NOT_A_NUMBER).any():
         raise ModelError(f"{info.file}: tensor {part.source} has a NaN; fetch it again", code="weight-not-a-number")
-    numbers = numbers.to(part.device)
     file_rows = torch.arange(part.rows.start, part.rows.stop) * info.step + info.first
     scales = _read_scales(info.scales)[(file_rows // info.rows)[:, None], part.group_starts()[None, :] // info.group]
-    return StoredRange(
-        numbers.bitwise_xor(SIGN) if is_signed else numbers,
-        check_finite(scales) / info.divisor,
-        None,
-        spread_groups(part),
-    )
+    return StoredRange(numbers.to(part.device), check_finite(scales) / info.divisor)
 
 
 def _read_scales(info: TensorInfo) -> torch.Tensor:
@@ -168,7 +158,7 @@ def _read_blocks(info: PackedBlocks, part: Range) -> StoredRange:
     pairs = _read_rows(info, info.values, part.rows)[:, groups.start * nbytes : groups.stop * nbytes].to(part.device)
     numbers = torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)
     start = part.cols.start - groups.start * info.group
-    return StoredRange(numbers[:, start : start + len(part.cols)], scales, None, spread_groups(part))
+    return StoredRange(numbers[:, start : start + len(part.cols)], scales)
 
 
 def _read_rows(info: Packed, part: TensorInfo, rows: Span) -> torch.Tensor:
@@ -191,7 +181,7 @@ def _read_table(info: PackedTable, part: Range) -> StoredRange:
     else:
         numbers = torch.stack((data >> 4, data & 15), dim=1).flatten()[first % 2 :][: last - first]
         numbers = numbers.view(len(rows), width)[:, cols.start : cols.stop]
-    return StoredRange(numbers.to(part.device), _table_scales(info, part), None, spread_groups(part))
+    return StoredRange(numbers.to(part.device), _table_scales(info, part))
 
 
 def _table_scales(info: PackedTable, part: Range) -> torch.Tensor:

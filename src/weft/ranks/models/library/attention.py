@@ -23,8 +23,8 @@ class Step:
     """The step that a rank's layers run: its batch and the KV caches.
 
     Keys and queries are rotated by the model itself. The kernels store keys in an order of their own while they rotate
-    them, so they rotate by the only row of a table that changes nothing, `no_rotation`: the batches of `stored`, one of
-    each KV group, have that row for all tokens.
+    them, so they rotate by the only row of `no_rotation`, which changes nothing. The batches of `stored`, one of each
+    KV group, have that row for all tokens.
     """
 
     batch: Batch | None = None
