@@ -27,6 +27,7 @@ from weft.machine.hardware.cluster import Cluster, is_several_nodes, parse_gpus,
 from weft.machine.hardware.cpus import typical_cpu
 from weft.machine.hardware.gpus import BF16_CAPABILITY
 from weft.plan.determinism import ON_GPUS, against_model, not_deterministic
+from weft.plan.limits import limits_of
 from weft.plan.plan import DraftModel, Speculation
 from weft.plan.speculation import resolve_speculation
 from weft.planner.deployment import Workload, check_length, default_lengths
@@ -76,7 +77,7 @@ def build_question(subject: Subject, model: Model, cluster: Cluster | None = Non
         constraints=constraints,
         price=cluster.price if subject.hardware.price is None else subject.hardware.price,
         gpu_memory_utilization=layout.gpu_memory_utilization,
-        max_num_seqs=counted.max_num_seqs,
+        **limits_of(counted),
         max_num_batched_tokens=layout.max_num_batched_tokens,
         speculation=planned_speculation(subject, model),
         deterministic=planned_determinism(subject, model, cluster),

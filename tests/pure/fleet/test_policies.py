@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from weft.cli.flags.simulate_flags import policy
+from weft.cli.flags.simulate_flags import USUAL_POLICY, policy
 from weft.fleet.upstreams.policy import (
     OLD_NAMES,
     PIECE_TOKENS,
@@ -148,5 +148,5 @@ def test_the_map_is_bounded_and_forgets_the_oldest_and_the_longest_first() -> No
 
 
 def test_old_names_are_understood() -> None:
-    assert {policy(old) for old in OLD_NAMES} <= set(POLICIES)
+    assert {policy(old) for old in OLD_NAMES} <= set(POLICIES) and next(iter(POLICIES)) == USUAL_POLICY
     assert policy("prefix") == "prefix"

@@ -83,8 +83,8 @@ class Flag(msgspec.Struct, frozen=True, kw_only=True):
 class Declaration(msgspec.Struct, frozen=True):
     """The flag of a struct's field before it is needed: its default, and its other fields as in `Flag`.
 
-    The name is the field's, and parser and choices may be left to the field's type. Without any of them, it is the flag
-    of the engine's option of this name.
+    The name is the field's; parser and choices may be left to the field's type, and the choices to a function. Without
+    any of them, it is the flag of the engine's option of this name.
     """
 
     default: Any
@@ -219,6 +219,8 @@ def _struct_flags(struct: type[Flags]) -> Iterator[Flag]:
         }
         if about.keys().isdisjoint(("parse", "several", "repeated")):
             given["parse"] = type_parser(kind)
+        if callable(given["choices"]):
+            given["choices"] = given["choices"]()
         yield Flag(**given)
 
 

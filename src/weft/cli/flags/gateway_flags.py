@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from weft.cli.flags import values
 from weft.cli.flags.declared import Arguments, flag
-from weft.cli.flags.simulate_flags import POLICY_NAMES, policy
+from weft.cli.flags.simulate_flags import USUAL_POLICY, policy, policy_names
 
 
 class GatewayArguments(Arguments):
@@ -23,9 +23,9 @@ class GatewayArguments(Arguments):
     port: int | None = flag(help="port to listen on; 0 picks a free one", config_default=8080)
     policy: str | None = flag(
         parse=policy,
-        choices=POLICY_NAMES,
+        choices=policy_names,
         help="rule that picks the upstream for a request",
-        config_default=POLICY_NAMES[0],
+        config_default=USUAL_POLICY,
     )
     keys: str | None = flag(metavar="FILE", help="YAML list of the keys that clients must send")
     access_log: str | None = flag(metavar="FILE", help="append a line of JSON for each request; - is standard output")

@@ -152,15 +152,18 @@ class Layout(Flags):
     )
 
 
-MAX_NUM_SEQS = flag(
-    parse=values.at_least(1), help="maximum number of requests that run at once in a replica. Default: the engine's own"
-)
+class LimitFlags(Flags):
+    """The fields of `EngineLimits`."""
+
+    max_num_seqs: int | None = flag(
+        parse=values.at_least(1),
+        help="maximum number of requests that run at once in a replica. Default: the engine's own",
+    )
 
 
-class PlannedEngine(Flags):
+class PlannedEngine(LimitFlags):
     """Options of the engine that the plan counts."""
 
-    max_num_seqs: int | None = MAX_NUM_SEQS
     speculative_config: dict[str, Any] | None = flag(
         short="-sc",
         metavar="JSON",

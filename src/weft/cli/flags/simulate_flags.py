@@ -8,15 +8,23 @@ from typing import Annotated, Literal
 
 from weft.cli.flags import plan_flags, values
 from weft.cli.flags.declared import Arguments, Flags, Group, flag
-from weft.cli.flags.plan_flags import MAX_NUM_SEQS, RATE, SLO, THINK, USERS, Aim, Hardware, Layout, Source
+from weft.cli.flags.plan_flags import RATE, SLO, THINK, USERS, Aim, Hardware, Layout, LimitFlags, Source
 from weft.config import EngineConfig
-from weft.fleet.upstreams.policy import OLD_NAMES, POLICIES
 
-POLICY_NAMES = tuple(POLICIES)
+USUAL_POLICY = "least_conn"
+
+
+def policy_names() -> tuple[str, ...]:
+    """The names of the policies."""
+    from weft.fleet.upstreams.policy import POLICIES  # not for the help of all commands
+
+    return tuple(POLICIES)
 
 
 def policy(text: str) -> str:
     """The name of a policy, for its old name too."""
+    from weft.fleet.upstreams.policy import OLD_NAMES
+
     return OLD_NAMES.get(text, text)
 
 
@@ -99,9 +107,13 @@ class Service(Flags):
         help="schedule each step before the previous one has ended (default: on for GPUs without a pipeline)"
     )
     policy: str = flag(
-        POLICY_NAMES[0], parse=policy, choices=POLICY_NAMES, help="rule that picks the replica for a request"
+        USUAL_POLICY, parse=policy, choices=policy_names, help="rule that picks the replica for a request"
     )
-    max_num_seqs: int | None = MAX_NUM_SEQS
+
+
+class Queue(Flags):
+    """The queue of each replica."""
+
     max_num_queued_reqs: int | None = flag(
         parse=values.at_least(0),
         config_default=EngineConfig.max_num_queued_reqs,
@@ -142,4 +154,6 @@ class SimulateArguments(Arguments):
     aim: Annotated[Aim, Group("layout")]
     load: Load
     service: Service
+    limits: Annotated[LimitFlags, Group("service")]
+    queue: Annotated[Queue, Group("service")]
     answer: SimulationAnswer

@@ -8,8 +8,8 @@ import msgspec
 from msgspec.structs import replace
 
 from weft.checkpoint.architectures.model import Model
-from weft.cli.flags.plan_flags import PlanArguments
-from weft.cli.flags.simulate_flags import Load, Service, SimulateArguments, SimulationAnswer
+from weft.cli.flags.plan_flags import LimitFlags, PlanArguments
+from weft.cli.flags.simulate_flags import Load, Queue, Service, SimulateArguments, SimulationAnswer
 from weft.cli.parser import UsageError
 from weft.cli.plan import outputs
 from weft.cli.plan_question import NOTHING_FITS
@@ -17,6 +17,7 @@ from weft.cli.simulate import study as simulate_study
 from weft.cli.simulate import view
 from weft.cli.simulate.runs import find_count, finite, report_json, run_once
 from weft.errors import WeftError
+from weft.plan.limits import limits_of
 from weft.planner.question import Question
 from weft.planner.report.plan_json import simulate_command
 from weft.planner.search.ranking import Candidate
@@ -87,7 +88,9 @@ def as_simulation(arguments: PlanArguments) -> SimulateArguments:
         load=Load(
             rate=promise.rate, users=promise.users, think=promise.think, input_len=input_len, output_len=output_len
         ),
-        service=Service(max_num_seqs=subject.counted.max_num_seqs),
+        service=Service(),
+        limits=LimitFlags(**limits_of(subject.counted)),
+        queue=Queue(),
         answer=SimulationAnswer(slo=promise.slo),
     )
 

@@ -37,7 +37,7 @@ def main(arguments: ServeArguments) -> int:
 
 
 def model_set(arguments: ServeArguments) -> ModelSet | None:
-    """The models of the file, or without a model those on this machine; None for one model.
+    """The models of the file, or without a model all on this machine; None for one model.
 
     Raises UsageError and ConfigError.
     """

@@ -13,6 +13,7 @@ from weft.cli.flags.simulate_flags import Load, SimulateArguments
 from weft.cli.parser import UsageError
 from weft.cli.plan_question import build_question, repeated_flags
 from weft.errors import ConfigError, PlanError
+from weft.plan.limits import limits_of
 from weft.planner.deployment import default_lengths
 from weft.planner.question import Question
 from weft.planner.search.ranking import Candidate
@@ -169,7 +170,7 @@ def build_simulation_question(
         source=arguments.source,
         hardware=arguments.hardware,
         layout=arguments.layout,
-        counted=PlannedEngine(max_num_seqs=arguments.service.max_num_seqs),
+        counted=PlannedEngine(**limits_of(arguments.limits)),
         aim=arguments.aim,
         workload=Workload(input_len=input_len, output_len=output_len),
     )
@@ -203,10 +204,10 @@ def build_study(arguments: SimulateArguments, question: Question, best: Candidat
 
 def study_replicas(arguments: SimulateArguments, question: Question, best: Candidate) -> list[ReplicaSpec]:
     """The replicas of the layout, or as many as --replicas says."""
-    service = arguments.service
-    limits = SchedulerLimits(max_num_seqs=service.max_num_seqs, lookahead=service.async_scheduling)
-    if service.max_num_queued_reqs is not None:
-        limits = msgspec.structs.replace(limits, max_num_queued=service.max_num_queued_reqs)
+    service, queued = arguments.service, arguments.queue.max_num_queued_reqs
+    limits = SchedulerLimits(max_num_seqs=arguments.limits.max_num_seqs, lookahead=service.async_scheduling)
+    if queued is not None:
+        limits = msgspec.structs.replace(limits, max_num_queued=queued)
     replicas = replica_specs(question, best, limits)
     other_count = service.replicas is not None or arguments.answer.find == "replicas"
     if other_count and best.layout.parallelism.shares_experts:

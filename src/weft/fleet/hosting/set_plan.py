@@ -22,6 +22,7 @@ from weft.fleet.hosting.residency import Need, Residency, Tenant
 from weft.formatting import format_bytes
 from weft.machine.hardware.cluster import Cluster
 from weft.plan.layout import DTYPES
+from weft.plan.limits import limits_of
 from weft.plan.plan import DraftModel, Speculation
 from weft.plan.speculation import resolve_speculation
 from weft.planner.deployment import Workload, default_lengths
@@ -239,7 +240,7 @@ def _best(entry: ModelEntry, model: Model, cluster: Cluster) -> Candidate | None
             objective=cast(Objective, config.objective),
             constraints=layout_constraints(config),
             gpu_memory_utilization=None if share == DEFAULT_CONFIG.gpu_memory_utilization else min(share),
-            max_num_seqs=config.max_num_seqs,
+            **limits_of(config),
             max_num_batched_tokens=config.max_num_batched_tokens,
             speculation=_speculation(config, model),
         )

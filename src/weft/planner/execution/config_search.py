@@ -15,6 +15,7 @@ from weft.errors import PlanError
 from weft.machine.hardware.cluster import Cluster, Node
 from weft.machine.hardware.host import Host
 from weft.plan.layout import compute_dtype
+from weft.plan.limits import limits_of
 from weft.plan.max_memory import cap_cluster, device_caps, parse_max_memory
 from weft.plan.parallelism import WHOLE_LAYERS, Parallelism, asked_parallelism
 from weft.plan.placement import spread_word
@@ -163,7 +164,7 @@ def plan_question(
         objective=cast(Objective, config.objective),
         constraints=layout_constraints(config),
         gpu_memory_utilization=None if share == DEFAULT_CONFIG.gpu_memory_utilization else min(share),
-        max_num_seqs=config.max_num_seqs,
+        **limits_of(config),
         max_num_batched_tokens=config.max_num_batched_tokens,
         speculation=speculative,
     )

@@ -16,6 +16,7 @@ from weft.errors import ConfigError
 from weft.formatting import format_bytes
 from weft.machine.hardware.cluster import Cluster, Node
 from weft.machine.hardware.host import Host
+from weft.plan.limits import limits_of
 from weft.plan.memory import Capacity
 from weft.plan.plan import Plan
 from weft.plan.quantization import precision_of
@@ -150,7 +151,7 @@ def plan_as_candidate(
             kv_dtype=kv_dtype,
             # Differing shares are limits, or follow from one request that has to fit: the same rule gives them again.
             gpu_memory_utilization=shares.pop() if len(shares) == 1 else None,
-            max_num_seqs=plan.max_num_seqs,
+            **limits_of(plan),
             max_num_batched_tokens=batched_tokens,
             speculation=plan.speculation,
         )

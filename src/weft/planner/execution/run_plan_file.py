@@ -21,6 +21,7 @@ from weft.machine.hardware.gpus import gpu_spec
 from weft.machine.hardware.host import Host
 from weft.plan import speculation
 from weft.plan.layout import DTYPES
+from weft.plan.limits import limits_of
 from weft.plan.plan import Plan
 from weft.planner.report.plan_file import PlanFile, PlannedRank
 
@@ -70,10 +71,11 @@ def _layout_fields(plan: PlanFile, checkpoint: Checkpoint, on_gpus: bool) -> dic
 
 def _limit_fields(plan: PlanFile, config: EngineConfig) -> dict[str, object]:
     fields: dict[str, object] = {}
-    if plan.max_num_seqs is not None:
-        given = None if config.max_num_seqs == DEFAULT_CONFIG.max_num_seqs else config.max_num_seqs
-        _check_flag(plan, "max_num_seqs", given, plan.max_num_seqs)
-        fields["max_num_seqs"] = plan.max_num_seqs
+    given, usual = limits_of(config), limits_of(DEFAULT_CONFIG)
+    for name, limit in limits_of(plan).items():
+        if limit is not None:
+            _check_flag(plan, name, None if given[name] == usual[name] else given[name], limit)
+            fields[name] = limit
     if config.max_num_batched_tokens is None:
         fields["max_num_batched_tokens"] = plan.layout.max_num_batched_tokens
     return fields

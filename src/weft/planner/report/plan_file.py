@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from weft.errors import ConfigError, error_reason
+from weft.plan.limits import EngineLimits
 from weft.plan.parallelism import SIZES, Parallelism
 from weft.plan.plan import RankDevice
 from weft.regular_files import read_regular
@@ -68,9 +69,9 @@ class PlannedWorkload(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len_given: bool
 
 
-class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
+class PlanFile(EngineLimits, frozen=True, kw_only=True):
     """The part of `planner.report.plan_json.plan_json` that an engine needs. `path` is the file that it was read
-    from."""
+    from. The limits are as the user gave them."""
 
     format: int
     engine: str
@@ -78,7 +79,6 @@ class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
     hardware: PlannedHardware
     workload: PlannedWorkload
     best: PlannedLayout | None
-    max_num_seqs: int | None = None  # as the user gave it
     speculative_config: dict[str, Any] | None = None
     path: str = ""
 

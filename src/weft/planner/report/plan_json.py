@@ -15,6 +15,7 @@ from weft.formatting import weft_command
 from weft.machine.hardware.cluster import Cluster, GpuPosition, Node
 from weft.machine.hardware.links import link_table, nearest_nvlink
 from weft.plan import speculation
+from weft.plan.limits import limits_of
 from weft.planner.deployment import DeploymentLayout
 from weft.planner.memory.footprint import RankMemory, ReplicaMemory
 from weft.planner.note import Note, create_note
@@ -63,7 +64,7 @@ def plan_json(result: SearchResult, model: Model) -> dict[str, Any]:
         "engine": question.engine,
         "objective": question.objective,
         "workload": workload_json(question),
-        "max_num_seqs": question.max_num_seqs,
+        **limits_of(question),
         "speculative_config": speculation.to_speculative_config(question.speculation) if question.speculation else None,
         "promise": None,
         "best": best_json(question, best) if best else None,

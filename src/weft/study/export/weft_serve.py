@@ -10,6 +10,7 @@ from weft.checkpoint.architectures.kv import number_bytes
 from weft.config import KV_CACHE_DTYPES
 from weft.plan import speculation
 from weft.plan.backends import no_narrow_cache
+from weft.plan.limits import limits_of
 from weft.planner.deployment import DeploymentLayout, deploy
 from weft.planner.question import Question
 from weft.study.export import hosts
@@ -74,8 +75,7 @@ def engine_flags(deployment: Deployment, server: ReplicaServer) -> Flags:
     layout, checkpoint = deployment.candidate.layout, deployment.checkpoint
     flags = _layout_flags(deployment)
     flags["max-model-len"] = deployment.max_model_len
-    if deployment.question.max_num_seqs:
-        flags["max-num-seqs"] = deployment.question.max_num_seqs
+    flags |= {name.replace("_", "-"): limit for name, limit in limits_of(deployment.question).items() if limit}
     flags["max-num-batched-tokens"] = deployment.candidate.memory.replicas[0].batched_tokens
     flags |= _memory_flags(deployment, server)
     if layout.precision in FLOATS:
