@@ -17,8 +17,7 @@ from weft.checkpoint.quantised.precision import canonical
 from weft.checkpoint.quantised.schemes import ONLINE_QUANTIZATIONS
 from weft.cli import layout_flags
 from weft.cli.flags.declared import flags_of
-from weft.cli.flags.plan_flags import REPEATED, Hardware, Layout, Source, Subject
-from weft.cli.flags.plan_flags import Workload as WorkloadFlags
+from weft.cli.flags.plan_flags import REPEATED, Hardware, Layout, Source, Subject, WorkloadFlags
 from weft.cli.parser import UsageError
 from weft.errors import ConfigError, error_reason
 from weft.formatting import join_commas

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from weft.cli import hints
 from weft.cli.commands import COMMANDS
-from weft.cli.flags.cluster_flags import PullArguments, UpArguments
+from weft.cli.flags.cluster_flags import ClusterPullArguments, UpArguments
 from weft.cli.flags.declared import Arguments
 from weft.cli.flags.flags import engine_config
 from weft.cli.parser import UsageError, full_spelling, parse_command, typed_flags
@@ -39,7 +39,7 @@ def main(arguments: Arguments) -> int:
     match arguments:
         case UpArguments():
             return up(read_hosts(positional[0]), arguments, positional[0])
-        case PullArguments():
+        case ClusterPullArguments():
             return pull(arguments.hosts, *positional)
     return 0 if remote.bring_down(read_hosts(positional[0]), say) else 1
 

@@ -24,7 +24,7 @@ class UpArguments(Arguments):
     model: str = flag("", metavar="MODEL", help="the model, instead of the file's")
 
 
-class PullArguments(Arguments):
+class ClusterPullArguments(Arguments):
     """weft cluster pull NAME."""
 
     title: ClassVar = "cluster"

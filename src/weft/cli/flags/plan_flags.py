@@ -181,7 +181,7 @@ class Aim(Flags):
     objective: Objective = flag("throughput", help="the figure by which layouts are ranked")
 
 
-class Workload(Flags):
+class WorkloadFlags(Flags):
     """The requests that are planned for."""
 
     concurrency: int | None = flag(
@@ -267,7 +267,7 @@ class Subject(Bundle):
     layout: Layout
     counted: Annotated[PlannedEngine, Group("layout")]
     aim: Annotated[Aim, Group("workload")]
-    workload: Workload
+    workload: WorkloadFlags
 
 
 class PlanArguments(Arguments):
@@ -280,4 +280,4 @@ class PlanArguments(Arguments):
 
 
 # Groups whose flags a command for a similar question repeats.
-REPEATED = (Hardware, Layout, PlannedEngine, Aim, Workload, Promise)
+REPEATED = (Hardware, Layout, PlannedEngine, Aim, WorkloadFlags, Promise)

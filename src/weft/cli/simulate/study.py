@@ -8,7 +8,7 @@ import msgspec
 
 from weft.checkpoint.architectures.model import Model
 from weft.cli import plot
-from weft.cli.flags.plan_flags import PlannedEngine, Subject, Workload
+from weft.cli.flags.plan_flags import PlannedEngine, Subject, WorkloadFlags
 from weft.cli.flags.simulate_flags import Load, SimulateArguments
 from weft.cli.parser import UsageError
 from weft.cli.plan_question import build_question, repeated_flags
@@ -172,7 +172,7 @@ def build_simulation_question(
         layout=arguments.layout,
         counted=PlannedEngine(**limits_of(arguments.limits)),
         aim=arguments.aim,
-        workload=Workload(input_len=input_len, output_len=output_len),
+        workload=WorkloadFlags(input_len=input_len, output_len=output_len),
     )
     question = build_question(subject, model)
     work = question.workload
