@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -53,9 +55,9 @@ def test_each_stage_covers_the_model_once(layout: Layout) -> None:
 @given(layouts())
 def test_every_query_head_lies_beside_its_kv_head(layout: Layout) -> None:
     shape, weights, stages = layout
-    cuts = [cut for place in cut_places(shape, weights, stages) for cut in place.heads]
-    assert {counts for counts, _ in cuts} == {*shape.head_counts}
-    for (q_heads, kv_heads), (queries, keys) in cuts:
+    places = cut_places(shape, weights, stages)
+    for counts, place in product(shape.head_counts, places):
+        (q_heads, kv_heads), (queries, keys) = counts, place.heads_of(counts)
         group = q_heads // kv_heads
         needed = {q // group for q in range(queries.start, queries.stop)}
         # Exactly those: a KV head that no query of the rank reads would be memory for nothing.

@@ -12,6 +12,7 @@ import pytest
 
 from tests.pure.api.test_batches import add_lines
 from weft.api.batches.store import Store
+from weft.checkpoint.files.sharded import ShardedState
 from weft.fleet.accounts.ledger import HOUR_S, Amount, Ledger
 from weft.planner.report.plan_file import load_plan_file
 from weft.probes import stored_speeds
@@ -49,6 +50,17 @@ def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         write(FILES)
     shutil.copytree(FILES, tmp_path / "files")
     return tmp_path / "files"
+
+
+def test_the_layout_of_shards_is_read_and_written_alike() -> None:
+    """Weights that `weft shard` cut may be all that is kept of a model, and older versions read new ones."""
+    text = (KEPT / "sharded_state.json").read_text()
+    state = msgspec.json.decode(text, type=ShardedState)
+    assert [len(place.q_heads) for place in state.places] == [2, 2]
+    written, kept = json.loads(msgspec.json.encode(state)), json.loads(text)
+    for place in written["places"]:
+        assert place.pop("other_heads") == []
+    assert written == kept
 
 
 def test_plans_are_read(tmp_path: Path) -> None:

@@ -544,9 +544,7 @@ def test_attention_is_tuned_for_a_model_s_heads_and_their_even_cuts(
     golden: Callable[[str, str], None],
 ) -> None:
     plan: Any = FakeLLM().plan  # 9 query and 3 KV heads
-    ((counts, spans),) = plan.places[0].heads
-    heads = ((counts, spans._replace(kv=Span(0, 4))),)
-    wide = msgspec.structs.replace(plan, places=(msgspec.structs.replace(plan.places[0], heads=heads),))
+    wide = msgspec.structs.replace(plan, places=(msgspec.structs.replace(plan.places[0], kv_heads=Span(0, 4)),))
     asked: list[tuple[tuple[int, ...], bool]] = []
 
     def tune(plan: object, ranks: tuple[int, ...], *, keep: bool, report: Any) -> list[TunedSizes]:

@@ -45,9 +45,9 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     Spans use the whole model's numbering. `dp_rank` is the number of the rank's attention group: each group has the
     whole model without its experts, and requests of its own.
 
-    `heads` has an entry for each of the numbers of heads that the model's layers have (`ModelShape.head_counts`), in
-    that order. KV heads may overlap between neighbouring ranks: with more ranks than KV heads they are replicated.
-    Query heads, `ffn` and `vocab` never overlap within a stage of a group.
+    `q_heads` and `kv_heads` are those of the layers with the first numbers of heads (`ModelShape.head_counts`), and
+    `other_heads` the heads of layers with other numbers. KV heads may overlap between neighbouring ranks: with more
+    ranks than KV heads they are replicated. Query heads, `ffn` and `vocab` never overlap within a stage of a group.
 
     In a model with experts a rank holds the columns `expert_ffn` of each expert in `experts`, which all groups share,
     and the columns `shared_ffn` of the shared experts, which each group has. Under tensor parallelism `experts` is all
@@ -63,7 +63,9 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     dp_rank: int = 0
     dp_size: int = 1
     layers: Span
-    heads: tuple[tuple[HeadCounts, HeadSpans], ...]
+    q_heads: Span
+    kv_heads: Span
+    other_heads: tuple[tuple[HeadCounts, HeadSpans], ...] = ()
     ffn: Span
     vocab: Span
     experts: Span = Span(0, 0)
@@ -72,17 +74,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
     def heads_of(self, counts: HeadCounts) -> HeadSpans:
         """The heads of layers with these numbers of heads."""
-        return next(spans for of, spans in self.heads if of == counts)
-
-    @property
-    def q_heads(self) -> Span:
-        """Query heads, in a model whose layers all have the same numbers of heads; else of the first such number."""
-        return self.heads[0][1].q
-
-    @property
-    def kv_heads(self) -> Span:
-        """KV heads, likewise."""
-        return self.heads[0][1].kv
+        others = (spans for of, spans in self.other_heads if of == counts)
+        return next(others, HeadSpans(self.q_heads, self.kv_heads))
 
     @property
     def first(self) -> bool:
@@ -102,7 +95,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 def whole(shape: ModelShape) -> Place:
     """Place of a single rank that owns the whole model."""
-    experts = shape.experts
+    experts, (first, *others) = shape.experts, shape.head_counts
     return Place(
         rank=0,
         stage=0,
@@ -110,7 +103,9 @@ def whole(shape: ModelShape) -> Place:
         tp_rank=0,
         tp_size=1,
         layers=Span(0, len(shape.layers)),
-        heads=tuple((counts, HeadSpans(Span(0, counts.q), Span(0, counts.kv))) for counts in shape.head_counts),
+        q_heads=Span(0, first.q),
+        kv_heads=Span(0, first.kv),
+        other_heads=tuple((counts, HeadSpans(Span(0, counts.q), Span(0, counts.kv))) for counts in others),
         ffn=Span(0, shape.ffn),
         vocab=Span(0, shape.vocab),
         experts=Span(0, experts.count if experts else 0),

@@ -76,13 +76,13 @@ def rank_work(shape: ModelShape, precision: str, kv_dtype: str, place: Place) ->
     `precision` is a result of `canonical` or `held_precision` of `checkpoint.quantised.precision`.
     """
     # Only the size of a rank's share counts, not its position: ranks of a stage, and stages, do equal work.
-    names = ("ffn", "vocab", "experts", "expert_ffn", "shared_ffn")
+    names = ("q_heads", "kv_heads", "ffn", "vocab", "experts", "expert_ffn", "shared_ffn")
     spans = {name: Span(0, len(getattr(place, name))) for name in names}
-    heads = tuple((counts, HeadSpans(*(Span(0, len(span)) for span in own))) for counts, own in place.heads)
+    others = tuple((counts, HeadSpans(*(Span(0, len(span)) for span in own))) for counts, own in place.other_heads)
     # Any two stages will do: only being the first or the last one matters.
     stage, stages = (1, 2) if place.last else (0, 2)
     share = msgspec.structs.replace(
-        place, rank=0, tp_rank=0, dp_rank=0, stage=stage, stages=stages, layers=Span(0, 0), heads=heads, **spans
+        place, rank=0, tp_rank=0, dp_rank=0, stage=stage, stages=stages, layers=Span(0, 0), other_heads=others, **spans
     )
     return _work(shape, precision, kv_dtype, share, layer_kinds(shape, precision, place.layers))
 
