@@ -176,7 +176,8 @@ def rename_gguf_tensors(header: gguf.Gguf, shape: ModelShape) -> dict[str, Tenso
                 code="foreign-tensor",
             )
         interleaved = 0
-        if known.gguf_interleaved and (layer := gguf_names.interleaved_layer(ggml_name)) is not None:
+        layer = gguf_names.interleaved_layer(ggml_name) if known.gguf_interleaved else None
+        if layer is not None and layer < len(shape.layers):
             interleaved = shape.layers[layer].mixer.head_dim
         if "{expert}" in name:
             count = shape.experts.count if shape.experts else 0

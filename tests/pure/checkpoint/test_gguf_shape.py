@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.pure.gguf_files import GGML, metadata_of, write, write_model
+from tests.pure.gguf_files import GGML, ggml_name, metadata_of, write, write_model
 from tests.pure.shapes import dense_shape, figures, repeated, windows, with_attention, with_ffn
 from tests.refusals import refusals, refuses
 from weft.checkpoint.architectures.shape import Experts, LatentAttention, ModelShape, Rope
@@ -361,3 +361,14 @@ def test_latent_files_that_cannot_be(
 ) -> None:
     with refuses(ModelError, "wrong-field-value", *values):
         planned(tmp_path, "deepseek2", LATENT | LENGTHS[0] | change, ["blk.1.exp_probs_b.bias"] * bias)
+
+
+def test_a_layer_beyond_those_of_the_file_s_shape_is_refused(tmp_path: Path) -> None:
+    """Its rows would be ordered by the heads of a layer that the shape does not have."""
+    longer = msgspec.structs.replace(LLAMA, layers=(*LLAMA.layers, LLAMA.layers[0]))
+    tensors = {
+        ggml_name(name, LLAMA.architecture): np.zeros(dims, np.float32) for name, dims in expected_tensors(longer)
+    }
+    write(tmp_path / "m.gguf", GGML[LLAMA.architecture], metadata_of(LLAMA), tensors)
+    with refuses(ModelError, "more-layers-than-config", "model.layers.2.", 2):
+        resolve(str(tmp_path / "m.gguf"))
