@@ -119,7 +119,7 @@ LORA = [f"model.layers.{layer}.self_attn.q_proj.lora_{part}.weight" for layer in
 
 def test_tensors_that_nothing_reads_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """They may be what makes the model: an adapter that was never merged, or modules of a newer architecture."""
-    more = {name: np.zeros((2, 2), dtype=np.float16) for name in [*LORA, "model.gate.bias"]}
+    more = {name: np.ones((2, 2), dtype=np.float16) for name in [*LORA, "model.gate.bias"]}
     folder = write(tmp_path / "model", tensors=weights() | more)
     assert resolve(str(folder)).tensors().keys() == weights().keys()
     assert logged(caplog, "unread-tensors") == [{"path": str(folder), "tensors": 5}]
@@ -138,7 +138,9 @@ def test_tensors_that_nothing_reads_are_named(tmp_path: Path, caplog: pytest.Log
         ("multi_modal_projector.linear.weight", "vision"),
         ("mtp.layers.0.mlp.up_proj.weight", "MTP"),
         ("model.layers.0.self_attn.rotary_emb.inv_freq", "buffers"),
-        ("model.layers.0.self_attn.q_proj.input_scale", "activations"),
+        ("model.mtp_layers.0.mlp.up_proj.weight", "MTP"),
+        ("model.layers.0.self_attn.k_scale", "KV cache"),
+        ("model.layers.0.mlp.down_proj.bias", "zeros"),
     ],
 )
 def test_parts_that_are_left_out_on_purpose_are_named_as_such(
@@ -149,6 +151,13 @@ def test_parts_that_are_left_out_on_purpose_are_named_as_such(
         resolve(str(folder), strict=True)
     assert logged(caplog, "unread-tensors") == []
     assert [part in record.getMessage() and " 1 " in record.getMessage() for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.cross_attn.vision_proj.weight", "model.layers.0.mlp.g_idx", "model.layers.0.mlp.q.weight"]
+)
+def test_a_name_like_those_of_such_parts_is_none_of_them(tmp_path: Path, name: str) -> None:
+    fails(write(tmp_path, tensors=weights() | {name: np.zeros(2, dtype=np.float16)}), "unread-tensors", 1, strict=True)
 
 
 def test_a_dummy_needs_a_config_only(tmp_path: Path) -> None:
