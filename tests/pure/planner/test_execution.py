@@ -589,6 +589,10 @@ def test_a_damaged_plan(saved: Any) -> None:
         where=where,
         plan=saved("Qwen3-14B", where, best={**best, "ranks": best["ranks"][:1]}),
     )
+    none = saved("Qwen3-14B", where, best={**best, "tensor_parallel": 0})
+    fails(ConfigError, "plan-ranks-differ", "0", where=where, plan=none)
+    wrong = saved("Qwen3-14B", where, best={**best, "tensor_parallel": "two"})
+    fails(ConfigError, "damaged-plan", "$.best.tensor_parallel", where=where, plan=wrong)
     moved = [{**rank, "first_layer": rank["first_layer"] + 1} for rank in best["ranks"]]
     fails(
         PlanError,

@@ -10,7 +10,7 @@ import msgspec
 
 from weft.errors import ConfigError, error_reason
 from weft.plan.limits import EngineLimits
-from weft.plan.parallelism import SIZES, Parallelism
+from weft.plan.parallelism import Parallelism
 from weft.plan.plan import RankDevice
 from weft.regular_files import read_regular
 
@@ -41,15 +41,34 @@ class PlannedRank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """The layout to run. The file has the fields of its parallelism among the others."""
+    """The layout to run. `enable_expert_parallel` is None in files from before experts could be cut over replicas."""
 
     name: str
-    parallelism: Parallelism
+    tensor_parallel: int
+    pipeline_parallel: int
+    data_parallel: int
+    expert_parallel: int
+    enable_expert_parallel: bool | None = None
     precision: str
     kv_cache_dtype: str
+    tensor_split: tuple[float, ...]
+    pipeline_split: tuple[int, ...]
     kv_tokens: int
     max_num_batched_tokens: int | None = None  # None in files from before it was chosen per model
     ranks: tuple[PlannedRank, ...]
+
+    @property
+    def parallelism(self) -> Parallelism:
+        dealt = self.expert_parallel > 1 if self.enable_expert_parallel is None else self.enable_expert_parallel
+        return Parallelism(
+            self.tensor_parallel,
+            self.pipeline_parallel,
+            self.data_parallel,
+            self.expert_parallel,
+            dealt,
+            self.tensor_split,
+            self.pipeline_split,
+        )
 
 
 class PlannedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,9 +121,9 @@ class PlanFile(EngineLimits, frozen=True, kw_only=True):
         best, cut = self.layout, self.layout.parallelism
         if cut.engines == 1:
             return [self]
-        size, one = cut.replica_size, msgspec.structs.replace(cut, data_parallel=1)
+        size = cut.replica_size
         parts = [best.ranks[start : start + size] for start in range(0, len(best.ranks), size)]
-        layouts = [msgspec.structs.replace(best, ranks=part, parallelism=one) for part in parts]
+        layouts = [msgspec.structs.replace(best, ranks=part, data_parallel=1) for part in parts]
         return [msgspec.structs.replace(self, best=layout) for layout in layouts]
 
 
@@ -187,7 +206,7 @@ def _convert(path: str, text: msgspec.Raw, number: int) -> PlanFile:
         )
     try:
         plan = msgspec.json.decode(text)
-        return msgspec.convert(_with_parallelism(_from_format_1(plan) if number == 1 else plan), PlanFile)
+        return msgspec.convert(_from_format_1(plan) if number == 1 else plan, PlanFile)
     except msgspec.ValidationError as error:
         raise _damaged(path, str(error)) from None
     except KeyError as error:
@@ -215,26 +234,10 @@ def _from_format_1(plan: dict[str, Any]) -> dict[str, Any]:
     return {**plan, "best": {**best, "ranks": ranks}}
 
 
-def _with_parallelism(plan: dict[str, Any]) -> dict[str, Any]:
-    """The plan with the fields of its layout's parallelism together.
-
-    Raises KeyError for a plan that lacks one. Files from before experts could be cut over replicas do not say if they
-    are dealt out.
-    """
-    best = plan["best"]
-    if best is None:
-        return plan
-    cut = {name: best[name] for name in (*SIZES, "tensor_split", "pipeline_split")}
-    dealt = best.get("enable_expert_parallel")
-    cut["enable_expert_parallel"] = cut["expert_parallel"] > 1 if dealt is None else dealt
-    return {**plan, "best": {**best, "parallelism": cut}}
-
-
 def _check_ranks(path: str, plan: PlanFile, best: PlannedLayout) -> None:
-    cut = best.parallelism
-    sizes = (len(cut.tensor_split), len(cut.pipeline_split), len(best.ranks))
-    ranks = cut.replica_size * cut.data_parallel
-    if sizes != (cut.tensor_parallel, cut.pipeline_parallel, ranks) or not ranks:
+    sizes = (len(best.tensor_split), len(best.pipeline_split), len(best.ranks))
+    ranks = best.tensor_parallel * best.pipeline_parallel * best.data_parallel
+    if sizes != (best.tensor_parallel, best.pipeline_parallel, ranks) or not ranks:
         raise _damaged(path, f"{best.name} has {ranks} ranks, and it lists {sizes[2]}", "plan-ranks-differ")
     unknown = {rank.gpu for rank in best.ranks} - plan.hardware.types.keys()
     if unknown:
