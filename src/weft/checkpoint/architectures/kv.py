@@ -161,13 +161,13 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     def block_bytes(self, specs: Mapping[int, KVSpec]) -> int:
         """Bytes of one block on a rank whose layers have these `specs`, by number."""
-        # By bytes per token: layers of different sizes cannot share memory.
-        layers: dict[int, int] = defaultdict(int)
+        # Layers of different kinds or sizes cannot share memory.
+        layers: dict[tuple[str, int], int] = defaultdict(int)
         for group in self.paged:
-            sizes = Counter(specs[layer].bytes_per_token for layer in group.layers if layer in specs)
-            for size, count in sizes.items():
-                layers[size] = max(layers[size], count)
-        return self.block_size * sum(size * count for size, count in layers.items())
+            own = (specs[layer] for layer in group.layers if layer in specs)
+            for kind, count in Counter((spec.kind, spec.bytes_per_token) for spec in own).items():
+                layers[kind] = max(layers[kind], count)
+        return self.block_size * sum(size * count for (_, size), count in layers.items())
 
 
 def kv_groups(specs: Sequence[KVSpec]) -> tuple[KVGroup, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from weft.checkpoint.architectures.kv import mixer_spec
 from weft.checkpoint.architectures.place import Place
 from weft.checkpoint.architectures.shape import LatentAttention, Mixer
 from weft.errors import ConfigError
@@ -79,21 +80,26 @@ def memory_in_use(device: torch.device) -> tuple[int, int | None, int | None]:
 def allocate_caches(plan: Plan, rank: int, dtype: torch.dtype, device: torch.device, num_blocks: int) -> list[KVCache]:
     """Allocate a KV cache of `num_blocks` blocks for each layer of a rank.
 
-    The i-th layers of all KV groups have the same memory, since a block belongs to one group at a time; layers with
-    caches of other dims are counted apart.
+    The i-th layers of all KV groups have the same memory, since a block belongs to one group at a time. Layers of
+    different kinds or sizes are counted apart, as `KVLayout.block_bytes` does.
     """
-    place, layout = plan.places[rank], plan.kv_layout
-    memory: dict[tuple[CacheDims, int], KVCache] = {}
-    counts: Counter[tuple[CacheDims, int]] = Counter()  # of the layers of a group
+    place, layout, blocks = plan.places[rank], plan.kv_layout, (num_blocks, plan.block_size)
+    memory: dict[tuple[str, int, int], KVCache] = {}
+    counts: Counter[tuple[str, int, int]] = Counter()  # of the layers of a kind and size in a group
     caches = []
     for layer in range(place.layers.start, place.layers.stop):
         mixer, group = plan.shape.layers[layer].mixer, layout.group_of(layer)
-        dims = cache_dims(mixer, place)
-        key = dims, counts[dims, group]
+        spec = mixer_spec(mixer, place)
+        size = spec.kind, spec.bytes_per_token
+        key = (*size, counts[*size, group])
         if key not in memory:
-            memory[key] = allocate_cache(mixer, place, dtype, device, (num_blocks, plan.block_size))
-        caches.append(replace(memory[key], group=group))
-        counts[dims, group] += 1
+            memory[key] = allocate_cache(mixer, place, dtype, device, blocks)
+        dims = (*blocks, *cache_dims(mixer, place))
+        shared = memory[key]
+        if spec.kind == "heads":  # heads of another length may take as many bytes
+            shared = KVCache(shared.keys.view(dims), shared.values.view(dims))
+        caches.append(replace(shared, group=group))
+        counts[*size, group] += 1
     return caches
 
 
