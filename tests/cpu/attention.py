@@ -61,7 +61,7 @@ def ragged(counts: list[int], contexts: list[int], block_size: int, seed: int) -
 
 def with_turns(batch: Batch, rows: int) -> Batch:
     """The batch with angles of its own for each token, from tables of `rows` rows: none is that of its position."""
-    return replace(batch, turns=(batch.positions * 7 + 3) % rows)
+    return replace(batch, other_angle_rows=(batch.positions * 7 + 3) % rows)
 
 
 def spoil_behind(cache: KVCache, batch: Batch, window: int | None) -> None:

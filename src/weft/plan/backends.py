@@ -315,10 +315,11 @@ def check_equal_attention(shape: ModelShape) -> None:
         for mixer in shape.mixers
     }
     if len(kinds) > 1:
-        each = ", ".join(f"{q} query and {kv} KV heads of {dim}" for (q, kv), dim, *_ in sorted(kinds))
+        each = dict.fromkeys(f"{q} query and {kv} KV heads of {dim}" for (q, kv), dim, *_ in sorted(kinds))
         raise PlanError(
-            f"layers of {shape.architecture} differ in their attention ({each}), and Weft's kernels run one kind of it "
-            "in a model: serve this model with another engine",
+            f"layers of {shape.architecture} differ in their attention ({', '.join(each)}; its scale, sinks and cached "
+            "vectors count too), and Weft's kernels run one kind of it in a model: serve this model with another "
+            "engine",
             code="several-kinds-of-attention",
         )
 

@@ -63,7 +63,8 @@ class AttentionShape:
 
     @classmethod
     def from_plan(cls, plan: Plan, rank: int) -> AttentionShape:
-        """The shape of attention on a rank of a plan, whose layers have equal heads (`plan.rules.check_heads`)."""
+        """The shape of attention on a rank of a plan, whose layers have equal heads: `check_equal_attention` refuses
+        others."""
         place, layout, dtype = plan.places[rank], plan.kv_layout, getattr(torch, plan.dtype)
         mixers = {layer: plan.shape.layers[layer].mixer for layer in range(place.layers.start, place.layers.stop)}
         pairs = ((layout.group_of(layer), mixer.window) for layer, mixer in mixers.items())

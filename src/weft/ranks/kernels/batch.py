@@ -67,11 +67,11 @@ class Batch:
     others: tuple[Batch, ...] = ()
     group_tokens: tuple[int, ...] = ()
     forms: LatentForms | None = None
-    turns: torch.Tensor | None = None  # `angle_rows` that are not the positions
+    other_angle_rows: torch.Tensor | None = None  # if they are not the positions
 
     @property
     def angle_rows(self) -> torch.Tensor:
-        return self.positions if self.turns is None else self.turns
+        return self.positions if self.other_angle_rows is None else self.other_angle_rows
 
     @property
     def groups(self) -> tuple[Batch, ...]:

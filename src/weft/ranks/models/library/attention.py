@@ -35,7 +35,7 @@ class Step:
         """The next calls of attention are for this batch."""
         only = torch.zeros_like(batch.positions)
         self.batch, self.caches = batch, caches
-        self.stored = {group.group: replace(group, turns=only) for group in batch.groups}
+        self.stored = {group.group: replace(group, other_angle_rows=only) for group in batch.groups}
 
 
 def no_rotation(head_dim: int, device: torch.device) -> torch.Tensor:
