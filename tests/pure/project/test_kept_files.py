@@ -54,7 +54,7 @@ def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def test_the_layout_of_shards_is_read_and_written_alike() -> None:
     """Weights that `weft shard` cut may be all that is kept of a model, and older versions read new ones."""
-    text = (KEPT / "sharded_state.json").read_text()
+    text = (KEPT / "shards/sharded_state.json").read_text()
     state = msgspec.json.decode(text, type=ShardedState)
     assert [len(place.q_heads) for place in state.places] == [2, 2]
     written, kept = json.loads(msgspec.json.encode(state)), json.loads(text)
