@@ -72,11 +72,11 @@ def test_defaults(tmp_path: Path, family: str, variant: dict[str, Any]) -> None:
 
 def agrees_on_rope(ours: ModelShape, theirs: PretrainedConfig) -> None:
     rope = theirs.rope_parameters
-    assert ours.mixer.rope.theta == rope["rope_theta"]
-    assert ours.mixer.rope.kind == rope["rope_type"]
-    assert ours.mixer.rope.factor == rope.get("factor", 1.0)
-    assert ours.mixer.rope.original_max_positions == rope.get("original_max_position_embeddings")
-    if ours.mixer.rope.kind != "yarn":
+    assert ours.mixers[0].rope.theta == rope["rope_theta"]
+    assert ours.mixers[0].rope.kind == rope["rope_type"]
+    assert ours.mixers[0].rope.factor == rope.get("factor", 1.0)
+    assert ours.mixers[0].rope.original_max_positions == rope.get("original_max_position_embeddings")
+    if ours.mixers[0].rope.kind != "yarn":
         assert ours.max_positions == theirs.max_position_embeddings
 
 

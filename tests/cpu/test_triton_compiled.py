@@ -40,7 +40,7 @@ PROGRAM = (
 head_dims, dtype, kept = sys.argv[2].split(","), *(getattr(torch, name) for name in sys.argv[3:])
 ints = torch.zeros(4, 4, dtype=torch.int32)
 batch = types.SimpleNamespace(tables=ints, context=ints[0], row_starts=ints[0], rows=2, positions=ints[0],
-                              slots=ints[0].long(), order=ints[0])
+                              angle_rows=ints[0], slots=ints[0].long(), order=ints[0])
 
 def launch_all():
     for head_dim in map(int, head_dims):
@@ -153,7 +153,7 @@ from weft.ranks.kernels.latents import AbsorbedQueries, ExpandedContext, LatentN
 from weft.ranks.kernels.triton.latents import TritonLatents
 
 dtype, ints = getattr(torch, sys.argv[2]), torch.zeros(4, 4, dtype=torch.int32)
-batch = types.SimpleNamespace(tables=ints, context=ints[0], row_starts=ints[0], rows=2, decodes=1, positions=ints[0],
+batch = types.SimpleNamespace(tables=ints, context=ints[0], row_starts=ints[0], rows=2, decodes=1, angle_rows=ints[0],
                               slots=ints[0].long(), order=ints[0])
 
 def launch_all():
