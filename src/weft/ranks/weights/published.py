@@ -49,7 +49,7 @@ class PublishedWeights(StoredWeights):
             return super().read_blocks(source, rows, cols, into)
         if not self.holds(source, into.type):
             return False
-        for chunk, at in _row_chunks(info, rows, into.device):
+        for chunk, at in _row_chunks(info, rows, into.device, bits=8):
             stored = READERS[type(info)](info, Range(source, chunk, cols, into.scheme.group, into.device))
             part = into.narrow(0, at, len(chunk))
             part.values.copy_(pack_nibbles(stored.numbers) if info.bits == 4 else stored.numbers)
@@ -100,9 +100,10 @@ class PublishedWeights(StoredWeights):
         return half
 
 
-def _row_chunks(info: Packed, rows: Span, device: torch.device) -> Iterator[tuple[Span, int]]:
-    """Cut `rows` into chunks of a good size for the device, each with the number of rows before it."""
-    step = rows_at_once(device, info.dims[1], 0)
+def _row_chunks(info: Packed, rows: Span, device: torch.device, bits: int = 32) -> Iterator[tuple[Span, int]]:
+    """Cut `rows` into chunks of a good size for the device, each with the number of rows before it. A number takes
+    `bits` bits there."""
+    step = rows_at_once(device, info.dims[1], 0) * 32 // bits
     for row in range(rows.start, rows.stop, step):
         yield Span(row, min(row + step, rows.stop)), row - rows.start
 
